@@ -1,0 +1,237 @@
+"""Faults on order, on TensorFlow: what `keras_nanguard.testing.inject` does inside the compiled program.
+
+The hook stands around the step that Keras is about to compile, so around the transaction where there is one: the count
+of steps and what is written to the state belong to no step, and no refusal gives them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._errors import GuardError, expected
+
+__all__ = ["Hook"]
+
+
+class Hook:
+    """One fault, put around every train step of one model.
+
+    Args:
+        model: a compiled model.
+        fault: a `keras_nanguard.testing.Fault`.
+
+    Attributes:
+        reached: whether a step that was traced (or run) has a place for the fault.
+    """
+
+    def __init__(self, model: Any, fault: Any):
+        self.model, self.fault = model, fault
+        self.reached = False
+        self._inside = 0
+        self._before: dict[str, Any] = {}
+        with tf.init_scope():
+            self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
+
+    @property
+    def seen(self) -> int:
+        """Steps so far."""
+        return int(self.counter.numpy()) + 1
+
+    def install(self) -> None:
+        """Put it in place, on the instance only."""
+        self._override("_make_function", self._making(self.model._make_function))
+        if self.fault.site in ("loss", "gradients"):
+            self._override("compute_loss", self._computing(self.model.compute_loss))
+        self.model.train_function = None
+
+    def remove(self) -> None:
+        """Leave the model as it was; the next fit compiles it without the fault."""
+        for name, before in self._before.items():
+            _state.unset_instance(self.model, name)
+            if before is not None:
+                _state.set_instance(self.model, name, before)
+        self.model.train_function = None
+
+    def _override(self, name: str, value: Any) -> None:
+        self._before[name] = vars(self.model).get(name)
+        _state.set_instance(self.model, name, value)
+
+    def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(step_function: Callable[..., Any]) -> Any:
+            if step_function == self.model.test_step:
+                return real(step_function)
+            return real(self._around(step_function))
+
+        return make
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(data: Any) -> Any:
+            self.counter.assign_add(1)
+            if self.fault.site in ("inputs", "targets"):
+                data = self._spoiled(data, self._now())
+            elif self.fault.site not in ("loss", "gradients"):
+                self._write(self._now())
+            self._inside += 1
+            try:
+                return step(data)
+            finally:
+                self._inside -= 1
+
+        return train_step
+
+    def _now(self) -> Any:
+        """Return whether the step that runs is one of the fault's."""
+        return tf.reduce_any(tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64)))
+
+    # The batch
+
+    def _spoiled(self, data: Any, now: Any) -> Any:
+        parts = data if isinstance(data, tuple) else (data,)
+        inputs = self.fault.site == "inputs"
+        chosen, found = (parts[:1] if inputs else parts[1:]), []
+
+        def spoil(path: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
+            if not tf.is_tensor(value) or not hasattr(value, "shape") or not value.dtype.is_floating:
+                return value
+            if not self.fault.matches(path):
+                return value
+            found.append(path)
+            return self._bad(value, now & _some(value, self.fault.rows, self.fault.entries))
+
+        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
+        if not found:
+            what = f"float {self.fault.site} that match path={self.fault.path!r}"
+            types = [getattr(t, "dtype", type(t)) for t in tf.nest.flatten(chosen)]
+            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
+        self.reached = True
+        if not isinstance(data, tuple):
+            return spoiled[0]
+        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+
+    def _bad(self, value: Any, mask: Any) -> Any:
+        wanted = self.fault.value(value.dtype)
+        if wanted is None:
+            factor = tf.cast(self.fault.magnitude, value.dtype)
+            bad = tf.where(tf.equal(value, 0), tf.ones_like(value) * factor, value * factor)
+        else:
+            bad = tf.fill(tf.shape(value), tf.cast(tf.constant(wanted, tf.float64), value.dtype))
+        return tf.where(mask, bad, value)
+
+    # The state
+
+    def _write(self, now: Any) -> None:
+        """Write to the state ahead of the step."""
+        chosen = [v for v in self._variables() if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"{self.fault.site} that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in self._variables()) or "none"
+            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
+        self.reached = True
+
+        def write() -> Any:
+            for variable in chosen:
+                old = variable.value.read_value()
+                variable.value.assign(self._bad(old, _first(old, self.fault.entries)))
+            return tf.constant(True)
+
+        tf.cond(now, write, lambda: tf.constant(False))
+
+    def _variables(self) -> list[Any]:
+        site = self.fault.site
+        if site in ("slots", "loss_scale"):
+            _build(self.model)
+        anatomy = _state.Anatomy.of(self.model)
+        groups: dict[str, tuple[Any, ...]] = {
+            "weights": anatomy.trainable,
+            "statistics": anatomy.statistics,
+            "slots": anatomy.slots,
+            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
+        }
+        return [v for v in groups[site] if _probes.is_float(v.dtype)]
+
+    # Loss and gradients
+
+    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            if not self._inside or loss is None:
+                return loss
+            self.reached = True
+            loss = tf.convert_to_tensor(loss)
+            factor = tf.where(self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype))
+            if self.fault.site == "loss":
+                return loss * factor
+            if self.fault.path == "*":
+                return _with_gradient(loss, factor)
+            return self._with_some(loss, factor)
+
+        return compute_loss
+
+    def _with_some(self, loss: Any, factor: Any) -> Any:
+        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
+        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"trainable variables that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in self.model.trainable_variables)
+            raise GuardError(expected(what, paths, "Choose another path."))
+        for variable in chosen:
+            mask = _first(variable.value, self.fault.entries)
+            loss += tf.cast(_zero(tf.convert_to_tensor(variable.value), factor, mask), loss.dtype)
+        return loss
+
+
+def _build(model: Any) -> None:
+    """Build the model's only optimizer, as its first step would."""
+    optimizers = _state.find_optimizers(model)
+    unbuilt = [o for o in optimizers if not o.built]
+    if unbuilt and len(optimizers) == 1:
+        with tf.init_scope():
+            unbuilt[0].build(model.trainable_variables)
+
+
+def _some(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> Any:
+    """Return a mask of the first entries of the chosen rows of a batch."""
+    shape = tf.shape(value, tf.int64)
+    row = tf.range(shape[0]) if value.shape.rank else tf.zeros((), tf.int64)
+    in_rows = tf.ones_like(row, tf.bool) if rows is None else _any_of(row, rows)
+    size = tf.reduce_prod(shape[1:])
+    of_row = tf.reshape(tf.range(size), shape[1:]) if value.shape.rank else tf.zeros((), tf.int64)
+    in_entries = tf.ones_like(of_row, tf.bool) if entries is None else of_row < entries
+    if not value.shape.rank:
+        return in_rows & in_entries
+    return tf.reshape(in_rows, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0)) & in_entries[tf.newaxis]
+
+
+def _any_of(row: Any, rows: tuple[int, ...]) -> Any:
+    return tf.reduce_any(tf.equal(row[..., tf.newaxis], tf.constant(rows, tf.int64)), axis=-1)
+
+
+def _first(value: Any, entries: int | None) -> Any:
+    """Return a mask of the first entries of a variable."""
+    flat = tf.range(tf.size(value, tf.int64)) < (tf.int64.max if entries is None else entries)
+    return tf.reshape(flat, tf.shape(value))
+
+
+@tf.custom_gradient
+def _with_gradient(loss: Any, factor: Any) -> Any:
+    return tf.identity(loss), lambda upstream: (upstream * factor, tf.zeros_like(factor))
+
+
+@tf.custom_gradient
+def _zero(value: Any, factor: Any, mask: Any) -> Any:
+    """Return 0, whose gradient by the masked entries of `value` is `factor` where that is not 1, else 0."""
+
+    def gradient(upstream: Any) -> Any:
+        bad = tf.cast(upstream * factor, value.dtype)
+        by_value = tf.where(mask & tf.not_equal(factor, 1), bad, tf.zeros_like(value))
+        return by_value, tf.zeros_like(factor), None
+
+    return tf.zeros((), value.dtype), gradient

@@ -1,0 +1,157 @@
+"""While the body of a step runs: what it hands to its optimizers, and the loss it computes.
+
+Every train step, the user's own included, ends in `Optimizer.apply`. Overriding that on the instance sees the gradients
+of any train step and leaves the optimizer's class, config and variables as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_nanguard import _state
+from keras_nanguard._step import _graph
+
+__all__ = ["Intercept", "Record"]
+
+_COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
+
+
+class Record:
+    """One call of `Optimizer.apply`."""
+
+    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
+        self.optimizer, self.real, self.grads = optimizer, real, grads
+        self.given = variables
+        known = variables if variables is not None else _trained_by(optimizer)
+        self.pairs = list(zip(grads, known))
+        self.variables = [v for g, v in self.pairs if g is not None]
+
+    def run(self) -> None:
+        """Make the call that was put off."""
+        self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
+
+
+def _trained_by(optimizer: Any) -> Sequence[Any]:
+    variables: Sequence[Any] = _state.inner(optimizer)._trainable_variables
+    return variables
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        model: the model whose `compute_loss` is noted, or `None`.
+        optimizers: the optimizers to stand in for.
+        through: let each update run at once (its effect can be undone) instead of putting it off.
+        born: called with each variable that comes into being while the body runs, before anything writes it.
+
+    Attributes:
+        records: the calls of `apply`, in order.
+        gradients: every gradient that is not `None`.
+        losses: what `compute_loss` returned.
+        outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
+        boundary: mark of the graph at the first call of `apply`, or `None`.
+        nested: whether an update was asked for inside a function or conditional of the body's own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        through: bool,
+        born: Callable[[Any], None],
+    ):
+        self.model, self.optimizers, self.through, self.born = model, list(optimizers), through, born
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.records: list[Record] = []
+        self.gradients: list[Any] = []
+        self.losses: list[Any] = []
+        self.outputs: list[tuple[str, Any]] = []
+        self.boundary: int | None = None
+        self.nested = False
+        self._creating = False
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Intercept:
+        for optimizer in self.optimizers:
+            self._override(optimizer, "apply", self._applier(optimizer, optimizer.apply))
+        if hasattr(self.model, "compute_loss"):
+            self._override(self.model, "compute_loss", self._noting(self.model.compute_loss))
+        self._creation = tf.variable_creator_scope(self._create)
+        self._creation.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._creation.__exit__(*details)
+        for target, name, before in reversed(self._before):
+            _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+
+    def _override(self, target: Any, name: str, value: Any) -> None:
+        self._before.append((target, name, vars(target).get(name)))
+        _state.set_instance(target, name, value)
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            variables = None if trainable_variables is None else list(trainable_variables)
+            if not optimizer.built and variables is not None:
+                self._build(optimizer, variables)
+            if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
+                self.nested = True
+                return real(grads, variables) if variables is not None else real(grads)
+            record = Record(optimizer, real, grads, variables)
+            if self.boundary is None and self.graph is not None:
+                self.boundary = _graph.mark(self.graph)
+            self.records.append(record)
+            self.gradients += [g for g in grads if g is not None]
+            if self.through:
+                record.run()
+            return None
+
+        return apply
+
+    def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
+        """Make a variable that comes into being inside the step (metrics, lazily built layers) outside of its graph.
+
+        Its first value then is at hand before anything writes it, and `tf.function` has no reason to trace twice.
+        """
+        if self._creating:  # the scope follows into `init_scope`
+            return create(**kwargs)
+        self._creating = True
+        try:
+            with tf.init_scope():
+                variable = tf.Variable(**kwargs)
+        finally:
+            self._creating = False
+        with contextlib.nullcontext() if self.graph is None else self.graph.as_default():
+            self.born(variable)
+        return variable
+
+    def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Build it outside of every graph, under the names that Keras gives."""
+        with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+        optimizer.built = True
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            here = self.graph is None or tf.compat.v1.get_default_graph() is self.graph
+            if loss is not None and here:
+                self.losses.append(tf.convert_to_tensor(loss))
+                predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
+                self.outputs += _named(self.model, predicted)
+            return loss
+
+        return compute_loss
+
+
+def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:
+    tensors = [t for t in tf.nest.flatten(predicted) if tf.is_tensor(t) and (t.dtype.is_floating or t.dtype.is_complex)]
+    names = getattr(model, "output_names", None) or []
+    return [(str(names[i]) if i < len(names) else f"output_{i}", t) for i, t in enumerate(tensors)]

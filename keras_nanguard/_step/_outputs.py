@@ -1,0 +1,92 @@
+"""What a refused step hands back in place of its outputs.
+
+The logs of a refused step are those of the restored metrics: the running means without it, so that no other callback
+sees a NaN. Where a user's own step logs something that no metric holds, the value of the last committed step stands in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["LogOutputs", "PlainOutputs"]
+
+
+def _flat(outputs: Any) -> list[Any]:
+    return [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs, expand_composites=True)]
+
+
+def _scalars(leaves: list[Any]) -> list[Any]:
+    return [t for t in leaves if tf.is_tensor(t) and t.dtype.is_floating and t.shape.rank == 0]
+
+
+class PlainOutputs:
+    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss."""
+
+    def losses(self, outputs: Any) -> list[Any]:
+        """Return the scalars among the outputs."""
+        return _scalars([t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None])
+
+    def committed(self, outputs: Any) -> list[Any]:
+        """Nothing has to pass through the conditional."""
+        return []
+
+    refused = committed
+
+    def pack(self, flat: list[Any], outputs: Any) -> Any:
+        """Return the outputs."""
+        return outputs
+
+
+class LogOutputs:
+    """For a Keras train step: a dict of logs."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.last: list[Any] = []
+
+    def losses(self, outputs: Any) -> list[Any]:
+        """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
+        if not isinstance(outputs, dict):
+            return []
+        named = {k: v for k, v in outputs.items() if str(k) == "loss"}
+        named = named or {k: v for k, v in outputs.items() if str(k).endswith("loss")}
+        return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(named)])
+
+    def committed(self, outputs: Any) -> list[Any]:
+        """Return the logs, and remember those that no metric will hold."""
+        flat = _flat(outputs)
+        if self._from_metrics(outputs) is None:
+            for variable, value in zip(self._remembered(outputs, flat), flat):
+                variable.assign(value)
+        return [tf.identity(t) for t in flat]
+
+    def refused(self, outputs: Any) -> list[Any]:
+        """Return the logs of the restored metrics, or those of the last committed step."""
+        flat = _flat(outputs)
+        instead = self._from_metrics(outputs)
+        if instead is None:
+            instead = [v.read_value() for v in self._remembered(outputs, flat)]
+        return [tf.cast(t, f.dtype) for t, f in zip(instead, flat)]
+
+    def pack(self, flat: list[Any], outputs: Any) -> Any:
+        """Return the flat logs in the shape of the outputs."""
+        return tf.nest.pack_sequence_as(outputs, flat, expand_composites=True)
+
+    def _from_metrics(self, outputs: Any) -> list[Any] | None:
+        results = self.model.get_metrics_result()
+        if not isinstance(outputs, dict) or set(results) != set(outputs):
+            return None
+        flat = _flat({key: results[key] for key in outputs})
+        return flat if len(flat) == len(_flat(outputs)) else None
+
+    def _remembered(self, outputs: Any, flat: list[Any]) -> list[Any]:
+        """One variable for each log, made outside of the graph on first use."""
+        if len(self.last) != len(flat):
+            with tf.init_scope():
+                self.last = [
+                    tf.Variable(tf.zeros([d or 0 for d in t.shape], t.dtype), shape=t.shape, trainable=False)
+                    for t in flat
+                ]
+        return self.last

@@ -1,0 +1,92 @@
+"""The batches of refused steps, filed from inside the compiled step for the host to pick up.
+
+A queue on the host's side of the graph: a healthy step never touches it, and a refused one leaves a reference to its
+batch there, whatever its shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard._step._verdict import Report, Verdict
+
+__all__ = ["Files"]
+
+
+class Files:
+    """Files and hands out the reports of refused steps.
+
+    Args:
+        capacity: how many are kept until the host looks; what comes on top is counted by the verdict, not kept.
+
+    Attributes:
+        rows: `(site, path)` of each row of counts in the trace that runs now.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.rows: tuple[tuple[str, str], ...] = ()
+        self._layouts: list[tuple[Any, tuple[tuple[str, str], ...]]] = []
+        self._queues: dict[tuple[Any, ...], Any] = {}
+
+    def put(self, row: Any, counts: Any, args: Any) -> Any:
+        """File one report; returns a scalar bool, so that it can stand in a conditional."""
+        leaves = [tf.convert_to_tensor(t) for t in tf.nest.flatten(args, expand_composites=True) if t is not None]
+        items = [tf.constant(self._layout(args), tf.int64), tf.cast(row, tf.float64), counts, *leaves]
+        with tf.device("CPU:0"):
+            queue = self._queue(tuple(t.dtype for t in items))
+
+            def enqueue() -> Any:
+                queue.enqueue(items)
+                return tf.constant(True)
+
+            return tf.cond(queue.size() < self.capacity, enqueue, lambda: tf.constant(False))
+
+    def _layout(self, args: Any) -> int:
+        self._layouts.append((tf.nest.map_structure(_spec, args), self.rows))
+        return len(self._layouts) - 1
+
+    def _queue(self, dtypes: tuple[Any, ...]) -> Any:
+        if dtypes not in self._queues:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._queues[dtypes] = tf.queue.FIFOQueue(self.capacity, list(dtypes))
+        return self._queues[dtypes]
+
+    def take(self) -> list[Report]:
+        """Return and forget what was filed, in the order of the steps."""
+        reports = []
+        for queue in self._queues.values():
+            for _ in range(int(queue.size())):
+                layout, row, counts, *leaves = queue.dequeue()
+                specs, rows = self._layouts[int(layout)]
+                verdict = Verdict.of(row.numpy().tolist())
+                reports.append(Report(verdict, rows, np.asarray(counts), _packed(specs, leaves)))
+        return sorted(reports, key=lambda report: report.verdict.step)
+
+
+class _Leaf:
+    """Stands for one component tensor in a remembered structure."""
+
+
+def _spec(value: Any) -> Any:
+    if value is None:
+        return None
+    return tf.type_spec_from_value(value) if isinstance(value, tf.__internal__.CompositeTensor) else _Leaf()
+
+
+def _packed(specs: Any, leaves: list[Any]) -> Any:
+    """Put component tensors back into the structure they came from."""
+    rest = iter(leaves)
+
+    def fill(spec: Any) -> Any:
+        if spec is None:
+            return None
+        if isinstance(spec, _Leaf):
+            return next(rest)
+        parts = tf.nest.flatten(spec, expand_composites=True)
+        return tf.nest.pack_sequence_as(spec, [next(rest) for _ in parts], expand_composites=True)
+
+    return tf.nest.map_structure(fill, specs)

@@ -1,0 +1,279 @@
+"""The transaction on TensorFlow.
+
+In words::
+
+    keep      references to the small state (statistics, seeds, metrics)      no copy: TensorFlow copies on write
+    run       the user's step, its optimizers' updates put off
+    verdict   loss, gradients and written statistics finite, loss scale sound
+    if so:    the updates run; weights and slots are read once
+    if not:   the small state is given back, the loss scale learns, batch and counts are filed for the host
+
+The verdict is known before anything large is written, so nothing large is ever copied. A step that reads its weights
+after an update (a GAN), writes them itself (sharpness-aware minimisation) or runs eagerly cannot be put off: there the
+old values of everything it writes are kept, and the updates are undone on a refusal.
+
+Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_nanguard import _state
+from keras_nanguard._step import _graph, _outputs, _reports, _sums
+from keras_nanguard._step._intercept import Intercept
+
+__all__ = ["Retrace", "Transaction"]
+
+
+class Retrace(Exception):
+    """Tracing found that the step has to be traced anew in another mode. Never leaves the library."""
+
+
+class Transaction:
+    """Wraps the body of one train step; calling it runs the body as a transaction.
+
+    Args:
+        body: the step, `body(*args) -> outputs`.
+        anatomy: callable that returns the `Anatomy` at the time of tracing.
+        model: the model whose `compute_loss` tells the loss, or `None`.
+        logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
+        jit: compile the body with XLA. The filing of a refused batch stays outside of the cluster.
+        counted: several steps run between two looks of the host, so the step counts itself, and stands still after a
+            step that committed a bad state until the host has healed it.
+        capacity: how many refused batches are kept between two looks of the host.
+        born: called with each variable that comes into being inside the step, and its first value.
+        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
+
+    Calling it returns `(outputs, row)`, the row in the order of `Verdict.FIELDS`.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        anatomy: Callable[[], _state.Anatomy],
+        *,
+        model: Any = None,
+        logs: bool = False,
+        jit: bool = False,
+        counted: bool = False,
+        capacity: int = 8,
+        born: Callable[[Any, Any], None] = lambda variable, value: None,
+        refuse: bool = True,
+    ):
+        self.body, self.anatomy, self.model = body, anatomy, model
+        self.jit, self.counted, self.born = jit, counted, born
+        self.refuse = refuse
+        self.saving = False
+        self.strays: dict[int, Any] = {}
+        self.tolerated: set[int] = set()
+        self.files = _reports.Files(capacity)
+        self.outputs = _outputs.LogOutputs(model) if logs else _outputs.PlainOutputs()
+        self.compiled = (
+            tf.function(self._run, jit_compile=True, reduce_retracing=True, autograph=False) if jit else None
+        )
+        if counted:
+            with tf.init_scope():
+                self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
+                self.halted = tf.Variable(False, trainable=False)
+
+    def __call__(self, *args: Any) -> tuple[Any, Any]:
+        if self.compiled is None or tf.executing_eagerly():
+            outputs, row, _ = self._run(*args)
+            return outputs, row
+        outputs, row, counts = self.compiled(*args)
+        told = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
+        tf.cond(told, lambda: self.files.put(row, counts, args), lambda: tf.constant(False))
+        return outputs, row
+
+    def inherit(self, other: Transaction) -> None:
+        """Start with what another transaction around the same body has found out."""
+        self.saving, self.strays, self.tolerated = other.saving, other.strays, other.tolerated
+
+    def tolerate(self, variables: Sequence[Any]) -> None:
+        """Let these variables be infinite."""
+        self.tolerated |= {id(v.value.handle) for v in variables}
+
+    def resume(self) -> None:
+        """Tell the step that the host has healed the state."""
+        if self.counted:
+            self.halted.assign(False)
+
+    def recount(self, step: int) -> None:
+        """Let the next step be this number."""
+        if self.counted:
+            self.counter.assign(step - 1)
+
+    def _run(self, *args: Any) -> tuple[Any, Any, Any]:
+        saving = self.refuse and (self.saving or tf.executing_eagerly())
+        return _Run(self, saving).complete(args)
+
+
+class _Run:
+    """One trace (or one eager run) of the transaction."""
+
+    def __init__(self, owner: Transaction, saving: bool):
+        self.owner, self.saving = owner, saving
+        self.through = saving or not owner.refuse
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.anatomy = owner.anatomy()
+        self.kept: list[tuple[Any, Any]] = []
+
+    def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
+        self._keep([*self.anatomy.other, *self.anatomy.metrics])
+        self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
+        if self.saving:
+            self._keep([*self.anatomy.trainable, *self.anatomy.slots])
+        self.scales = [(scale.value.read_value(), scale, counter) for scale, counter in self.anatomy.scales]
+        halted, step = self._count()
+        start = _graph.mark(self.graph) if self.graph is not None else 0
+        with Intercept(self.owner.model, self.anatomy.optimizers, self.through, self._born) as self.seen:
+            outputs = self.owner.body(*args)
+        self.anatomy = self.owner.anatomy()
+        if self.graph is not None and self.owner.refuse:
+            self._inspect(start)
+        self._measure(outputs, halted, step)
+        return self._decide(outputs, args)
+
+    def _keep(self, variables: Sequence[Any]) -> None:
+        """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
+        for variable in variables:
+            if not isinstance(variable, tf.Variable):
+                variable = variable.value
+            self.kept.append((variable, variable.read_value()))
+
+    def _born(self, variable: Any) -> None:
+        self._keep([variable])
+        with tf.init_scope():
+            self.owner.born(variable, variable.numpy())
+
+    def _count(self) -> tuple[Any, Any]:
+        if not self.owner.counted:
+            return tf.constant(False), tf.constant(0, tf.int64)
+        return self.owner.halted.read_value(), self.owner.counter.assign_add(1, read_value=True)
+
+    def _inspect(self, start: int) -> None:
+        """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it."""
+        known = {id(v.handle): v for v, _ in self.kept}
+        heavy = {id(v.value.handle) for v in (*self.anatomy.trainable, *self.anatomy.slots)}
+        ours = {id(v.value.handle) for pair in self.anatomy.scales for v in pair}
+        ours |= {id(v.value.handle) for v in self.anatomy.rates}
+        written: set[int] = set()
+        for access in _graph.accesses(self.graph, start, self.seen.boundary):
+            handle = _graph.eager_handle(access.handle)
+            key = id(handle)
+            if key in heavy and not self.saving and (access.writes or access.late):
+                self.owner.saving = True
+                raise Retrace
+            if access.writes and key not in known and key not in heavy and key not in ours:
+                if handle is not None and access.dtype is not None:
+                    self.owner.strays[key] = _graph.Stray(handle, access.dtype)
+                    raise Retrace
+            if access.writes:
+                written.add(key)
+        if self.seen.nested and not self.saving:
+            self.owner.saving = True
+            raise Retrace
+        self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
+
+    def _measure(self, outputs: Any, halted: Any, step: Any) -> None:
+        anatomy, seen = self.anatomy, self.seen
+        self.kind = kind = _sums.kind([*anatomy.trainable, *anatomy.slots])
+        metrics = {id(v.value.handle) for v in anatomy.metrics}
+        trainable = {id(v.value.handle) for v in (*anatomy.trainable, *anatomy.slots)}
+        self.written = [
+            v
+            for v, _ in self.kept
+            if id(v.handle) not in metrics | trainable | self.owner.tolerated and _sums.can_be_bad(v)
+        ]
+        self.loss = _sums.add([tf.cast(loss, kind) for loss in seen.losses or self.owner.outputs.losses(outputs)], kind)
+        self.gradients = _sums.squares(seen.gradients, kind)
+        self.statistics = _sums.total(self.written, kind)
+        scale = tf.cast(tf.reduce_min([s for s, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
+        self.scale, self.step, self.halt = scale, tf.cast(step, kind), tf.cast(halted, kind)
+        finite = tf.math.is_finite(self.loss + self.gradients + self.statistics)
+        if self.scales:
+            finite &= tf.math.is_finite(scale) & (scale > 0)
+        self.fine = finite & ~halted if self.owner.counted else finite
+
+    def _row(self, refused: bool, weights: Any, slots: Any) -> Any:
+        flag = tf.constant(float(refused), self.kind)
+        return tf.stack(
+            [flag, self.loss, self.gradients, self.statistics, weights, slots, self.scale, self.step, self.halt]
+        )
+
+    def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
+        zero = tf.zeros((), self.kind)
+        places = self._places()
+        nothing = tf.zeros((len(places), 3), tf.int64)
+        result = self.owner.outputs
+        if self.through:
+            weights = _sums.total(_values(self.anatomy.trainable), self.kind)
+            slots = _sums.total(_values(self.anatomy.slots), self.kind)
+            self.fine &= tf.math.is_finite(weights + slots)
+
+        def commit() -> tuple[Any, Any, Any]:
+            ends = (weights, slots) if self.through else self._update()
+            self._note_poison(ends)
+            return result.committed(outputs), self._row(False, *ends), nothing
+
+        def refuse() -> tuple[Any, Any, Any]:
+            if self.owner.refuse:
+                for variable, old in self.kept:
+                    variable.assign(old)
+                self._learn_scale()
+            ends = (weights, slots) if self.through else (zero, zero)
+            row = self._row(self.owner.refuse, *ends)
+            counts = _sums.counts([tensor for _, _, tensor in places])
+            if not self.owner.jit or self.graph is None:
+                self.owner.files.put(row, counts, args)
+            return result.refused(outputs) if self.owner.refuse else result.committed(outputs), row, counts
+
+        self.owner.files.rows = tuple((site, path) for site, path, _ in places)
+        flat, row, counts = tf.cond(self.fine, commit, refuse)
+        return result.pack(flat, outputs), row, counts
+
+    def _update(self) -> tuple[Any, Any]:
+        """Run the updates that were put off, then read what they wrote."""
+        for record in self.seen.records:
+            record.run()
+        updated = {id(v): v for record in self.seen.records for v in record.variables}
+        weights = _sums.total(_values(updated.values()), self.kind)
+        return weights, _sums.slots(self.anatomy, self.seen.records, self.gradients, self.kind)
+
+    def _note_poison(self, ends: tuple[Any, Any]) -> None:
+        if self.owner.counted and not self.through:
+            self.owner.halted.assign(~tf.math.is_finite(ends[0] + ends[1]))
+
+    def _learn_scale(self) -> None:
+        """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
+        blamed = tf.math.is_finite(self.loss) & ~tf.math.is_finite(self.gradients)
+        for (old, scale, counter), optimizer in zip(self.scales, _scaled(self.anatomy.optimizers)):
+            sound = tf.math.is_finite(old) & (old > 0)
+            lower = tf.maximum(old * 0.5, tf.cast(_state.FLOOR, old.dtype))
+            kept = tf.where(blamed, tf.minimum(lower, old), old)
+            scale.value.assign(tf.where(sound, kept, tf.cast(optimizer.initial_scale, old.dtype)))
+            steps = counter.value.read_value()
+            counter.value.assign(tf.where(blamed | ~sound, tf.zeros_like(steps), steps))
+
+    def _places(self) -> list[tuple[str, str, Any]]:
+        places = [("outputs", name, t) for name, t in self.seen.outputs]
+        paths = {id(v.value.handle): v.path for v in (*self.anatomy.other, *self.anatomy.trainable)}
+        for record in self.seen.records:
+            places += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
+        places += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]
+        if self.through:
+            places += [("weights", v.path, v.value) for v in self.anatomy.trainable if _sums.can_be_bad(v.value)]
+            places += [("slots", v.path, v.value) for v in self.anatomy.slots if _sums.can_be_bad(v.value)]
+        return places
+
+
+def _values(variables: Any) -> list[Any]:
+    return [getattr(v, "value", v) for v in variables]
+
+
+def _scaled(optimizers: Sequence[Any]) -> list[Any]:
+    return [o for o in optimizers if _state.is_loss_scaled(o) and o.built]
