@@ -1,0 +1,45 @@
+"""Numeric guarding for Keras 3 training.
+
+    model.fit(x, y, callbacks=[NanGuard()])
+
+Names are imported on first use, so that the command line and the reading of files need no backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from keras_nanguard._version import __version__
+
+if TYPE_CHECKING:
+    from keras_nanguard._diagnose import diagnose
+    from keras_nanguard._guard import NanGuard
+    from keras_nanguard._incident import Decision, Diagnosis, Finding, Incident, Outcome
+    from keras_nanguard._model import NanGuardModel
+    from keras_nanguard._policy import Policy
+
+_HOMES = {
+    "NanGuard": "_guard",
+    "NanGuardModel": "_model",
+    "Policy": "_policy",
+    "Incident": "_incident",
+    "Finding": "_incident",
+    "Diagnosis": "_incident",
+    "Decision": "_incident",
+    "Outcome": "_incident",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

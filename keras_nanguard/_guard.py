@@ -1,0 +1,244 @@
+"""`NanGuard`: the one line that a user adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._attach import Attachment
+from keras_nanguard._errors import GuardError, GuardInUseError
+from keras_nanguard._fit import Fit
+from keras_nanguard._incident import FORMAT, Finding, Incident
+from keras_nanguard._loop import LoopMixin
+from keras_nanguard._policy import Policy
+from keras_nanguard._session import Session
+from keras_nanguard.reports import console
+
+__all__ = ["NanGuard"]
+
+REFUSED = "refused_steps"
+"""Key in the epoch logs and in `History` under which the left-out steps of an epoch stand beside its means."""
+
+
+class NanGuard(LoopMixin, keras.callbacks.Callback):
+    """Guards training against NaN, Inf and finite explosions.
+
+    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
+    is refused inside the compiled step and leaves everything as it was. The policy then decides what to change.
+
+    Args:
+        policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
+            `.json` file, a dict of the same shape, or a `Policy`.
+        directory: folder for everything that is written to disk; `None` writes nothing.
+        verbose: 0 prints nothing, 1 one line per incident and per epoch with left-out steps.
+        functions: functions by name for the action `call`, each called with the `Incident`.
+        diagnose: find out why a step was refused. Costs nothing until one is.
+        **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
+
+    Attributes:
+        incidents: list of `Incident`, in the order in which they happened.
+
+    Raises:
+        PolicyError: if the policy is not valid; every fault is told at once.
+        GuardError: if an argument is of the wrong type.
+
+    Example:
+
+    ```python
+    guard = NanGuard()
+    model.fit(x, y, epochs=10, callbacks=[guard])
+    print(guard.summary())
+    ```
+    """
+
+    async_safe = True
+
+    def __init__(
+        self,
+        policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        verbose: int = 1,
+        functions: Mapping[str, Callable[[Incident], Any]] | None = None,
+        diagnose: bool = True,
+        **overrides: Any,
+    ):
+        super().__init__()
+        if verbose not in (0, 1, 2):
+            raise GuardError(f"Expected verbose to be 0, 1 or 2. Received: verbose={verbose!r}. 0 prints nothing.")
+        self.policy = Policy.from_any(policy, **overrides)
+        self.directory = None if directory is None else Path(directory)
+        self.verbose, self.functions, self.diagnose = verbose, dict(functions or {}), diagnose
+        self.incidents: list[Incident] = []
+        self.session: Session | None = None
+        self._attachment: Attachment | None = None
+        self._fit: Fit | None = None
+        self._training = False
+        self._epoch_counts: list[int] = []
+
+    # Installing and uninstalling
+
+    def set_model(self, model: Any) -> None:
+        """Called by Keras before anything else; puts the transaction in place."""
+        if model is None:
+            return
+        if self._fit is not None and self._fit.runs:
+            raise GuardInUseError(
+                f"Expected a guard that is not at work. Received: one that guards a running fit of "
+                f"{getattr(self.model, 'name', None)!r}. Make a NanGuard of its own for each fit that runs at a time."
+            )
+        self._detach()
+        super().set_model(model)
+        self._fit = Fit.around(self._detach)
+        self._attach(model)
+
+    def _attach(self, model: Any) -> None:
+        other = getattr(vars(model).get("make_train_function"), "__self__", None)
+        if isinstance(other, Attachment):
+            if other.in_use():
+                warnings.warn(
+                    "Two NanGuards in one fit: the first one guards, this one does nothing.", stacklevel=4
+                )
+                return
+            other.detach()
+        self.session = self._session(model)
+        self._attachment = Attachment(model, self.session)
+        self._attachment.in_use = self._at_work
+        self._attachment.attach()
+
+    def _at_work(self) -> bool:
+        return self._fit is not None and self._fit.runs
+
+    def _session(self, model: Any, optimizers: Any = None) -> Session:
+        from keras_nanguard import _explain_step
+
+        session = Session(
+            model,
+            self.policy,
+            self._tell,
+            explain=_explain_step.explain if self.diagnose else None,
+            optimizers=optimizers,
+            functions=self.functions,
+        )
+        session.directory = None if self.directory is None else str(self.directory)
+        return session
+
+    def _detach(self) -> None:
+        """Give the model its own methods back, whatever happened."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.detach()
+        if self._fit is not None:
+            self._fit.close()
+        self._training = False
+
+    # What Keras calls
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
+        self._training = True
+        self._epoch_counts = []
+        if self._attachment is None and self.session is not None:
+            self._attach(self.model)
+            self.model.make_train_function(force=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note where the epoch starts."""
+        if self.session is not None:
+            self.session.begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Put the number of left-out steps beside the means of the epoch, and say so."""
+        if self.session is None:
+            return
+        count = self.session.epoch_refused
+        self._epoch_counts.append(count)
+        if logs is not None and any(self._epoch_counts):
+            self._backfill()
+            logs[REFUSED] = count
+        if count and self.verbose:
+            _state.print_line("\n" + console.epoch_line(epoch, count, self.session.step - self.session.epoch_start))
+
+    def _backfill(self) -> None:
+        """Give the epochs before the first refused step their 0, so that every list in History has one length."""
+        history = getattr(getattr(self.model, "history", None), "history", None)
+        if isinstance(history, dict) and REFUSED not in history:
+            history[REFUSED] = [0] * (len(self._epoch_counts) - 1)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Take the transaction off."""
+        self._detach()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """See a validation or evaluation that is not finite."""
+        bad = {k: float(v) for k, v in (logs or {}).items() if np.ndim(v) == 0 and not np.isfinite(float(v))}
+        if bad and self.session is not None:
+            self.session.seen_outside([Finding("validation", "nonfinite", name, value=v) for name, v in bad.items()])
+        self._leave()
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See predictions that are not finite."""
+        if self.session is None or self.session.told_predictions:
+            return
+        for name, array in _state.named_arrays((logs or {}).get("outputs")):
+            nan, inf, size = _probes.counts(array)
+            if nan or inf:
+                self.session.told_predictions = True
+                self.session.seen_outside([Finding("predictions", "nonfinite", name, nan, inf, size)], batch)
+                return
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Take the transaction off."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._training:
+            self._detach()
+
+    # What the user reads
+
+    def _tell(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        if self.verbose:
+            _state.print_line("\n" + console.incident_line(incident))
+
+    def summary(self) -> str:
+        """Return what was seen and done, in a few lines of text."""
+        session = self.session
+        counts = (session.step, session.refused, session.overflows) if session is not None else (0, 0, 0)
+        return console.summary(self.incidents, *counts)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write all incidents to a file and return its path.
+
+        `.json` holds one object with a format number, `.jsonl` one incident a line, `.md` a text for people. The file
+        is written beside and renamed, so it is never half there.
+
+        Raises:
+            GuardError: for another ending.
+        """
+        path = Path(path)
+        texts: dict[str, Callable[[], str]] = {
+            ".json": lambda: json.dumps({"format": FORMAT, "incidents": [i.to_dict() for i in self.incidents]}, indent=2),
+            ".jsonl": lambda: "".join(i.to_json() + "\n" for i in self.incidents),
+            ".md": lambda: console.markdown(self.incidents, self.summary()),
+        }
+        if path.suffix not in texts:
+            raise GuardError(
+                f"Expected a path that ends in .json, .jsonl or .md. Received: path={str(path)!r}. Choose one of them."
+            )
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(texts[path.suffix](), encoding="utf-8")
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return path

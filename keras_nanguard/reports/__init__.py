@@ -1,0 +1,1 @@
+"""How incidents are told: on the console and in files."""
