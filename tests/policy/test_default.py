@@ -1,0 +1,210 @@
+"""What the default policy promises, sentence by sentence, and what the other presets do."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_nanguard._config import PRESETS
+from keras_nanguard._incident import Diagnosis, Finding, Incident
+from keras_nanguard._ledger import Ledger
+from keras_nanguard._policy import Policy, decide
+
+LIMIT = 12
+
+
+def bad(step, *sites, kind="nonfinite", refused=True, cause=None, value=None):
+    findings = tuple(Finding(site, kind, value=value) for site in sites or ("loss", "gradients"))
+    diagnosis = None if cause is None else Diagnosis(cause=cause)
+    return Incident(step=step, epoch=0, batch=step, findings=findings, refused=refused, diagnosis=diagnosis)
+
+
+def run(policy, incidents):
+    """Return the names of the actions decided at each incident, up to the first terminal decision."""
+    policy, ledger, told = Policy.from_any(policy), Ledger(), []
+    for incident in incidents:
+        decision, ledger = decide(policy, ledger, incident)
+        told.append([action["action"] for action in decision.actions])
+        if decision.terminal:
+            break
+    return told
+
+
+def test_one_bad_batch_is_left_out_and_told():
+    """One bad step: left out, told in one line, nothing else."""
+    assert run("recover", [bad(40)]) == [["warn", "skip"]]
+
+
+def test_scattered_bad_steps_are_left_out_for_ever():
+    """One bad step in fifty never leads to more than leaving it out, in a million steps."""
+    told = run("recover", [bad(step) for step in range(0, 1_000_000, 500)])
+    assert {name for names in told for name in names} == {"warn", "skip"}
+    told = run("recover", [bad(step) for step in range(0, 20_000, 50)])
+    assert {name for names in told for name in names} == {"warn", "skip"}
+
+
+def test_half_of_the_steps_left_out_is_the_end():
+    """Every other step bad is never a streak, and yet no training: it stops at half of the last 200."""
+    told = run("recover", [bad(step) for step in range(0, 1000, 2)])
+    assert told[-1] == ["stop"] or told[-1] == ["warn", "stop"]
+    assert len(told) == 100
+
+
+def test_three_in_a_row_go_back_and_slow_down():
+    """Three bad steps in a row: back to the newest verified snapshot and a tenth of the learning rate."""
+    policy, ledger = Policy.from_any(), Ledger()
+    for step in (5, 6, 7):
+        decision, ledger = decide(policy, ledger, bad(step))
+    assert decision.rule == "persistent" and not decision.terminal
+    by_name = {action["action"]: action for action in decision.actions}
+    assert by_name["rollback"]["depth"] == 1
+    assert by_name["lower_lr"]["factor"] == 0.1 and by_name["lower_lr"]["recover_after"] == 500
+    names = [action["action"] for action in decision.actions]
+    assert names.index("rollback") < names.index("lower_lr")
+
+
+def test_endless_trouble_from_step_0_stops_in_twelve_steps():
+    """Back at the third, sixth and ninth bad step, each time deeper and slower; the end at the twelfth."""
+    policy, ledger, rollbacks = Policy.from_any(), Ledger(), {}
+    for step in range(LIMIT):
+        decision, ledger = decide(policy, ledger, bad(step, "outputs", "loss", "gradients", cause="loss_domain"))
+        for action in decision.actions:
+            if action["action"] == "rollback":
+                rollbacks[step] = action["depth"]
+        assert decision.terminal == (step == LIMIT - 1)
+    assert rollbacks == {2: 1, 5: 2, 8: 3}
+    assert "persistent" in decision.rule and "12 in a row" in decision.reason
+    assert decision.actions[-1] == {"action": "stop", "restore": True}
+
+
+def test_a_rate_a_hundred_times_too_high_is_lowered_twice_for_good():
+    """The second lowering comes without recovery: the rate stays at a hundredth, which is where it belongs."""
+    policy, ledger, lowered = Policy.from_any(), Ledger(), []
+    for step in [3, 4, 5, 9, 10, 11]:
+        decision, ledger = decide(policy, ledger, bad(step))
+        lowered += [action for action in decision.actions if action["action"] == "lower_lr"]
+    assert [action["factor"] for action in lowered] == [0.1, 0.1]
+    assert [action["recover_after"] for action in lowered] == [500, None]
+
+
+def test_the_budget_returns_after_2000_steps():
+    """Three rollbacks in 2000 steps and no more; a streak every 3000 steps goes on for ever."""
+    seldom = [bad(step) for start in range(0, 60_000, 3000) for step in range(start, start + 3)]
+    assert sum("rollback" in names for names in run("recover", seldom)) == 20
+    often = [bad(step) for start in range(0, 60_000, 400) for step in range(start, start + 3)]
+    told = run("recover", often)
+    assert "stop" in told[-1] and sum("rollback" in names for names in told) == 3
+
+
+@pytest.mark.parametrize("site", ["inputs", "targets"])
+def test_bad_data_is_left_out_and_nothing_else_is_changed(site):
+    """A stretch of bad data costs neither progress nor learning rate; data that is always bad stops within twelve."""
+    told = run("recover", [bad(step, site, "loss", "gradients") for step in range(30)])
+    assert len(told) == LIMIT and "stop" in told[-1]
+    assert {name for names in told[:-1] for name in names} == {"warn", "skip"}
+
+
+def test_labels_out_of_range_are_bad_data_too():
+    """The diagnosis may cut it short: a cause in the data is never answered with a lower rate."""
+    told = run("recover", [bad(step, "loss", cause="target_out_of_range") for step in range(11)])
+    assert {name for names in told for name in names} == {"warn", "skip"}
+
+
+@pytest.mark.parametrize("site", ["weights", "statistics", "slots", "state"])
+def test_a_poisoned_state_is_gone_back_from_at_once(site):
+    """NaN in a committed state: back at once; again within 2000 steps: back and slower; in the end stop."""
+    told = run("recover", [bad(step, site, refused=False) for step in (10, 500, 900, 1500)])
+    names = [[name for name in one if name != "warn"] for one in told]
+    assert names == [["rollback"], ["rollback", "lower_lr"], ["rollback", "lower_lr"], ["stop"]]
+
+
+def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
+    """A model that comes with NaN cannot be trained, and there is nothing to go back to."""
+    assert run("recover", [bad(0, "state", refused=False)])[0][-1] == "stop"
+    assert run("recover", [bad(1, "state", refused=False)])[0][-1] == "rollback"
+
+
+def test_divergence_is_met_while_it_is_finite():
+    """Growth by orders of magnitude: back and slower, three times in 2000 steps, then stop."""
+    told = run(
+        "recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in (50, 300, 700, 900)]
+    )
+    assert told == [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
+
+
+def test_a_finite_spike_is_told_only():
+    """One jump of the loss changes nothing, and many are told three times in 1000 steps."""
+    told = run("recover", [bad(step, kind="spike", refused=False) for step in range(5)])
+    assert told == [["warn"]] * 3 + [[], []]
+
+
+@pytest.mark.parametrize("kind", ["collapse", "nonfinite", "out_of_range"])
+def test_a_loss_scale_that_collapsed_is_set_right(kind):
+    """The loss scale is put back into its range, three times, then training stops."""
+    told = run("recover", [bad(step, "loss_scale", kind=kind, refused=False) for step in (0, 100, 200, 300)])
+    assert all("fix_loss_scale" in names for names in told[:3]) and told[3] == ["stop"]
+
+
+@pytest.mark.parametrize("site", ["metrics", "validation", "predictions"])
+def test_results_that_are_not_finite_are_told_once_in_a_while(site):
+    """NaN in validation, predictions or metrics is told, and never refuses or ends anything."""
+    told = run("recover", [bad(step, site, refused=False) for step in range(0, 900, 100)])
+    assert told == [["warn"]] * 3 + [[]] * 6
+
+
+@pytest.mark.parametrize("preset", ["stop", "raise"])
+def test_stop_and_raise_end_at_the_first_real_incident(preset):
+    """The first bad step ends training with the last good state restored; spikes and results are only told."""
+    ending = "stop" if preset == "stop" else "raise_error"
+    for incident in [
+        bad(7),
+        bad(7, "weights", refused=False),
+        bad(7, kind="explosion", refused=False),
+        bad(7, "slots"),
+    ]:
+        assert run(preset, [incident]) == [[ending]]
+    assert run(preset, [bad(7, kind="spike", refused=False)]) == [["warn"]]
+    assert run(preset, [bad(7, "validation", refused=False)]) == [["warn"]]
+
+
+def test_observe_only_ever_warns():
+    """`observe` refuses nothing and decides nothing but to tell."""
+    policy = Policy.from_any("observe")
+    assert not policy.refuse and policy.snapshot.every == 0 and policy.longest_trouble is None
+    assert {action.name for rule in policy.rules for rung in rule.ladder for action in rung.do} == {"warn"}
+    incidents = [bad(step, site, refused=False) for step in range(50) for site in ("weights", "loss", "state")]
+    assert {name for names in run("observe", incidents) for name in names} == {"warn"}
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "observe"])
+def test_every_preset_ends_endless_trouble_within_a_dozen_steps(preset):
+    """NaN in every step ends training within twelve steps, under every preset that refuses steps."""
+    assert Policy.from_any(preset).longest_trouble <= LIMIT
+    told = run(preset, [bad(step) for step in range(100)])
+    assert len(told) <= LIMIT and told[-1][-1] in ("stop", "raise_error")
+
+
+def test_long_run_goes_back_and_past_the_data():
+    """`long-run` keeps states on disk, goes back about 100 steps and leaves the next batches out."""
+    policy, ledger = Policy.from_any("long-run"), Ledger()
+    assert (policy.snapshot.storage, policy.snapshot.every) == ("disk", 100)
+    decision, _ = decide(policy, ledger, bad(500, "loss", kind="spike", refused=False))
+    assert decision.actions[-1]["action"] == "rollback" and decision.actions[-1]["skip_batches"] == 200
+
+
+def test_rules_that_fire_together_give_one_decision():
+    """Each action is done once, as the first rule wants it, and an ending puts changes of other rules aside."""
+    fast = {"name": "fast", "do": [{"lower_lr": {"factor": 0.5}}, "rollback"], "limit": {"times": 2}}
+    kept = {"name": "kept", "do": ["quarantine", "warn"]}
+    policy, ledger = Policy.from_any("recover", rules=[fast, kept]), Ledger()
+    seen = []
+    for step in range(3):
+        decision, ledger = decide(policy, ledger, bad(step))
+        seen.append([action["action"] for action in decision.actions])
+    assert seen[0] == ["quarantine", "warn", "rollback", "lower_lr"]
+    assert seen[2] == ["quarantine", "warn", "rollback", "lower_lr"]
+    strict = Policy.from_any(
+        "recover", rules=[fast, {"name": "strict", "do": "stop"}, {"name": "loud", "do": "raise_error"}]
+    )
+    decision, _ = decide(strict, Ledger(), bad(0))
+    assert [action["action"] for action in decision.actions] == ["warn", "stop"]
+    assert decision.rule == "strict + loud" and decision.terminal
