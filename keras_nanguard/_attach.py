@@ -119,20 +119,30 @@ class Attachment:
         """Stand in for the train function: one execution, then the host's look at its verdict."""
         try:
             self.session.before(iterator)
+            if self.session.stopped:
+                return self._without_effect(iterator)
             logs, row = self._execute(iterator)
-            self.session.after(row.numpy().tolist())
+            self.session.after(row)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
-        except BaseException:
+        except BaseException as error:
+            self.session.raised(error)
             self.detach()
             raise
+        return logs
+
+    def _without_effect(self, iterator: Any) -> Any:
+        """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
+        before = [(variable, _state.read(variable)) for variable in self.session.anatomy().everything]
+        logs, _ = self._execute(iterator)
+        for variable, value in [*before, *self.session.first_values()]:
+            _state.write(variable, value)
         return logs
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
         while True:
             try:
-                logs, row = self.inner(iterator)
-                return logs, row
+                return self.session.transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
             except _tensorflow.Retrace:
                 self._build()
 

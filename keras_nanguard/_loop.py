@@ -140,9 +140,9 @@ class _LoopStep:
         self.session.before()
         while True:
             try:
-                outputs, row = self.run(args, kwargs)
+                outputs, row = self.session.transaction.read(self.run(args, kwargs))
                 break
             except Retrace:
                 self.build()
-        self.session.after(row.numpy().tolist())
+        self.session.after(row)
         return outputs

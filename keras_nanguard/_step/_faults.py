@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_nanguard import _probes, _state
@@ -64,6 +65,8 @@ class Hook:
         def make(step_function: Callable[..., Any]) -> Any:
             if step_function == self.model.test_step:
                 return real(step_function)
+            if self.fault.site in ("slots", "loss_scale"):
+                _build(self.model)
             return real(self._around(step_function))
 
         return make
@@ -145,9 +148,6 @@ class Hook:
         tf.cond(now, write, lambda: tf.constant(False))
 
     def _variables(self) -> list[Any]:
-        site = self.fault.site
-        if site in ("slots", "loss_scale"):
-            _build(self.model)
         anatomy = _state.Anatomy.of(self.model)
         groups: dict[str, tuple[Any, ...]] = {
             "weights": anatomy.trainable,
@@ -155,7 +155,7 @@ class Hook:
             "slots": anatomy.slots,
             "loss_scale": tuple(scale for scale, _ in anatomy.scales),
         }
-        return [v for v in groups[site] if _probes.is_float(v.dtype)]
+        return [v for v in groups[self.fault.site] if _probes.is_float(v.dtype)]
 
     # Loss and gradients
 
@@ -189,12 +189,11 @@ class Hook:
 
 
 def _build(model: Any) -> None:
-    """Build the model's only optimizer, as its first step would."""
+    """Build the model's only optimizer, as its first step would, so that there is something to spoil."""
     optimizers = _state.find_optimizers(model)
-    unbuilt = [o for o in optimizers if not o.built]
-    if unbuilt and len(optimizers) == 1:
-        with tf.init_scope():
-            unbuilt[0].build(model.trainable_variables)
+    if len(optimizers) == 1 and not optimizers[0].built and model.trainable_variables:
+        with tf.init_scope(), keras.name_scope(optimizers[0].name, caller=optimizers[0]):
+            optimizers[0].build(model.trainable_variables)
 
 
 def _some(value: Any, rows: tuple[int, ...] | None, entries: int | None) -> Any:

@@ -48,7 +48,7 @@ class Transaction:
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
 
-    Calling it returns `(outputs, row)`, the row in the order of `Verdict.FIELDS`.
+    Calling it returns what `read` takes apart on the host: the outputs, and a row in the order of `Verdict.FIELDS`.
     """
 
     def __init__(
@@ -80,14 +80,18 @@ class Transaction:
                 self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
                 self.halted = tf.Variable(False, trainable=False)
 
-    def __call__(self, *args: Any) -> tuple[Any, Any]:
+    def __call__(self, *args: Any) -> Any:
         if self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
-            return outputs, row
+            return self.outputs.join(outputs, row)
         outputs, row, counts = self.compiled(*args)
         told = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
         tf.cond(told, lambda: self.files.put(row, counts, args), lambda: tf.constant(False))
-        return outputs, row
+        return self.outputs.join(outputs, row)
+
+    def read(self, result: Any) -> tuple[Any, list[float]]:
+        """Return the outputs and the row of numbers of one call, on the host."""
+        return self.outputs.split(result)
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
@@ -194,19 +198,18 @@ class _Run:
         self.statistics = _sums.total(self.written, kind)
         scale = tf.cast(tf.reduce_min([s for s, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
         self.scale, self.step, self.halt = scale, tf.cast(step, kind), tf.cast(halted, kind)
-        finite = tf.math.is_finite(self.loss + self.gradients + self.statistics)
+        told = [self.loss, self.gradients] + ([self.statistics] if self.written else [])
+        finite = tf.math.is_finite(tf.add_n(told))
         if self.scales:
             finite &= tf.math.is_finite(scale) & (scale > 0)
         self.fine = finite & ~halted if self.owner.counted else finite
 
-    def _row(self, refused: bool, weights: Any, slots: Any) -> Any:
-        flag = tf.constant(float(refused), self.kind)
-        return tf.stack(
-            [flag, self.loss, self.gradients, self.statistics, weights, slots, self.scale, self.step, self.halt]
-        )
+    def _row(self, refused: Any, ends: Sequence[Any]) -> Any:
+        """Return the row of numbers; `ends` are the sums over weights and slots."""
+        first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
+        return tf.stack([*first, *ends, self.scale, self.step, self.halt])
 
     def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        zero = tf.zeros((), self.kind)
         places = self._places()
         nothing = tf.zeros((len(places), 3), tf.int64)
         result = self.owner.outputs
@@ -215,36 +218,38 @@ class _Run:
             slots = _sums.total(_values(self.anatomy.slots), self.kind)
             self.fine &= tf.math.is_finite(weights + slots)
 
-        def commit() -> tuple[Any, Any, Any]:
-            ends = (weights, slots) if self.through else self._update()
-            self._note_poison(ends)
-            return result.committed(outputs), self._row(False, *ends), nothing
+        outside = self.owner.jit and self.graph is not None
 
-        def refuse() -> tuple[Any, Any, Any]:
+        def commit() -> list[Any]:
+            ends = [weights, slots] if self.through else self._update()
+            self._note_poison(ends)
+            return [*ends, *result.committed(outputs), *([nothing] if outside else [])]
+
+        def refuse() -> list[Any]:
             if self.owner.refuse:
                 for variable, old in self.kept:
                     variable.assign(old)
                 self._learn_scale()
-            ends = (weights, slots) if self.through else (zero, zero)
-            row = self._row(self.owner.refuse, *ends)
+            ends = [weights, slots] if self.through else [tf.zeros((), self.kind)] * 2
             counts = _sums.counts([tensor for _, _, tensor in places])
-            if not self.owner.jit or self.graph is None:
-                self.owner.files.put(row, counts, args)
-            return result.refused(outputs) if self.owner.refuse else result.committed(outputs), row, counts
+            if not outside:
+                self.owner.files.put(self._row(self.owner.refuse, ends), counts, args)
+            flat = result.refused(outputs) if self.owner.refuse else result.committed(outputs)
+            return [*ends, *flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        flat, row, counts = tf.cond(self.fine, commit, refuse)
-        return result.pack(flat, outputs), row, counts
+        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
+        counts = flat.pop() if outside else None
+        refused = ~self.fine if self.owner.refuse else tf.constant(False)
+        return result.pack(flat, outputs), self._row(refused, [weight_sum, slot_sum]), counts
 
-    def _update(self) -> tuple[Any, Any]:
+    def _update(self) -> list[Any]:
         """Run the updates that were put off, then read what they wrote."""
         for record in self.seen.records:
             record.run()
-        updated = {id(v): v for record in self.seen.records for v in record.variables}
-        weights = _sums.total(_values(updated.values()), self.kind)
-        return weights, _sums.slots(self.anatomy, self.seen.records, self.gradients, self.kind)
+        return list(_sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind))
 
-    def _note_poison(self, ends: tuple[Any, Any]) -> None:
+    def _note_poison(self, ends: Sequence[Any]) -> None:
         if self.owner.counted and not self.through:
             self.owner.halted.assign(~tf.math.is_finite(ends[0] + ends[1]))
 
