@@ -52,14 +52,15 @@ class Fit:
 
     @property
     def runs(self) -> bool:
-        """Whether the call that made the `CallbackList` is on some thread's stack."""
+        """Whether some thread is inside of the call that made the `CallbackList`, or of the list itself."""
         callbacks = self._callbacks() if self._callbacks is not None else None
         if callbacks is None:
             return False
         for frame in sys._current_frames().values():
             at: FrameType | None = frame
             while at is not None:
-                if at.f_code.co_name in ("fit", "evaluate", "predict") and at.f_locals.get("callbacks") is callbacks:
+                name = "callbacks" if at.f_code.co_name in ("fit", "evaluate", "predict") else "self"
+                if at.f_locals.get(name) is callbacks:
                     return True
                 at = at.f_back
         return False

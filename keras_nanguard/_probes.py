@@ -29,6 +29,10 @@ _FLOATS = frozenset(
 )
 
 
+_SMALL = 4096
+"""Entries up to which comparing each of them is faster than setting up a dot product."""
+
+
 def is_float(dtype: Any) -> bool:
     """Whether values of this dtype (a name, as Keras writes it) can be NaN or Inf."""
     return str(dtype) in _FLOATS
@@ -48,6 +52,8 @@ def is_finite(array: Any) -> bool:
     array = widen(array)
     if array.dtype.kind not in "fc" or array.size == 0:
         return True
+    if array.size < _SMALL:
+        return bool(np.isfinite(array).all())
     with np.errstate(all="ignore"):
         flat = np.ravel(array)
         if flat.dtype.kind == "f" and np.isfinite(np.dot(flat, flat)):

@@ -1,7 +1,7 @@
-"""The sums of `keras_nanguard._probes` as TensorFlow operations: one pass over each tensor, no temporary.
+"""The sums of `keras_nanguard._probes` as TensorFlow operations: one pass over each tensor.
 
-`tf.nn.l2_loss` reads a tensor once and needs no axis operand, which is what a small tensor pays for; a plain sum runs
-at memory bandwidth (22 against 17 GB/s on two cores), which is what a large one pays for.
+`tf.nn.l2_loss` and `tf.reduce_sum` run near memory bandwidth (17 and 22 GB/s on two cores, where comparing each entry
+with `tf.math.is_finite` reaches 13).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keras_nanguard import _state
 __all__ = ["add", "can_be_bad", "counts", "ends", "kind", "squares", "total"]
 
 LARGE = 1 << 16
-"""Elements from which a tensor is summed rather than squared and summed."""
+"""Elements from which a tensor is read where it stands rather than added up with others of its shape."""
 
 PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion"})
 """Optimizers whose slots stay finite while the gradients stay below `BOUND`; docs/proof.md has the proof."""

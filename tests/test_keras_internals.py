@@ -1,0 +1,88 @@
+"""Every name private to Keras that the library uses is still there: this file fails when a release takes one away."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import pytest
+from keras import layers
+from keras.src.utils import io_utils
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="first"), layers.Dropout(0.5), layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_layers_at_any_depth(model):
+    """`Layer._flatten_layers` lists the model first, then every layer inside of it, and takes the two arguments."""
+    nested = keras.Sequential([keras.Input((4,)), model])
+    found = nested._flatten_layers(include_self=True, recursive=True)
+    assert found[0] is nested and model in found and model.layers[0] in found
+
+
+def test_rate_of_the_next_step(model):
+    """`Optimizer._get_current_learning_rate` gives the rate of a number and of a schedule, and `_learning_rate` tells
+    one from the other."""
+    plain = model.optimizer.inner_optimizer
+    assert isinstance(plain._learning_rate, keras.Variable)
+    assert float(plain._get_current_learning_rate()) == pytest.approx(1e-3)
+    schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 10))
+    assert not isinstance(schedule._learning_rate, keras.Variable)
+    assert float(schedule._get_current_learning_rate()) == pytest.approx(0.5)
+
+
+def test_loss_scale_variables(model):
+    """`LossScaleOptimizer` keeps `dynamic_scale`, `step_counter` and `initial_scale`, and trains `_trainable_variables`
+    through its inner optimizer."""
+    optimizer = model.optimizer
+    assert float(optimizer.dynamic_scale.numpy()) == optimizer.initial_scale
+    assert int(optimizer.step_counter.numpy()) == 0
+    assert len(optimizer.inner_optimizer._trainable_variables) == 4
+
+
+def test_printing():
+    """Keras' own printing takes a message and a flag for the line break."""
+    assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]
+
+
+def test_train_function_protocol(model):
+    """`make_train_function(force)` sets `train_function`, and `jit_compile` can be set on the model."""
+    assert "force" in inspect.signature(keras.Model.make_train_function).parameters
+    before = model.jit_compile
+    model.jit_compile = False
+    assert model.jit_compile is False
+    model.jit_compile = before
+
+
+def test_callback_list_is_told_the_model_first():
+    """`CallbackList` hands the model to every callback when it is made, before a train function exists."""
+
+    class Probe(keras.callbacks.Callback):
+        seen = None
+
+        def set_model(self, model):
+            Probe.seen = model
+            super().set_model(model)
+
+    other = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    keras.callbacks.CallbackList([Probe()], model=other)
+    assert Probe.seen is other and other.train_function is None
+
+
+def test_seed_generator_states(model):
+    """The state of a seed generator is an integer variable whose name ends in `seed_generator_state`."""
+    names = [v.name for v in model.non_trainable_variables]
+    assert any(name.endswith("seed_generator_state") for name in names)
+
+
+def test_recurrent_states_stand_in_no_list():
+    """The states of a stateful RNN are variables that `model.variables` does not hold; the guard looks for them."""
+    rnn = layers.LSTM(2, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), rnn])
+    listed = {id(v) for v in model.variables}
+    assert rnn.states and all(isinstance(s, keras.Variable) and id(s) not in listed for s in rnn.states)
