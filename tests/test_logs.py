@@ -77,7 +77,7 @@ def test_healthy_history_is_untouched():
 def test_stock_callbacks_beside_the_guard(tmp_path):
     """CSVLogger, EarlyStopping, ReduceLROnPlateau, TerminateOnNaN: none of them is led astray."""
     data = zoo.poison(zoo.regression(), 3)
-    early = keras.callbacks.EarlyStopping(monitor="loss", patience=1, restore_best_weights=True)
+    early = keras.callbacks.EarlyStopping(monitor="loss", patience=5, restore_best_weights=True)
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)
     log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
     nan = keras.callbacks.TerminateOnNaN()
