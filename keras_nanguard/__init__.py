@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._version import __version__
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose import diagnose
+    from keras_nanguard._diagnose.examine import diagnose
     from keras_nanguard._guard import NanGuard
     from keras_nanguard._incident import Decision, Diagnosis, Finding, Incident, Outcome
     from keras_nanguard._model import NanGuardModel
     from keras_nanguard._policy import Policy
+    from keras_nanguard._replay import replay
 
 _HOMES = {
     "NanGuard": "_guard",
@@ -28,6 +29,8 @@ _HOMES = {
     "Diagnosis": "_incident",
     "Decision": "_incident",
     "Outcome": "_incident",
+    "diagnose": "_diagnose.examine",
+    "replay": "_replay",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -36,6 +36,7 @@ class Attachment:
         self.attached = self.lasting = False
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
+        self.logs: Any = None
         session.rebuild = self.rebuild
 
     def attach(self) -> None:
@@ -68,7 +69,11 @@ class Attachment:
         self._build()
 
     def make(self, force: bool = False) -> Any:
-        """Stand in for `Model.make_train_function`."""
+        """Stand in for `Model.make_train_function`; left over from a fit that never began, it stands aside."""
+        if not self.in_use():
+            self.detach()
+            self.model.make_train_function(force=force)
+            return self.model.train_function
         require_compiled(self.model)
         if self.model.train_function is None or force:
             self._build()
@@ -118,11 +123,16 @@ class Attachment:
     def run(self, iterator: Any) -> Any:
         """Stand in for the train function: one execution, then the host's look at its verdict."""
         try:
-            self.session.before(iterator)
+            if self.session.resuming is not None:
+                self._trace(iterator)
+            self.session.before()
+            if self.session.passes_by(iterator, self.model.steps_per_execution):
+                return self.logs or self.model.get_metrics_result()
             if self.session.stopped:
                 return self._without_effect(iterator)
             logs, row = self._execute(iterator)
             self.session.after(row)
+            self.logs = logs
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
@@ -138,6 +148,15 @@ class Attachment:
         for variable, value in [*before, *self.session.first_values()]:
             _state.write(variable, value)
         return logs
+
+    def _trace(self, iterator: Any) -> None:
+        """Trace the step without running it, so that every variable that it makes is there to be written."""
+        while hasattr(iterator, "element_spec"):
+            try:
+                tf.function(self.session.transaction, autograph=False).get_concrete_function(iterator.element_spec)
+                return
+            except _tensorflow.Retrace:
+                self._build()
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
         while True:

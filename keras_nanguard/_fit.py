@@ -51,6 +51,11 @@ class Fit:
         return cls(None, cut_short)
 
     @property
+    def known(self) -> bool:
+        """Whether it was called from inside of a `CallbackList` at all, and not by hand."""
+        return self._callbacks is not None
+
+    @property
     def runs(self) -> bool:
         """Whether some thread is inside of the call that made the `CallbackList`, or of the list itself."""
         callbacks = self._callbacks() if self._callbacks is not None else None

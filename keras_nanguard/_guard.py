@@ -14,12 +14,14 @@ import numpy as np
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._attach import Attachment
-from keras_nanguard._errors import GuardError, GuardInUseError
+from keras_nanguard._errors import GuardError, GuardInUseError, expected
 from keras_nanguard._fit import Fit
 from keras_nanguard._incident import FORMAT, Finding, Incident
 from keras_nanguard._loop import LoopMixin
 from keras_nanguard._policy import Policy
+from keras_nanguard._resume import find
 from keras_nanguard._session import Session
+from keras_nanguard._snapshot_disk import DiskRing
 from keras_nanguard.reports import console
 
 __all__ = ["NanGuard"]
@@ -37,10 +39,12 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     Args:
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
             `.json` file, a dict of the same shape, or a `Policy`.
-        directory: folder for everything that is written to disk; `None` writes nothing.
+        directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
         verbose: 0 prints nothing, 1 one line per incident and per epoch with left-out steps.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: find out why a step was refused. Costs nothing until one is.
+        resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
+            position in the data, and everything that the policy remembers. Needs `snapshot={"storage": "disk"}`.
         **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
 
     Attributes:
@@ -69,6 +73,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         verbose: int = 1,
         functions: Mapping[str, Callable[[Incident], Any]] | None = None,
         diagnose: bool = True,
+        resume: bool = False,
         **overrides: Any,
     ):
         super().__init__()
@@ -76,6 +81,14 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             raise GuardError(f"Expected verbose to be 0, 1 or 2. Received: verbose={verbose!r}. 0 prints nothing.")
         self.policy = Policy.from_any(policy, **overrides)
         self.directory = None if directory is None else Path(directory)
+        on_disk = self.policy.snapshot.storage == "disk"
+        if on_disk and directory is None:
+            received = "directory=None, with a policy whose snapshot.storage is 'disk'"
+            raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
+        if resume and not on_disk:
+            received = "resume=True, with a policy whose snapshot.storage is 'memory'"
+            raise GuardError(expected("snapshots on disk to resume from", received, 'Add snapshot={"storage": "disk"}.'))
+        self.resume = resume
         self.verbose, self.functions, self.diagnose = verbose, dict(functions or {}), diagnose
         self.incidents: list[Incident] = []
         self.session: Session | None = None
@@ -115,7 +128,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._attachment.attach()
 
     def _at_work(self) -> bool:
-        return self._fit is not None and self._fit.runs
+        return self._fit is not None and (self._fit.runs or not self._fit.known)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         from keras_nanguard import _explain_step
@@ -124,11 +137,17 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             model,
             self.policy,
             self._tell,
-            explain=_explain_step.explain if self.diagnose else None,
+            explain=_explain_step.Explainer() if self.diagnose else None,
             optimizers=optimizers,
             functions=self.functions,
         )
         session.directory = None if self.directory is None else str(self.directory)
+        if self.directory is not None and self.policy.snapshot.storage == "disk":
+            kept = self.policy.snapshot
+            session.ring = DiskRing(kept.keep, kept.good_after, self.directory, session)
+        earlier = self.session
+        if earlier is not None and earlier.model is model and earlier.course is not None:
+            earlier.course.apply(session, write=False)
         return session
 
     def _detach(self) -> None:
@@ -149,11 +168,30 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self._attachment is None and self.session is not None:
             self._attach(self.model)
             self.model.make_train_function(force=True)
+        self._resume((self.params or {}).get("steps"))
+        if self.session is not None and self.session.resuming is not None:
+            self.model._initial_epoch = self.session.resuming.epoch
+
+    def start_counting(self, model: Any) -> None:
+        """Begin a fit of a model that is guarded without this callback standing in its list."""
+        keras.callbacks.Callback.set_model(self, model)
+        self._training, self._epoch_counts = True, []
+
+    def _resume(self, steps: int | None = None) -> None:
+        """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
+        if self.resume and self.session is not None and self.directory is not None:
+            self.resume = False
+            self.session.resuming = found = find(self.directory, steps)
+            if found is not None and self.verbose:
+                _state.print_line(found.sentence())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""
         if self.session is not None:
             self.session.begin_epoch(epoch)
+            if self.session.resuming is not None:
+                self.session.skip_batches = self.session.resuming.batch
+                self.model._initial_epoch = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Put the number of left-out steps beside the means of the epoch, and say so."""

@@ -23,6 +23,9 @@ class LoopMixin:
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         raise NotImplementedError
 
+    def _resume(self, steps: int | None = None) -> None:
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
         """Guard the steps made with `step` for this model and these optimizers.
@@ -57,6 +60,7 @@ class LoopMixin:
                 "Write guard.watch(model, optimizer)."
             )
         self.session = self._session(model, optimizers)
+        self._resume()
         self._watching = True
         try:
             yield self.session

@@ -12,6 +12,31 @@ from keras_nanguard._guard import NanGuard
 __all__ = ["NanGuardModel"]
 
 
+class _Epochs(keras.callbacks.Callback):
+    """Tells the guard of a model where epochs start, and the epoch logs how many steps were left out."""
+
+    async_safe = True
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.guard = model.nanguard
+
+    def _is_in_charge(self) -> bool:
+        return self.guard.session is not None and "make_train_function" not in vars(self.model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.start_counting(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.on_epoch_end(epoch, logs)
+
+
 class NanGuardModel(keras.Model):
     """A `keras.Model` whose train step is a transaction without any callback.
 
@@ -44,6 +69,14 @@ class NanGuardModel(keras.Model):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
             object.__setattr__(self, "_nanguard", guard)
         return guard
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `keras.Model.fit` does; steps and epochs of incidents count from the start of this fit."""
+        self.train_function = None
+        given = args[5] if len(args) > 5 else kwargs.get("callbacks")
+        if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):
+            kwargs["callbacks"] = [_Epochs(self), *keras.tree.flatten(given or [])]
+        return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""

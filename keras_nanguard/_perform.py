@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard import _probes, _state
+from keras_nanguard import _quarantine as _quarantine_files
+from keras_nanguard._aftercare import initial_statistics, learning
 from keras_nanguard._errors import NonFiniteError
 from keras_nanguard._incident import Incident, Outcome
 from keras_nanguard._snapshot import Snapshot
@@ -50,8 +52,14 @@ def _warn(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -
     return "done", p.get("message", "")
 
 
+def _newest(session: Any, depth: int = 1) -> Snapshot | None:
+    session.ring.promote(session.good)
+    found: Snapshot | None = session.ring.newest(depth)
+    return found
+
+
 def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    snapshot = session.ring.newest(p.get("depth", 1))
+    snapshot = _newest(session, p.get("depth", 1))
     if snapshot is None:
         return "skipped", "there is no verified snapshot to go back to"
     _put_back(session, snapshot)
@@ -74,12 +82,14 @@ def _put_back(session: Any, snapshot: Snapshot) -> None:
         value = snapshot.value(variable)
         if value is not None:
             _state.write(variable, value)
+    session.trend.settle()
+    session.aftercare.rolled_back(session)
 
 
 def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    wait = session.lowered_at is not None and incident.step - session.lowered_at < p.get("cooldown", 0)
-    if wait:
-        return "skipped", f"lowered at step {session.lowered_at} already, and cooldown is {p['cooldown']} steps"
+    last = session.aftercare.lowered_at
+    if last is not None and incident.step - last < p.get("cooldown", 0):
+        return "skipped", f"lowered at step {last} already, and cooldown is {p['cooldown']} steps"
     told = []
     retrace = False
     for optimizer in session.anatomy().optimizers:
@@ -91,109 +101,139 @@ def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
         session.rebuild()
     if not told:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
-    session.lowered_at = incident.step
-    session.recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    session.aftercare.lowered(session, recovery)
     return "done", "learning rate of " + ", ".join(told)
 
 
 def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    told = []
+    told, reasons = [], []
     for optimizer in session.anatomy().optimizers:
         inner = _state.inner(optimizer)
-        if inner.clipnorm or inner.clipvalue:
-            return "skipped", f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
         now = inner.global_clipnorm
         tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
         tight = max(tight, p["min_clipnorm"])
-        session.undo.append((inner, "global_clipnorm", now))
-        inner.global_clipnorm = tight
-        told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
-    session.rebuild()
-    return "done", ", ".join(told)
+        if inner.clipnorm or inner.clipvalue:
+            reasons.append(f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm")
+        elif now is not None and tight >= now:
+            reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
+        else:
+            session.undo.append((inner, "global_clipnorm", now))
+            inner.global_clipnorm = tight
+            told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    if told:
+        session.rebuild()
+    return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
 
 
 def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
     told = []
     for optimizer in session.anatomy().optimizers:
-        if not _state.is_loss_scaled(optimizer):
+        if not (variables := _state.scales_of(optimizer)):
             continue
-        scale, counter = _state.scales_of(optimizer)
+        scale, counter = variables
         before = float(_state.read(scale))
-        start = p["reset_to"] if p.get("reset_to") is not None else before if math.isfinite(before) else p["ceiling"]
+        start = p["reset_to"] if p.get("reset_to") is not None else before
+        start = optimizer.initial_scale if math.isnan(start) else start
         after = min(max(start, p["floor"]), p["ceiling"])
         _state.write(scale, np.float32(after))
         _state.write(counter, np.zeros_like(_state.read(counter)))
-        session.scale_bounds = (p["floor"], p["ceiling"])
-        if p.get("growth_steps"):
+        growth = p.get("growth_steps")
+        if growth:
             session.undo.append((optimizer, "dynamic_growth_steps", optimizer.dynamic_growth_steps))
-            optimizer.dynamic_growth_steps = p["growth_steps"]
-            session.rebuild()
-        told.append(f"loss scale {before:g} -> {after:g}")
-    return ("done", ", ".join(told)) if told else ("skipped", "the model does not scale its loss")
+            optimizer.dynamic_growth_steps = growth
+        doubling = f", doubling after {growth} good steps" if growth else ""
+        told.append(f"loss scale {before:g} -> {after:g}{doubling}")
+    if not told:
+        return "skipped", "the model does not scale its loss"
+    session.aftercare.scale_bounds = (p["floor"], p["ceiling"])
+    if p.get("growth_steps"):
+        session.rebuild()
+    return "done", ", ".join(told)
 
 
 def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    snapshot = session.ring.newest()
     anatomy = session.anatomy()
+    whole = [v for v in (*anatomy.trainable, *anatomy.statistics, *anatomy.slots) if id(v) not in session.tolerated]
+    bad = [(v, value) for v in whole if not _probes.is_finite(value := _state.view(v))]
+    if not bad:
+        return "skipped", "no entry is bad"
+    good = _source(session, p["source"], [v for v, _ in bad])
+    missing = [v.path for v, _ in bad if good.get(id(v)) is None]
+    if missing:
+        return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
     count = 0
-    for variable in (*anatomy.trainable, *anatomy.statistics, *anatomy.slots):
+    for variable, _ in bad:
         value = _state.read(variable)
-        bad = ~np.isfinite(_probes.widen(value)) if _probes.is_float(variable.dtype) else np.zeros(value.shape, bool)
-        if not bad.any() or id(variable) in session.tolerated:
-            continue
-        good = _source(session, p["source"], variable, snapshot)
-        if good is None:
-            return "skipped", f"{variable.path} has no value in source={p['source']!r}"
-        value[bad] = np.asarray(good)[bad]
+        places = ~np.isfinite(_probes.widen(value))
+        value[places] = np.asarray(good[id(variable)])[places]
         _state.write(variable, value)
-        count += int(bad.sum())
-    return ("done", f"{count} entries from {p['source']}") if count else ("skipped", "no entry is bad")
+        count += int(places.sum())
+    return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
 
 
-def _source(session: Any, source: str, variable: Any, snapshot: Snapshot | None) -> Any:
+def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
+    """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
     if source == "last_good":
-        return snapshot.value(variable) if snapshot is not None else None
+        snapshot = _newest(session)
+        return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        return _first(session, variable)
-    return np.full(tuple(variable.shape), 0.0 if source == "zeros" else 1.0)
+        return {**{id(v): _first(session, v) for v in variables}, **_first_slots(session)}
+    return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
 
 
 def _first(session: Any, variable: Any) -> Any:
-    return _state.initial_value(session.model, session.anatomy().optimizers, variable)
+    return _state.initial_value(session.model, (), variable)
+
+
+def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
+    """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
+    first: dict[int, np.ndarray[Any, Any]] = {}
+    for optimizer in session.anatomy().optimizers:
+        if not optimizer.built:
+            continue
+        inner = _state.inner(optimizer)
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        fresh.build(inner._trainable_variables)
+        first |= {id(v): _state.read(new) for v, new in zip(optimizer.variables, fresh.variables)}
+        averages = getattr(inner, "_model_variables_moving_average", ())
+        first |= {id(v): _state.read(weight) for v, weight in zip(averages, inner._trainable_variables)}
+    return first
 
 
 def _reset_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    snapshot = session.ring.newest()
-    count = 0
-    for variable in _state.batchnorm_statistics(session.model):
-        value: Any = _first(session, variable)
-        if p["source"] == "last_good":
-            value = snapshot.value(variable) if snapshot is not None else None
-        if value is None:
+    layers = [layer for layer in _state.batchnorms(session.model) if layer.built]
+    if not layers:
+        return "skipped", "the model has no BatchNormalization"
+    values = initial_statistics(layers)
+    if p["source"] == "last_good":
+        snapshot = _newest(session)
+        values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
+        if any(value is None for _, value in values):
             return "skipped", "there is no last good state"
-        _state.write(variable, np.asarray(value))
-        count += 1
-    return ("done", f"{count} statistics set back") if count else ("skipped", "the model has no BatchNormalization")
+    for variable, value in values:
+        _state.write(variable, value)
+    return "done", f"{len(values)} statistics set back"
 
 
 def _recalibrate_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    layers = _state.batchnorms(session.model)
+    layers = learning(session.model)
     if not layers:
-        return "skipped", "the model has no BatchNormalization"
-    _reset_batchnorm(session, incident, report, {"source": "initial"})
-    session.start_recalibration(layers, p["batches"])
+        return "skipped", "the model has no BatchNormalization that learns its statistics"
+    for variable, value in initial_statistics(layers):
+        _state.write(variable, value)
+    session.aftercare.estimate(session, p["batches"])
     return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
 
 
 def _reset_slots(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    count = 0
-    for variable in session.anatomy().slots:
-        bad = not _probes.is_finite(_state.view(variable))
-        counter = not _probes.is_float(variable.dtype)
-        if bad or (p["scope"] == "all" and not counter):
-            _state.write(variable, _first(session, variable))
-            count += 1
-    return ("done", f"{count} slots set back") if count else ("skipped", "no slot is bad")
+    slots = [v for v in session.anatomy().slots if _probes.is_float(v.dtype)]  # counts of steps stay
+    if p["scope"] == "bad":
+        slots = [v for v in slots if not _probes.is_finite(_state.view(v))]
+    first = _first_slots(session) if slots else {}
+    for variable in slots:
+        _state.write(variable, first[id(variable)])
+    return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
 
 
 def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
@@ -201,8 +241,7 @@ def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, A
         return "skipped", "NanGuard has no directory to keep batches in"
     if report is None or report.batch is None:
         return "skipped", "there is no batch to keep"
-    answer: Answer = session.quarantine(incident, report, p["max_batches"], p["max_mb"])
-    return answer
+    return _quarantine_files.keep(session.directory, incident, report.batch, p["max_batches"], p["max_mb"])
 
 
 def _restored(session: Any, restore: bool, incident: Incident) -> str:
@@ -210,7 +249,7 @@ def _restored(session: Any, restore: bool, incident: Incident) -> str:
         return "the state is left as it is"
     if incident.refused and not any(f.site == "state" for f in incident.findings):
         return "the refused step left the last good state in place"
-    snapshot = session.ring.newest()
+    snapshot = _newest(session)
     if snapshot is None:
         return "there is no good state to restore"
     _put_back(session, snapshot)

@@ -2,12 +2,15 @@
 
 A plain rate is lowered in its own variable, where every other callback sees it. A schedule or a callable stays
 untouched (so does the saved config): what it gives is scaled, on the instance, by a factor that the compiled step
-reads from a variable.
+reads from a variable. In both cases::
+
+    rate of the next step = factor * the rate that there would be without the guard
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -28,7 +31,8 @@ class Rate:
     def __init__(self, optimizer: Any):
         self.optimizer = _state.inner(optimizer)
         self.factor = self.lowest = 1.0
-        self._left: float | None = None
+        self._left: float | None = None  # the plain rate as the guard has left it
+        self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
         self._scale: Any = None
 
     @property
@@ -43,51 +47,58 @@ class Rate:
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
         """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""
+        self.hold()
         before = self.value
-        after = min(before, max(before * factor, min_lr))
-        retrace = self._set(self.factor * (after / before if before else 1.0), after)
+        after = max(before * factor, min_lr)
+        if after > before * (1 - 1e-6):  # the rate is a float32, min_lr is not
+            after = before
+        retrace = after < before and self._set(self.factor * after / before)
         return before, after, retrace
 
     def raise_to(self, factor: float) -> None:
         """Bring the factor back up to this value, at most 1."""
-        factor = min(max(factor, self.factor), 1.0)
-        self._set(factor, self.value * factor / self.factor if self.factor else self.value)
+        self.hold()
+        self._set(min(max(factor, self.factor), 1.0))
 
-    def _set(self, factor: float, value: float) -> bool:
-        self.factor = factor
+    def _set(self, factor: float) -> bool:
+        ratio, self.factor = factor / self.factor, factor
         self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)
         if self.plain:
-            self.optimizer._learning_rate.assign(value)
-            self._left = self.value
+            self._assign(self.value * ratio)
             return False
         first = self._scale is None
         if first:
-            self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name="nanguard_rate_factor")
-            real, scale = self.optimizer._get_current_learning_rate, self._scale
-            _state.set_instance(
-                self.optimizer,
-                "_get_current_learning_rate",
-                lambda: (rate := keras.ops.convert_to_tensor(real())) * keras.ops.cast(scale, rate.dtype),
-            )
+            self._install()
         self._scale.assign(factor)
         return first
 
-    def hold(self) -> float | None:
-        """Keep the rate lowered where another callback has set it to an absolute value since.
+    def _install(self) -> None:
+        self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name="nanguard_rate_factor")
+        real, scale = self.optimizer._get_current_learning_rate, self._scale
+        _state.set_instance(
+            self.optimizer,
+            "_get_current_learning_rate",
+            lambda: (rate := keras.ops.convert_to_tensor(real())) * keras.ops.cast(scale, rate.dtype),
+        )
 
-        Returns the rate that was set instead, or `None`. A callback that scales the rate it finds (ReduceLROnPlateau)
-        goes on from the lowered one and is left alone; one that computes it from the epoch (LearningRateScheduler)
-        brings back the old level. The geometric mean of the two levels tells one from the other.
+    def _assign(self, value: float) -> None:
+        self.optimizer._learning_rate.assign(value)
+        self._left = self.value
+
+    def hold(self) -> None:
+        """Keep a plain rate lowered where another callback has set it since.
+
+        A callback that scales the rate it finds (ReduceLROnPlateau) goes on from the lowered one and is left alone; one
+        that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
+        tells which it is: the geometric mean of the lowered and of the old level lies between the two.
         """
         if self._left is None or not self.plain or self.factor >= 1:
-            return None
+            return
         found = self.value
         if math.isclose(found, self._left, rel_tol=1e-6):
-            return None
-        if found > self._left / math.sqrt(self.factor):
-            self.optimizer._learning_rate.assign(found * self.factor)
-        self._left = self.value
-        return self._left
+            return
+        self._absolute |= found > self._left / math.sqrt(self.factor)
+        self._assign(found * self.factor if self._absolute else found)
 
     def release(self) -> None:
         """Take the scaling off the optimizer; a plain rate stays where it is."""
@@ -95,3 +106,29 @@ class Rate:
             _state.unset_instance(self.optimizer, "_get_current_learning_rate")
             self._scale = None
             self.factor = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what has been done to the rate, as plain JSON values."""
+        rate = self.value if self.plain else None
+        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
+
+    def resume(self, done: Mapping[str, Any], write: bool) -> None:
+        """Go on from what `to_dict` told.
+
+        Args:
+            done: what it told.
+            write: whether a plain rate is written as it was. Without it, one that someone has changed since counts as
+                chosen anew, and nothing that was done to it before matters any more.
+        """
+        factor, rate = float(done["factor"]), done["rate"]
+        if self.plain != (rate is not None):
+            return
+        if self.plain and write:
+            self._assign(rate)
+        elif self.plain and not math.isclose(self.value, rate, rel_tol=1e-6):
+            return
+        self._left, self._absolute = rate, bool(done["absolute"])
+        self.factor = factor if self.plain else 1.0
+        if factor < 1 and not self.plain:
+            self._set(factor)
+        self.lowest = float(done["lowest"])

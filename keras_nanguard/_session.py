@@ -7,14 +7,18 @@ that is: read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, isfinite, sqrt
 from typing import Any
 
 from keras_nanguard import _perform, _probes, _state
+from keras_nanguard._aftercare import Aftercare
+from keras_nanguard._course import Course
 from keras_nanguard._errors import GuardError
+from keras_nanguard._history import History
 from keras_nanguard._incident import SITES, Finding, Incident
+from keras_nanguard._monitors import Monitors
 from keras_nanguard._policy import Ledger, Policy, decide
 from keras_nanguard._rates import Rate
-from keras_nanguard._recalibration import Recalibration
 from keras_nanguard._snapshot import Ring
 from keras_nanguard._step._verdict import Report, Verdict
 from keras_nanguard._trend import Trend
@@ -57,6 +61,8 @@ class Session:
         self.functions = dict(functions or {})
         self.ledger = ledger or Ledger()
         self.trend = Trend(policy.checks.trend)
+        self.history = History()
+        self.monitors = Monitors(policy.checks)
         self.ring = Ring(policy.snapshot.keep, policy.snapshot.good_after)
         self.rates: dict[int, Rate] = {}
         self.step = self.refused = self.overflows = self.good = 0
@@ -64,17 +70,19 @@ class Session:
         self.streak = 0
         self.stopped = self.began = self.last_refused = self.told_predictions = False
         self.rollbacks = self.skip_batches = 0
-        self.lowered_at: int | None = None
-        self.recovery: tuple[int, int] | None = None
-        self.scale_bounds: tuple[float, float] | None = None
-        self.recalibration: Recalibration | None = None
+        self.aftercare = Aftercare()
+        self.course: Course | None = None
+        self.resuming: Any = None
         self.undo: list[tuple[Any, str, Any]] = []
         self.directory: str | None = None
         self.transaction: Any = None
         self.rebuild: Callable[[], None] = lambda: None
         self.tolerated: set[int] = set()
         self._births: dict[int, Any] | None = {}
-        self._due = policy.snapshot.every
+        self._attentive = True
+        self._healed = False
+        self._snapshot_due = policy.snapshot.every or inf
+        self._due = min(self._snapshot_due, self.monitors.due)
 
     def anatomy(self) -> _state.Anatomy:
         """Return the anatomy of the model as it is now."""
@@ -83,12 +91,17 @@ class Session:
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or say at once that it is bad."""
         self.began = True
+        resumed, self.resuming = self.resuming, None
+        if resumed is not None:
+            resumed.restore(self)
         anatomy = self.anatomy()
         tolerated = [v for v in anatomy.constants if not _probes.is_finite(_state.view(v))]
         tolerated = [v for v in tolerated if not _has_nan(v)]
         self.tolerated = {id(v) for v in tolerated}
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
+            if resumed is not None and tolerated:
+                self.rebuild()
         bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
             self._raise_incident(self.step, self._scan("state"), refused=False, report=None, values={})
@@ -102,19 +115,37 @@ class Session:
         if self._births is not None:
             self._births[id(native)] = value
 
-    def _complete_first(self) -> None:
-        births, self._births = self._births or {}, None
-        for variable in self.anatomy().restorable:
-            if id(variable.value) in births:
-                self.ring.complete(variable, births[id(variable.value)])
+    def first_values(self) -> list[tuple[Any, Any]]:
+        """Return the variables that came into being while the step was traced, each with its first value."""
+        births = self._births or {}
+        return [(v, births[id(v.value)]) for v in self.anatomy().everything if id(v.value) in births]
 
-    def before(self, iterator: Any = None) -> None:
+    def _complete_first(self) -> None:
+        for variable, value in self.first_values():
+            self.ring.complete(variable, value)
+        self._births = None
+
+    def position(self) -> tuple[int, int]:
+        """Return the epoch, and how many of its batches are through or will be passed by."""
+        return self.epoch, self.step - self.epoch_start + self.skip_batches
+
+    def passes_by(self, iterator: Any, batches: int) -> bool:
+        """Leave the batches of one execution out, if there are some to be left out."""
+        if self.skip_batches <= 0:
+            return False
+        for _ in range(batches):
+            next(iterator)
+            self.skip_batches = max(self.skip_batches - 1, 0)
+            self.epoch_start -= 1
+        return True
+
+    def before(self) -> None:
         """Run before each execution; does work only before the first, and after the policy has changed something."""
+        if self.began and not (self.rates or self.aftercare.active):
+            return
         if not self.began:
             self.begin()
-        while self.skip_batches > 0 and iterator is not None:
-            self.skip_batches -= 1
-            next(iterator)
+        self.aftercare.settle(self)
         for rate in self.rates.values():
             rate.hold()
 
@@ -124,9 +155,26 @@ class Session:
         Raises:
             NonFiniteError: where the policy says so.
         """
+        refused, loss, gradients, statistics, weights, slots, scale, _, _ = row
+        total = loss + gradients + statistics + weights + slots
+        if refused or self._attentive or not (isfinite(total) and 0.0 < scale < inf):
+            self._attend(Verdict.of(row))
+            return
+        self.good += 1
+        self.streak = 0
+        self.last_refused = False
+        self.history.push(self.step, loss, gradients, scale)
+        findings = self.trend.push(self.step, loss, sqrt(2.0 * gradients) / scale)
+        if findings:
+            self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(Verdict.of(row)))
+        self.step += 1
+        if self.step >= self._due:
+            self._keep()
+
+    def _attend(self, verdict: Verdict) -> None:
+        """The long way: the first step, several steps in one, something to do after each step, or trouble."""
         if self._births is not None:
             self._complete_first()
-        verdict = Verdict.of(row)
         self.last_refused = verdict.refused
         if self.transaction.counted:
             self._after_many(verdict)
@@ -138,13 +186,19 @@ class Session:
         else:
             self._unrefused(verdict, self.transaction.files.take())
         self.step += 1
+        self._attentive = self.aftercare.active
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
         """The same for an execution of several steps, of which `last` is the row of the last one."""
-        end = last.step + 1
+        end, transaction = last.step + 1, self.transaction
+        self._healed = False
         for report in self.transaction.files.take():
             verdict = report.verdict
+            if self._healed:  # what ran on after it ran on a state that is gone
+                self._left_out(end - self.step)
+                self.step = end
+                break
             self.good += verdict.step - self.step
             self.step = verdict.step
             if not verdict.refused:
@@ -159,7 +213,9 @@ class Session:
                 break
             self._refused(verdict, [report])
             self.step += 1
-        if self.step < end:
+        if self.step < end and self._healed:
+            self._left_out(end - self.step)
+        elif self.step < end:
             self.good += end - 1 - self.step
             self.step = end - 1
             if last.sound:
@@ -167,6 +223,8 @@ class Session:
             else:
                 self._unrefused(last, [])
         self.step = end
+        if self.transaction is not transaction:  # compiled anew in between, when not all steps were counted
+            self.transaction.recount(end)
         self._keep()
 
     def _left_out(self, steps: int) -> None:
@@ -175,39 +233,13 @@ class Session:
 
     def _good(self, verdict: Verdict) -> None:
         self.good += 1
+        self.history.push(self.step, verdict.loss, verdict.gradients, verdict.scale)
         self.streak = 0
         norm = verdict.gradient_norm
-        if self.recovery is not None:
-            self._recover(*self.recovery)
-        if self.scale_bounds is not None:
-            self._bound_scale(*self.scale_bounds)
-        if self.recalibration is not None and self.recalibration.step():
-            self.recalibration = None
+        self.aftercare.after_good_step(self)
         findings = self.trend.push(self.step, verdict.loss, norm)
         if findings:
             self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))
-
-    def _recover(self, after: int, ramp: int) -> None:
-        """Bring a lowered rate back, `after` good steps after it was lowered, over `ramp` steps."""
-        assert self.lowered_at is not None
-        since = self.step - self.lowered_at - after
-        if since < 0:
-            return
-        share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
-        for rate in self.rates.values():
-            rate.raise_to(rate.lowest ** (1.0 - share))
-        if share >= 1.0:
-            self.recovery = self.lowered_at = None
-
-    def _bound_scale(self, floor: float, ceiling: float) -> None:
-        for scale, _ in self.anatomy().scales:
-            value = float(_state.read(scale))
-            if not floor <= value <= ceiling:
-                _state.write(scale, min(max(value, floor), ceiling))
-
-    def start_recalibration(self, layers: list[Any], batches: int) -> None:
-        """Estimate the statistics of these layers anew over the next steps."""
-        self.recalibration = Recalibration(layers, batches)
 
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
@@ -217,6 +249,8 @@ class Session:
             return
         findings = report.findings() if report is not None else Report(verdict, (), ()).findings()
         findings = [*_in_batch(report), *self._scan("state"), *findings]
+        if verdict.scale > self.policy.checks.loss_scale.max_value:
+            findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
@@ -227,7 +261,7 @@ class Session:
             self.streak = 0
             return False
         self.streak += 1
-        return self.streak <= check.patience and verdict.scale * 0.5 >= check.min_value
+        return self.streak <= check.patience and check.min_value <= verdict.scale * 0.5 <= check.max_value
 
     def _unrefused(self, verdict: Verdict, reports: list[Report]) -> None:
         """A bad step that was committed: by an update that overflowed, or because nothing refuses here."""
@@ -237,8 +271,12 @@ class Session:
             self._observed(verdict, reports)
 
     def _poisoned(self, verdict: Verdict) -> None:
-        """A step left a state behind that is not finite."""
-        findings = self._scan("weights") or [Finding("weights", "explosion", value=verdict.weights)]
+        """A step left a state behind whose sum is not finite; where every entry is, the sum alone overflowed."""
+        findings = self._scan("weights")
+        if not findings:
+            self._good(verdict)
+            self.transaction.resume()
+            return
         self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))
         self.transaction.resume()
 
@@ -290,9 +328,14 @@ class Session:
         incident = Incident(step, self.epoch, max(step - self.epoch_start, 0), ordered, refused, values)
         if self.explain is not None:
             incident = incident.with_(diagnosis=self.explain(self, incident, report))
+            if self.directory is not None and hasattr(self.explain, "bundle"):
+                incident = incident.with_(bundle=self.explain.bundle(self, incident, report))
         decision, self.ledger = decide(self.policy, self.ledger, incident)
         incident = incident.with_(decision=decision)
         outcomes, error = _perform.perform(self, incident, report)
+        self._healed |= any(o.status == "done" and o.action in _HEALING for o in outcomes)
+        self._attentive |= self.aftercare.active
+        self.ring.note(self)
         incident = incident.with_(outcomes=outcomes)
         self.tell(incident)
         if error is not None:
@@ -300,14 +343,41 @@ class Session:
             raise error
 
     def _keep(self) -> None:
-        """Take a snapshot when one is due and nothing is wrong."""
+        """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
         if self.step < self._due or self.stopped:
             return
-        self._due = self.step + self.policy.snapshot.every
+        if self.step >= self.monitors.due:
+            findings = self.monitors.look(self)
+            if findings:
+                self._raise_incident(self.step - 1, findings, refused=False, report=None, values={})
+        self.ring.promote(self.good)
+        if self.step >= self._snapshot_due and not self.stopped:
+            self._snapshot_due = self.step + self.policy.snapshot.every
+            self._take_snapshot()
+        self._due = min(self._snapshot_due, self.monitors.due, self.step + self.ring.next_proof(self.good))
+
+    def _take_snapshot(self) -> None:
         anatomy = self.anatomy()
+        self.remember_start(anatomy)
         bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
         if bad:
             self._raise_incident(self.step - 1, self._scan("weights"), refused=False, report=None, values={})
+
+    def remember_start(self, anatomy: _state.Anatomy) -> None:
+        """Note how large the weights were at the start, while the first snapshot is still there."""
+        first = next((s for s in self.ring.snapshots if s.step == 0), None)
+        if first is not None and not self.history.weights:
+            known = {id(v): first.value(v) for v in anatomy.trainable}
+            self.history.start({key: value for key, value in known.items() if value is not None})
+
+    def raised(self, error: BaseException) -> None:
+        """Tell of an exception inside of a step that is about its data, before it goes on to the user."""
+        of_error = getattr(self.explain, "of_error", None)
+        told = of_error(self, error) if of_error is not None else None
+        if told is not None:
+            finding, diagnosis = told
+            batch = max(self.step - self.epoch_start, 0)
+            self.tell(Incident(self.step, self.epoch, batch, (finding,), diagnosis=diagnosis))
 
     def seen_outside(self, findings: list[Finding], batch: int | None = None) -> None:
         """Tell of trouble that evaluation or prediction showed."""
@@ -319,12 +389,17 @@ class Session:
         return self.rates.setdefault(id(optimizer), Rate(optimizer))
 
     def end(self) -> None:
-        """Take off the optimizers what the guard has put on them."""
+        """Take off the optimizers what the guard has put on them, and note it for the next fit."""
+        self.course = self.course or Course.of(self)
         for target, name, value in reversed(self.undo):
             setattr(target, name, value)
         self.undo.clear()
         for rate in self.rates.values():
             rate.release()
+
+
+_HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
+"""Actions that put another state in the place of the one that steps have run on."""
 
 
 def _has_nan(variable: Any) -> bool:

@@ -7,6 +7,7 @@ takes more than `keep` copies of the train state and asks the system for memory 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from keras_nanguard import _probes, _state
 
-__all__ = ["Ring", "Snapshot"]
+__all__ = ["Ring", "Snapshot", "first_bad"]
 
 
 @dataclass
@@ -65,13 +66,14 @@ class Ring:
         Variables whose `id` is in `tolerated` may be infinite.
         """
         self.promote(good)
-        spare = self._spare()
-        fresh = Snapshot(step, good, verified, spare.arrays if spare is not None else {})
+        variables = list(variables)
+        bad = first_bad(variables, tolerated)
+        if bad:
+            return bad
+        spare = self._give_up()
+        fresh = Snapshot(step, good, verified or self.good_after == 0, spare.arrays if spare is not None else {})
         for variable in variables:
-            array = _copy(variable, fresh.arrays.get(id(variable)))
-            if id(variable) not in tolerated and not _probes.is_finite(array):
-                return str(getattr(variable, "path", ""))
-            fresh.arrays[id(variable)] = array
+            fresh.arrays[id(variable)] = _copy(variable, fresh.arrays.get(id(variable)))
         self.snapshots.append(fresh)
         return ""
 
@@ -80,10 +82,19 @@ class Ring:
         for snapshot in self.snapshots:
             snapshot.verified |= good - snapshot.good >= self.good_after
 
+    def next_proof(self, good: int) -> float:
+        """Return how many more good steps make a snapshot verified, infinitely many where none waits for it."""
+        waiting = [self.good_after - (good - s.good) for s in self.snapshots if not s.verified]
+        return max(min(waiting), 1) if waiting else math.inf
+
     def newest(self, depth: int = 1) -> Snapshot | None:
         """Return the verified snapshot that is `depth`-th from the newest, the oldest one where there are fewer."""
         verified = [s for s in self.snapshots if s.verified]
         return verified[-min(depth, len(verified))] if verified else None
+
+    def oldest(self) -> Snapshot | None:
+        """Return the oldest snapshot that is kept, `None` where there is none."""
+        return self.snapshots[0] if self.snapshots else None
 
     def forget_after(self, step: int) -> None:
         """Give up the snapshots taken after this step: the run that they belong to has been undone."""
@@ -94,15 +105,31 @@ class Ring:
         if self.snapshots and id(variable) not in self.snapshots[0].arrays and self.snapshots[0].step == 0:
             self.snapshots[0].arrays[id(variable)] = value
 
-    def _spare(self) -> Snapshot | None:
-        """Return a snapshot whose buffers can be used for a new one: an unproven one first, then the oldest."""
+    def note(self, session: Any) -> None:
+        """Keep what the policy has changed so far; a ring in memory ends with its process and has no need to."""
+
+    def _give_up(self) -> Snapshot | None:
+        """Take the snapshot that a new one replaces out of the ring and return it, `None` while there is room.
+
+        An unproven one goes first, then the oldest. The caller has made sure that there will be a new one.
+        """
         if len(self.snapshots) < self.keep:
             return None
         unproven = [s for s in self.snapshots if not s.verified]
-        verified = [s for s in self.snapshots if s.verified]
-        spare = unproven[0] if unproven else verified[0]
-        self.snapshots = [s for s in self.snapshots if s is not spare]
-        return spare
+        gone = unproven[0] if unproven else self.snapshots[0]
+        self.snapshots = [s for s in self.snapshots if s is not gone]
+        return gone
+
+
+def first_bad(variables: Iterable[Any], tolerated: Container[int] = ()) -> str:
+    """Return the path of the first variable that is not finite, `""` where all are.
+
+    Variables whose `id` is in `tolerated` may be infinite.
+    """
+    for variable in variables:
+        if id(variable) not in tolerated and not _probes.is_finite(_state.view(variable)):
+            return str(getattr(variable, "path", "")) or "a variable"
+    return ""
 
 
 def _copy(variable: Any, buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:

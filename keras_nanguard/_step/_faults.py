@@ -219,12 +219,12 @@ def _first(value: Any, entries: int | None) -> Any:
     return tf.reshape(flat, tf.shape(value))
 
 
-@tf.custom_gradient
+@tf.custom_gradient  # type: ignore[untyped-decorator]
 def _with_gradient(loss: Any, factor: Any) -> Any:
     return tf.identity(loss), lambda upstream: (upstream * factor, tf.zeros_like(factor))
 
 
-@tf.custom_gradient
+@tf.custom_gradient  # type: ignore[untyped-decorator]
 def _zero(value: Any, factor: Any, mask: Any) -> Any:
     """Return 0, whose gradient by the masked entries of `value` is `factor` where that is not 1, else 0."""
 

@@ -13,8 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard import _state
+from keras_nanguard._step import _graph
 
-__all__ = ["add", "can_be_bad", "counts", "ends", "kind", "squares", "total"]
+__all__ = ["add", "can_be_bad", "counts", "ends", "exact", "kind", "squares", "total"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""
@@ -45,6 +46,8 @@ def kind(variables: Iterable[Any]) -> Any:
 
 def _dense(tensor: Any) -> Any:
     """Return the numbers of a tensor, of `IndexedSlices`, of a sparse or a ragged tensor; none of less than 32 bit."""
+    if isinstance(tensor, _graph.Stray):
+        tensor = tensor.read_value()
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor)):
         tensor = tensor.values
     elif isinstance(tensor, tf.RaggedTensor):
@@ -89,6 +92,15 @@ def total(tensors: Iterable[Any], dtype: Any) -> Any:
     return add(sums, dtype)
 
 
+def exact(tensors: Iterable[Any], dtype: Any) -> Any:
+    """Return 0 where all entries are finite, and NaN where one is not: 0 times each entry, which cannot overflow.
+
+    Costs a temporary for each tensor, which a step that keeps copies anyway does not feel.
+    """
+    zeros = [tf.reduce_sum(d * tf.zeros((), d.dtype)) for d in map(_dense, filter(can_be_bad, tensors))]
+    return add([tf.cast(z, dtype) for z in zeros], dtype)
+
+
 def counts(tensors: Sequence[Any]) -> Any:
     """Return an int64 tensor `(len(tensors), 3)`: NaN entries, infinite entries, all entries."""
     if not tensors:
@@ -111,7 +123,7 @@ def ends(anatomy: _state.Anatomy, records: Sequence[Any], gradients: Any, dtype:
     Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
     steps where a proof covers the rest.
     """
-    together = list({id(v): getattr(v, "value", v) for record in records for v in record.variables}.values())
+    together = list({id(v): _state.native(v) for record in records for v in record.variables}.values())
     sums = []
     listed = {id(v) for v in anatomy.slots}
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
@@ -135,5 +147,5 @@ def _large(variables: Sequence[Any]) -> bool:
 
 def _proven(optimizer: Any, variables: Sequence[Any]) -> bool:
     inner = _state.inner(optimizer)
-    known = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
+    known: bool = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
     return known and all(v.dtype.size >= 4 for v in variables)

@@ -128,10 +128,12 @@ class _Run:
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         self._keep([*self.anatomy.other, *self.anatomy.metrics])
+        if self.graph is None:  # a graph tells of them itself
+            self._keep(self.anatomy.unlisted)
         self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
         if self.saving:
             self._keep([*self.anatomy.trainable, *self.anatomy.slots])
-        self.scales = [(scale.value.read_value(), scale, counter) for scale, counter in self.anatomy.scales]
+        self.scales = [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
         halted, step = self._count()
         start = _graph.mark(self.graph) if self.graph is not None else 0
         with Intercept(self.owner.model, self.anatomy.optimizers, self.through, self._born) as self.seen:
@@ -161,7 +163,7 @@ class _Run:
 
     def _inspect(self, start: int) -> None:
         """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it."""
-        known = {id(v.handle): v for v, _ in self.kept}
+        known = {id(v.handle) for v, _ in self.kept}
         heavy = {id(v.value.handle) for v in (*self.anatomy.trainable, *self.anatomy.slots)}
         ours = {id(v.value.handle) for pair in self.anatomy.scales for v in pair}
         ours |= {id(v.value.handle) for v in self.anatomy.rates}
@@ -172,10 +174,10 @@ class _Run:
             if key in heavy and not self.saving and (access.writes or access.late):
                 self.owner.saving = True
                 raise Retrace
-            if access.writes and key not in known and key not in heavy and key not in ours:
-                if handle is not None and access.dtype is not None:
-                    self.owner.strays[key] = _graph.Stray(handle, access.dtype)
-                    raise Retrace
+            stray = access.writes and key not in known | heavy | ours
+            if stray and handle is not None and access.dtype is not None:
+                self.owner.strays[key] = _graph.Stray(handle, access.dtype)
+                raise Retrace
             if access.writes:
                 written.add(key)
         if self.seen.nested and not self.saving:
@@ -196,7 +198,7 @@ class _Run:
         self.loss = _sums.add([tf.cast(loss, kind) for loss in seen.losses or self.owner.outputs.losses(outputs)], kind)
         self.gradients = _sums.squares(seen.gradients, kind)
         self.statistics = _sums.total(self.written, kind)
-        scale = tf.cast(tf.reduce_min([s for s, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
+        scale = tf.cast(tf.reduce_min([s for s, _, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
         self.scale, self.step, self.halt = scale, tf.cast(step, kind), tf.cast(halted, kind)
         told = [self.loss, self.gradients] + ([self.statistics] if self.written else [])
         finite = tf.math.is_finite(tf.add_n(told))
@@ -214,8 +216,8 @@ class _Run:
         nothing = tf.zeros((len(places), 3), tf.int64)
         result = self.owner.outputs
         if self.through:
-            weights = _sums.total(_values(self.anatomy.trainable), self.kind)
-            slots = _sums.total(_values(self.anatomy.slots), self.kind)
+            weights = _sums.exact(_values(self.anatomy.trainable), self.kind)
+            slots = _sums.exact(_values(self.anatomy.slots), self.kind)
             self.fine &= tf.math.is_finite(weights + slots)
 
         outside = self.owner.jit and self.graph is not None
@@ -256,12 +258,11 @@ class _Run:
     def _learn_scale(self) -> None:
         """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
         blamed = tf.math.is_finite(self.loss) & ~tf.math.is_finite(self.gradients)
-        for (old, scale, counter), optimizer in zip(self.scales, _scaled(self.anatomy.optimizers)):
+        for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.anatomy.optimizers)):
             sound = tf.math.is_finite(old) & (old > 0)
             lower = tf.maximum(old * 0.5, tf.cast(_state.FLOOR, old.dtype))
             kept = tf.where(blamed, tf.minimum(lower, old), old)
             scale.value.assign(tf.where(sound, kept, tf.cast(optimizer.initial_scale, old.dtype)))
-            steps = counter.value.read_value()
             counter.value.assign(tf.where(blamed | ~sound, tf.zeros_like(steps), steps))
 
     def _places(self) -> list[tuple[str, str, Any]]:
@@ -277,7 +278,7 @@ class _Run:
 
 
 def _values(variables: Any) -> list[Any]:
-    return [getattr(v, "value", v) for v in variables]
+    return [_state.native(v) for v in variables]
 
 
 def _scaled(optimizers: Sequence[Any]) -> list[Any]:

@@ -103,7 +103,8 @@ class Report:
         v = self.verdict
         if not math.isfinite(v.loss):
             found.append(Finding("loss", "nonfinite", "", int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1, v.loss))
-        for site, number in (("gradients", v.gradients), ("statistics", v.statistics)):
+        sums = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
+        for site, number in sums.items():
             if not math.isfinite(number) and site not in seen:
                 found.append(Finding(site, "explosion", "", 0, 0, None, number))
         if not v.scale_is_sound:

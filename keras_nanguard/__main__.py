@@ -1,0 +1,7 @@
+"""`python -m keras_nanguard`: the command line."""
+
+import sys
+
+from keras_nanguard._cli import main
+
+sys.exit(main())

@@ -1,0 +1,168 @@
+"""What each command of the command line does: one call of a public function, its report, an exit code.
+
+Everything but the standard library is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+__all__ = [
+    "CLEAN",
+    "FOUND",
+    "MISUSE",
+    "Command",
+    "check_policy",
+    "completion",
+    "demo",
+    "lint",
+    "recalibrate",
+    "repair",
+    "scan",
+]
+
+CLEAN, FOUND, MISUSE = 0, 1, 2
+
+Command = Callable[[argparse.Namespace], int]
+"""Takes the parsed arguments and returns the exit code."""
+
+
+def scan(given: argparse.Namespace) -> int:
+    """Scan files one after the other."""
+    from keras_nanguard._scan import scan as look
+
+    code = CLEAN
+    for path in given.paths:
+        with _progress() as progress:
+            report = look(path, progress=progress, **_limits(given))
+        if not report.clean:
+            code = FOUND
+        _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
+    return code
+
+
+def _scan_table(tables: Any, report: Any, notes: bool) -> None:
+    tables.scan(report, notes)
+
+
+def repair(given: argparse.Namespace) -> int:
+    """Repair a file."""
+    from keras_nanguard._repair import repair as mend
+
+    options = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
+    chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
+    report = mend(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
+    _show(report, given.json, lambda tables: tables.repair(report))
+    return CLEAN if report.clean else FOUND
+
+
+def recalibrate(given: argparse.Namespace) -> int:
+    """Load a model, estimate its BatchNormalization statistics from data, and save it."""
+    from keras_nanguard._loaded import data_arrays, load_model, save_model
+    from keras_nanguard._reestimate import recalibrate as estimate
+
+    inputs, _ = data_arrays(given.data)
+    model = load_model(given.path)
+    report = estimate(model, inputs, given.batches, batch_size=given.batch_size, only=tuple(given.only))
+    output = save_model(model, given.path, given.output, given.overwrite)
+    if given.json:
+        _print_json({**report.to_dict(), "output": output})
+    else:
+        print(report)
+        print(f"Written to {output}.")
+    return CLEAN
+
+
+def lint(given: argparse.Namespace) -> int:
+    """Load a model and look for hazards."""
+    from keras_nanguard._lint import lint as look
+    from keras_nanguard._loaded import data_arrays, load_model
+
+    data = data_arrays(given.data) if given.data else (None, None)
+    report = look(load_model(given.path), *data, ignore=tuple(given.ignore))
+    _show(report, given.json, lambda tables: tables.lint(report))
+    return CLEAN if report.clean else FOUND
+
+
+def check_policy(given: argparse.Namespace) -> int:
+    """Check a policy; a file with faults is a finding, a file that is not there is misuse."""
+    from keras_nanguard._errors import PolicyError
+    from keras_nanguard._explain import explain
+    from keras_nanguard._policy import Policy
+
+    try:
+        policy = Policy.from_any(given.policy)
+    except PolicyError as error:
+        if not error.faults:
+            raise
+        if given.json:
+            _print_json({"format": 1, "valid": False, "faults": list(error.faults)})
+        else:
+            print("\n".join(error.faults))
+        return FOUND
+    if given.json:
+        _print_json({"format": 1, "valid": True, "faults": [], "policy": policy.to_dict()})
+    else:
+        print(explain(policy))
+    return CLEAN
+
+
+def demo(given: argparse.Namespace) -> int:
+    """Run the demonstration."""
+    from keras_nanguard._errors import GuardError
+
+    try:
+        from keras_nanguard._demo import run
+
+        return run()
+    except ImportError as error:
+        raise GuardError(str(error)) from error
+
+
+def completion(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print a completion script."""
+    from keras_nanguard._completion import script
+
+    print(script(parser, given.shell), end="")
+    return CLEAN
+
+
+def _limits(given: argparse.Namespace) -> dict[str, Any]:
+    found = {"limit": given.limit, "statistics_limit": given.statistics_limit}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _show(report: Any, as_json: bool, tables: Callable[[Any], None]) -> None:
+    """Print a report: JSON where asked for, tables on a terminal, plain lines into a pipe or file."""
+    if as_json:
+        _print_json(report.to_dict())
+    elif sys.stdout.isatty():
+        from keras_nanguard._tables import Tables
+
+        tables(Tables())
+    else:
+        print(report)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, allow_nan=False))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr where that is a terminal; it goes when the work is done."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,254 @@
+"""Where NaN and Inf are born: watches every operation of an eager run, and follows what comes of each bad value.
+
+An operation whose inputs are finite and whose result is not gives *birth*; its descendants carry its number. So the
+birth behind a bad loss or gradient is read off the loss or gradient itself: a bad value that something masks away on
+the way (`where`, `max`, a metric nobody trains on) is never blamed. Infinite constants of the program (a mask of -Inf)
+are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) gives birth.
+
+TensorFlow tells of each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
+has no public name. Where it is gone the layer table alone has to tell (`keras_nanguard._diagnose.instrument`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._diagnose.evidence import Birth, Operand
+
+try:
+    from tensorflow.python.framework import op_callbacks
+except ImportError:
+    op_callbacks = None
+
+__all__ = ["CONSTANT", "Births"]
+
+CONSTANT = Birth(1 << 60, "constant", "constant", "other")
+"""Stands for an infinite constant of the program itself."""
+
+MOST = 20000
+"""Births that are kept of one run; a masked overflow inside a long loop can make very many."""
+
+TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
+
+_LIBRARIES = ("site-packages", "/keras/src/", "/tensorflow/python/", "importlib", "contextlib.py", "functools.py")
+
+
+class Births:
+    """Context in which every operation that runs eagerly on this thread is watched.
+
+    Args:
+        batch: `(name, tensor)` of the arrays that go into the step.
+        variables: names by the id of the variables' handles.
+        tolerated: ids of handles of variables that may be infinite.
+        rows: number of rows of the batch.
+
+    Attributes:
+        phase: what is running; the owner of the run sets it.
+        frames: what is running, outermost first, as `(path, class)`; the owner of the run keeps it.
+        count: operations seen so far.
+        available: whether the backend tells of its operations.
+    """
+
+    available = op_callbacks is not None
+
+    def __init__(
+        self,
+        batch: Iterable[tuple[str, Any]] = (),
+        variables: dict[int, str] | None = None,
+        tolerated: Iterable[int] = (),
+        rows: int = 0,
+    ):
+        self.phase, self.rows, self.count = "forward", rows, 0
+        self.frames: list[tuple[str, str]] = []
+        self.births: list[Birth] = []
+        self._variables, self._tolerated = variables or {}, set(tolerated)
+        self._lineage: dict[int, Birth] = {}
+        self._written: dict[int, Birth] = {}
+        self._casts: dict[int, tuple[str, ...]] = {}
+        self._reads: dict[int, str] = {}
+        for place, (name, tensor) in enumerate(batch):
+            if hasattr(tensor, "_id") and not _is_finite(tensor):
+                self._keep(tensor, Birth(place - MOST, "batch", name, "forward"))
+
+    def __enter__(self) -> Births:
+        if self.available:
+            op_callbacks.add_op_callback(self._seen)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self.available:
+            op_callbacks.remove_op_callback(self._seen)
+
+    def of(self, tensor: Any) -> Birth | None:
+        """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
+        found = self._lineage.get(getattr(getattr(tensor, "values", tensor), "_id", -1))
+        return None if found is None else self._complete(found)
+
+    def written(self, variable: Any) -> Birth | None:
+        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        handle = getattr(getattr(variable, "value", variable), "handle", None)
+        found = self._written.get(getattr(handle, "_id", -1))
+        return None if found is None else self._complete(found)
+
+    def entered(self, tensors: Iterable[Any]) -> None:
+        """Note that a layer whose frame is on top now takes these tensors in.
+
+        A layer casts its inputs before its `call`, so an overflow in that cast is its own.
+        """
+        path = tuple(frame for frame, _ in self.frames)
+        for tensor in tensors:
+            birth = self._lineage.get(getattr(tensor, "_id", -1))
+            if birth is not None and birth.op == "Cast" and birth.source == "operation":
+                before = self._casts.get(birth.order)
+                if before is None or (len(path) > len(before) and path[: len(before)] == before):
+                    self._casts[birth.order] = path
+
+    def _complete(self, birth: Birth) -> Birth:
+        path = self._casts.get(birth.order)
+        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
+            return birth
+        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
+
+    def _keep(self, tensor: Any, birth: Birth) -> None:
+        self._lineage[tensor._id] = birth
+
+    def _seen(
+        self, op_type: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> None:
+        if graph is not None or isinstance(outputs, tf.Tensor):
+            return
+        self.count += 1
+        bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
+        name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
+        if name == "ReadVariableOp" and inputs[0]._id in self._variables:
+            self._reads[outputs[0]._id] = self._variables[inputs[0]._id]
+        if not bad:
+            if not outputs and name.startswith("Assign") and len(inputs) == 2:
+                self._assigned(name, inputs)
+            return
+        birth = self._inherited(name, inputs, bad)
+        for tensor in bad:
+            self._keep(tensor, birth)
+
+    def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
+        handle, value = inputs
+        birth = self._lineage.get(value._id)
+        if birth is not None:
+            self._written[handle._id] = birth
+        elif name == "AssignVariableOp":
+            self._written.pop(handle._id, None)
+
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Birth:
+        """Return the earliest birth behind an operation's inputs, or its own."""
+        parents = [self._parent(t) for t in inputs]
+        known = [p for p in parents if p is not None and p is not CONSTANT]
+        if known:
+            return min(known, key=lambda birth: birth.order)
+        if CONSTANT in parents and not any(_has_nan(t) for t in bad):
+            return CONSTANT
+        if name in ("Fill", "Const"):
+            return CONSTANT
+        return self._born(name, inputs, bad[0])
+
+    def _parent(self, tensor: Any) -> Birth | None:
+        if tensor.dtype == tf.resource:
+            if tensor._id in self._written:
+                return self._written[tensor._id]
+            if tensor._id in self._tolerated:
+                return CONSTANT
+            return None
+        found = self._lineage.get(tensor._id)
+        if found is None and _is_float(tensor) and not _is_finite(tensor):
+            return CONSTANT
+        return found
+
+    def _born(self, name: str, inputs: Sequence[Any], result: Any) -> Birth:
+        array = _array(result)
+        handles = [t._id for t in inputs if t.dtype == tf.resource]
+        stored = next((self._variables[h] for h in handles if h in self._variables), "")
+        rows, every = _bad_rows(array, self.rows)
+        nan, inf, size = _probes.counts(array)
+        top = self.frames[-1] if self.frames else ("", "")
+        birth = Birth(
+            order=self.count,
+            source="variable" if stored else "operation",
+            op=stored or name,
+            phase=self.phase,
+            frames=tuple(frame for frame, _ in self.frames),
+            culprit=top[0],
+            layer_class=top[1],
+            nan=nan,
+            inf=inf,
+            size=size,
+            operands=tuple(_operand(t) for t in inputs if _is_float(t)),
+            dtype=result.dtype.name,
+            rows=rows,
+            all_rows=every,
+            variables=tuple(self._reads[t._id] for t in inputs if t._id in self._reads),
+            line=_users_line() if self.phase != "backward" else "",
+        )
+        if len(self.births) < MOST:
+            self.births.append(birth)
+        return birth
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(tensor)
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return not tensor.dtype.is_floating or _probes.is_finite(_state.dense(tensor))
+
+
+def _has_nan(tensor: Any) -> bool:
+    return bool(np.isnan(_probes.widen(_array(tensor))).any())
+
+
+def _operand(tensor: Any) -> Operand:
+    array = _probes.widen(_array(tensor))
+    magnitude = np.abs(array[np.isfinite(array)])
+    positive = magnitude[magnitude > 0]
+    name = tensor.dtype.name
+    return Operand(
+        max_abs=float(magnitude.max()) if magnitude.size else 0.0,
+        zero=bool(positive.size < magnitude.size),
+        negative=bool((array < 0).any()),
+        dtype=name,
+        tiny=bool(positive.size and positive.min() < TINY.get(name, 0.0)),
+        infinite=bool(magnitude.size < array.size),
+    )
+
+
+def _bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], bool]:
+    """Return the rows with a bad entry, none where all are bad, and whether all are."""
+    if not rows or array.ndim == 0 or array.shape[0] != rows:
+        return (), False
+    bad = ~np.isfinite(_probes.widen(array)).reshape(rows, -1).all(axis=1)
+    found = tuple(int(i) for i in np.flatnonzero(bad))
+    return ((), True) if len(found) == rows else (found, False)
+
+
+def _users_line() -> str:
+    """Return `file:line` of the code that made the operation, where that is no library's: a layer's, a loss's.
+
+    Whoever called the library stands above it on the stack and made nothing, so the search ends there.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    while frame is not None and "/keras_nanguard/" not in frame.f_code.co_filename:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _LIBRARIES) and not path.startswith("<"):
+            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

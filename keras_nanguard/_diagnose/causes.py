@@ -1,0 +1,325 @@
+"""From evidence to cause. Pure: a list of rules in causal order, the first that applies decides; else `unknown`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keras_nanguard._diagnose.evidence import Birth, Evidence
+
+__all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
+
+EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
+"""Operations that overflow from moderate numbers."""
+
+_DIVISIONS = ("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv")
+_ROOTS = ("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
+_LOGARITHMS = ("Log", "Log1p", "Xlogy", "Xlog1py", "Lgamma", "Digamma", "Polygamma", "Zeta", "Betainc", "Igamma")
+_ANGLES = ("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfinv", "Ndtri")
+_MATRICES = ("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSolve", "Svd", "Qr")
+
+POLES = frozenset((*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "Softmax", "LogSoftmax"))
+"""Operations with points at which they have no finite value."""
+
+RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
+RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
+
+HUGE = 1e4
+"""Magnitude from which inputs or targets alone explain that the first steps blow up."""
+
+LARGE = 1e3
+"""Magnitude from which it is worth a trial whether they explain it."""
+
+SCALE_TOO_HIGH = 2.0**24
+"""Loss scale above which every ordinary gradient overflows in float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A cause, where, how sure, and by which rule."""
+
+    cause: str
+    culprit: str = ""
+    samples: tuple[int, ...] = ()
+    confidence: float = 0.9
+    because: str = ""
+
+
+def decide(evidence: Evidence) -> Verdict:
+    """Return the cause that the evidence supports."""
+    for rule in RULES:
+        found = rule(evidence)
+        if found is not None:
+            return found
+    return Verdict("unknown", _culprit(evidence), confidence=0.0)
+
+
+def kind(birth: Birth | None) -> str:
+    """Return how a value went bad: `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`, or `""`."""
+    if birth is None or birth.source != "operation":
+        return ""
+    largest = max((o.max_abs for o in birth.operands), default=0.0)
+    if birth.op in ("RealDiv", "Div", "Xdivy") and len(birth.operands) > 1:
+        below = birth.operands[1]
+        return "pole" if below.zero or below.tiny or largest < _large(birth.dtype) else "overflow"
+    if birth.op == "Pow":
+        base = birth.operands[0] if birth.operands else None
+        return "exp" if base is not None and base.max_abs > 50.0 else "pole"
+    if birth.op in EXPONENTIALS:
+        return "exp"
+    if birth.op in POLES:
+        return "pole"
+    if any(o.infinite for o in birth.operands):
+        return "pole"
+    return "overflow" if birth.dtype in ("float16", "bfloat16") or largest >= _large(birth.dtype) else "pole"
+
+
+def _large(dtype: str) -> float:
+    return 1e3 if dtype == "float16" else 1e15
+
+
+def grown(e: Evidence, factor: float = 1e3) -> bool:
+    """Whether loss, gradients or weights have grown over the steps before."""
+    growth = e.growth
+    return growth.steps >= 1 and (growth.weights >= 20.0 or growth.loss >= factor or growth.norm >= factor)
+
+
+def _culprit(e: Evidence) -> str:
+    if e.birth is not None and e.birth.source == "operation":
+        inside = "loss" if e.birth.phase in ("loss", "forward") else e.first_path
+        return e.birth.culprit or (e.birth.variables[0] if e.birth.variables else inside)
+    return e.first_path
+
+
+def _bad_state(e: Evidence) -> Verdict | None:
+    if not e.state:
+        return None
+    path, _ = e.state[0]
+    only_statistics = all(r == "statistics" for _, r in e.state)
+    outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
+    if only_statistics and outside:
+        return Verdict("batchnorm_statistics", path, because="state")
+    return Verdict("state_nonfinite", path, confidence=0.95, because="state")
+
+
+def _modes(e: Evidence) -> Verdict | None:
+    """Inference goes bad where training does not: what only inference reads is the moving statistics."""
+    birth = e.birth
+    if birth is None or e.inference != "bad" or e.training != "finite":
+        return None
+    if birth.layer_class != "BatchNormalization" and "moving_" not in birth.op:
+        return None
+    return Verdict("batchnorm_statistics", birth.culprit, confidence=0.9, because="modes")
+
+
+def _told_by_monitors(e: Evidence) -> Verdict | None:
+    """Finite trouble: what the kind of the findings says by itself."""
+    if e.replay or e.refused:
+        return None
+    kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
+    if kinds.get("statistics") == "stuck":
+        return Verdict("training_flag", e.first_path, because="stuck")
+    if kinds.get("statistics") in ("spike", "out_of_range", "explosion"):
+        return Verdict("batchnorm_statistics", e.first_path, because="statistics")
+    if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
+        return Verdict("loss_scale_collapsed", because="scale")
+    if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
+        if e.growth.jump[0] >= 20.0:
+            return Verdict("divergence", e.first_path, confidence=0.8, because="dead")
+        if e.low_precision == "float16":
+            return Verdict("float16_underflow", e.first_path, confidence=0.7, because="dead")
+        return Verdict("unknown", e.first_path, because="dead")
+    if e.target_fault is not None:
+        return Verdict("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
+    if "explosion" in kinds.values():
+        return Verdict("divergence", e.first_path, confidence=0.85, because="explosion")
+    if "spike" in kinds.values():
+        return Verdict("spike", e.first_path, confidence=0.8, because="spike")
+    return None
+
+
+def _scale(e: Evidence) -> Verdict | None:
+    """A loss scale at which nothing can be learned."""
+    scale = e.loss_scale
+    if scale is None:
+        return None
+    if not 0.0 < scale < float("inf"):
+        return Verdict("loss_scale_collapsed", confidence=0.95, because="scale")
+    if scale > SCALE_TOO_HIGH and e.unscaled == "finite" and e.first in ("gradients", "loss", "statistics", ""):
+        return Verdict("loss_scale_collapsed", confidence=0.9, because="scale_high")
+    if scale < 1.0 and e.first in ("gradients", "") and not e.inputs_bad and e.unscaled != "bad":
+        return Verdict("loss_scale_collapsed", confidence=0.8, because="scale")
+    return None
+
+
+def _batch(e: Evidence) -> Verdict | None:
+    birth = e.birth
+    if birth is not None and birth.source == "batch":
+        if birth.op.startswith("inputs"):
+            return Verdict("input_nonfinite", birth.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
+        if e.first in ("loss", "statistics") or not e.first:
+            return Verdict("target_nonfinite", birth.op, _rows_of(e, e.targets_bad), 0.95, "batch")
+        return Verdict("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
+    named = {row for part in e.inputs_bad for row in part.rows}
+    if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
+        return Verdict("input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch")
+    if birth is None and e.first != "weights":
+        if e.inputs_bad:
+            return Verdict("input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch")
+        if e.targets_bad and e.first in ("", "loss"):
+            return Verdict("target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch")
+    return None
+
+
+def _rows_of(e: Evidence, found: tuple[object, ...]) -> tuple[int, ...]:
+    rows: list[int] = []
+    for part in found:
+        rows += [row for row in getattr(part, "rows", ()) if row not in rows]
+    return tuple(rows) or e.rows
+
+
+def _last_loss(e: Evidence) -> str:
+    return e.loss_parts[-1][0] if e.loss_parts else "loss"
+
+
+def _targets(e: Evidence) -> Verdict | None:
+    fault = e.target_fault
+    if fault is None or (e.birth is not None and e.birth.phase == "forward" and not grown(e)):
+        return None
+    if fault.fatal or grown(e):
+        return Verdict("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
+    return None
+
+
+def _transient(e: Evidence) -> Verdict | None:
+    if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
+        return Verdict("transient", confidence=0.7, because="replay")
+    return None
+
+
+def _low_precision(e: Evidence) -> Verdict | None:
+    if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
+        return None
+    if kind(e.birth) in ("overflow", "exp") and e.growth.weights >= 20.0:
+        return None
+    underflow = kind(e.birth) == "pole" and e.first != "gradients"
+    if e.birth is not None and kind(e.birth) == "pole" and any(o.zero for o in e.birth.operands):
+        underflow = True
+    return Verdict(
+        "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
+    )
+
+
+def _update(e: Evidence) -> Verdict | None:
+    if e.first not in ("weights", "slots"):
+        return None
+    if any(not math.isfinite(o.learning_rate) for o in e.optimizers):
+        return Verdict("optimizer_domain", e.first_path, confidence=0.95, because="rate")
+    if grown(e, 1e4) and not any(o.epsilon_in_dtype == 0.0 and o.epsilon for o in e.optimizers):
+        return Verdict("divergence", e.first_path, confidence=0.8, because="growth")
+    return Verdict("optimizer_domain", e.first_path, confidence=0.85, because="update")
+
+
+def _divergence(e: Evidence) -> Verdict | None:
+    how, growth = kind(e.birth), e.growth
+    exploded = e.birth is None and "gradients:explosion" in e.sites
+    if how == "pole":
+        far = growth.weights >= 1e3 or (growth.weights >= 20.0 and max(growth.loss, growth.norm) >= 1e3)
+        blown = far
+    elif how == "exp":
+        blown = growth.steps >= 1 and (growth.weights >= 20.0 or (growth.weights >= 2.0 and grown(e)))
+    else:
+        blown = (how == "overflow" or exploded) and grown(e)
+    if not blown:
+        return None
+    if _normalised(e):
+        return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
+    if e.rescaled == "finite" and _magnitude(e) >= LARGE:
+        return Verdict("input_scale", _largest(e), (), 0.75, "rescaled")
+    return Verdict("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+
+
+def _normalised(e: Evidence) -> str:
+    """Return the path of a Normalization layer that makes huge numbers, as it does of features that never change."""
+    rows = [row for row in e.table if row.layer_class == "Normalization"]
+    return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE), "")
+
+
+def _magnitude(e: Evidence) -> float:
+    return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
+
+
+def _largest(e: Evidence) -> str:
+    return max((s for s in (*e.inputs, *e.targets) if not s.integer), key=lambda s: s.max_abs).name
+
+
+def _input_scale(e: Evidence) -> Verdict | None:
+    """Nothing has grown yet, and the data alone is what is large or constant."""
+    how = kind(e.birth)
+    exploded = e.birth is None and "gradients:explosion" in e.sites
+    if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE:
+        outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
+        return Verdict("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
+    if (how == "overflow" or exploded) and _normalised(e):
+        return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
+    birth = e.birth
+    if how == "pole" and birth is not None and birth.layer_class == "Normalization" and birth.phase == "forward":
+        return Verdict("input_scale", birth.culprit, e.rows, 0.85, "constant")
+    return None
+
+
+def _recurrence(e: Evidence) -> Verdict | None:
+    birth = e.birth
+    if kind(birth) != "overflow" or birth is None:
+        return None
+    if birth.phase == "backward" or birth.layer_class in RECURRENT:
+        return Verdict("divergence", _culprit(e), confidence=0.75, because="recurrence")
+    return None
+
+
+def _exploded(e: Evidence) -> Verdict | None:
+    """Every gradient is finite, and so large that the sum of their squares is not."""
+    if e.first != "gradients" or e.birth is not None or e.replay != "bad":
+        return None
+    return Verdict("divergence", e.first_path, confidence=0.7, because="explosion")
+
+
+def _domain(e: Evidence) -> Verdict | None:
+    birth = e.birth
+    if birth is None or birth.source != "operation":
+        return None
+    if birth.phase == "backward":
+        return Verdict("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
+    in_loss = birth.phase == "loss" or not birth.frames
+    if in_loss and e.first in ("loss", "gradients"):
+        return Verdict("loss_domain", _culprit(e), e.rows, 0.9, "domain")
+    if birth.phase == "forward":
+        return Verdict("forward_domain", _culprit(e), e.rows, 0.9, "domain")
+    return None
+
+
+def _outside(e: Evidence) -> Verdict | None:
+    if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
+        return Verdict("divergence", e.first_path, confidence=0.6, because="growth")
+    return None
+
+
+RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
+    _bad_state,
+    _modes,
+    _told_by_monitors,
+    _transient,
+    _batch,
+    _targets,
+    _scale,
+    _low_precision,
+    _update,
+    _divergence,
+    _input_scale,
+    _recurrence,
+    _exploded,
+    _domain,
+    _outside,
+)
+"""The rules in causal order."""

@@ -1,0 +1,23 @@
+"""From evidence to the diagnosis that a user reads. Pure."""
+
+from __future__ import annotations
+
+from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.words import advice, sentences
+from keras_nanguard._incident import Diagnosis
+
+__all__ = ["conclude"]
+
+
+def conclude(evidence: Evidence) -> Diagnosis:
+    """Return the diagnosis that the evidence supports."""
+    verdict = decide(evidence)
+    return Diagnosis(
+        verdict.cause,
+        verdict.culprit,
+        verdict.samples,
+        sentences(evidence, verdict),
+        advice(evidence, verdict),
+        verdict.confidence,
+    )

@@ -1,0 +1,245 @@
+"""`diagnose`: what is wrong with a model that already misbehaves, without training it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard import _internals, _probes, _state
+from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.births import Births
+from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.evidence import Evidence, LayerRow
+from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
+from keras_nanguard._diagnose.instrument import Instrument
+from keras_nanguard._diagnose.precision import in_float32, lowest
+from keras_nanguard._diagnose.rerun import Run, Step, preserved
+from keras_nanguard._diagnose.words import advice, sentences, table
+from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._incident import Diagnosis
+
+__all__ = ["Examination", "diagnose"]
+
+FAR = 1e3
+"""Factor between a moving variance and that of the batch from which the two have nothing to do with each other."""
+
+STRAY = 30.0
+"""Deviations between a moving mean and that of the batch from which the two have nothing to do with each other."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What `diagnose` found.
+
+    Attributes:
+        diagnosis: cause, culprit, rows, evidence and advice; cause `unknown` with no culprit where nothing is wrong.
+        inference: a row for each layer call in inference mode.
+        training: the same in training mode.
+        step: what a train step on the batch comes to: `"finite"`, `"bad"`, `"failed"`, or `""` where none was tried.
+    """
+
+    diagnosis: Diagnosis
+    inference: tuple[LayerRow, ...]
+    training: tuple[LayerRow, ...]
+    step: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether outputs are finite in both modes, and the train step is, and no statistics are far off."""
+        return self.diagnosis.cause == "unknown" and not self.first_bad("inference") and not self.first_bad("training")
+
+    def first_bad(self, mode: str) -> str:
+        """Return the path of the first layer whose output is not finite in this mode, `""` where all are."""
+        return next((row.path for row in getattr(self, mode) if not row.finite), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"format": 1, **asdict(self)}
+
+    def __str__(self) -> str:
+        d = self.diagnosis
+        place = f" in {d.culprit!r}" if d.culprit else ""
+        what = "Nothing bad was found." if self.healthy else f"Cause: {d.cause}{place}"
+        lines = [what, *(f"  seen: {text}" for text in d.evidence)]
+        lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
+        tables = ["", "In inference mode:", table(self.inference), "", "In training mode:", table(self.training)]
+        return "\n".join([*lines, *tables])
+
+
+def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
+    """Find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad.
+
+    Nothing of the model is changed: weights, statistics, optimizer and seeds are what they were before.
+
+    Args:
+        model: a built Keras model.
+        x: inputs, as for `model.predict`; one batch of them.
+        y: targets; with them, and a compiled model, a train step is tried too.
+        sample_weight: weights of the rows.
+
+    Returns:
+        What was found; print it.
+
+    Raises:
+        GuardError: if it is no Keras model.
+
+    Example:
+
+    ```python
+    print(keras_nanguard.diagnose(model, x[:32], y[:32]))
+    ```
+    """
+    if not isinstance(model, keras.Model):
+        raise GuardError(expected("a Keras model", type(model).__name__, "Pass the model itself."))
+    x, y, sample_weight = (keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight))
+    return _Examiner(model, x, y, sample_weight).examined()
+
+
+def _tensor(value: Any) -> Any:
+    return None if value is None else keras.ops.convert_to_tensor(value)
+
+
+class _Examiner:
+    """One examination of one model."""
+
+    def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any):
+        self.model, self.x = model, x
+        self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
+        self.anatomy = _state.Anatomy.of(model)
+        self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.anatomy.optimizers)
+
+    def examined(self) -> Examination:
+        roles = {id(v): "weights" for v in self.anatomy.trainable} | {id(v): "slots" for v in self.anatomy.slots}
+        state = [
+            (v.path, roles.get(id(v), "statistics" if _state.is_statistic(v) else "weights"))
+            for v in (*self.anatomy.trainable, *self.anatomy.statistics, *self.anatomy.slots)
+            if not _probes.is_finite(_state.view(v))
+        ]
+        inference, _ = self._forward(False)
+        training, far = self._forward(True)
+        step = self._step()
+        evidence = self._evidence(state, inference, training, far, step)
+        verdict = decide(evidence)
+        found = Diagnosis(
+            verdict.cause,
+            verdict.culprit,
+            verdict.samples,
+            sentences(evidence, verdict),
+            advice(evidence, verdict) if evidence.first or evidence.state or far else (),
+            verdict.confidence,
+        )
+        return Examination(found, inference.rows, training.rows, step.word if step is not None else "")
+
+    def _evidence(
+        self, state: Sequence[tuple[str, str]], inference: Run, training: Run, far: Sequence[str], step: Run | None
+    ) -> Evidence:
+        shown = inference if not inference.finite else training if not training.finite else step or inference
+        only = not inference.finite and training.finite
+        sites = ["predictions:nonfinite"] if not inference.finite or state else []
+        sites += ["statistics:out_of_range"] if far else []
+        first = inference.first_path if only and not state else (far[0].split()[0] if far else "")
+        evidence = Evidence(
+            refused=False,
+            sites=tuple(sites),
+            state=tuple(state),
+            inputs_bad=batches.bad(self.batch, ("inputs",)),
+            targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
+            inputs=batches.spreads(self.batch, "inputs"),
+            targets=batches.spreads(self.batch, "targets"),
+            target_fault=self._target_fault(),
+            replay=shown.word if shown.first or shown.error else "",
+            replay_error=shown.error,
+            first=shown.first,
+            first_path=shown.first_path or first,
+            birth=shown.birth,
+            low_precision=lowest(self.model),
+            inference="" if inference.error else "finite" if inference.finite else "bad",
+            training="" if training.error else "finite" if training.finite else "bad",
+            rows=shown.birth.rows if shown.birth is not None else (),
+            optimizers=optimizer_facts([o for o in self.anatomy.optimizers if o.built]),
+            table=shown.rows,
+            notes=tuple(far),
+        )
+        if evidence.low_precision and shown.first:
+            evidence = replace(evidence, float32=self._in_float32(shown is step))
+        return evidence
+
+    def _target_fault(self) -> Any:
+        targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]
+        widths = [int(shape[-1] or 0) if shape else 0 for shape in _internals.output_shapes(self.model)]
+        return target_fault(self.model, targets, widths)
+
+    def _step(self) -> Run | None:
+        """Try a train step on the batch."""
+        if not self.trains:
+            return None
+        return self._as_step().run(self.batch, observe=True, update=True)
+
+    def _as_step(self) -> Step:
+        return Step(self.model.train_step, self.model, self.anatomy.optimizers)
+
+    def _in_float32(self, step: bool) -> str:
+        variables = [*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]
+        with in_float32(self.model, variables, list(self.anatomy.optimizers)):
+            if step:
+                return self._as_step().run(self.batch, update=True).word
+            return "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
+
+    def _forward(self, training: bool) -> tuple[Run, list[str]]:
+        """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
+        parts = [(p.path, p.value) for p in batches.parts(self.batch)]
+        handles = {v.value.handle._id: v.path for v in self.anatomy.everything if hasattr(v.value, "handle")}
+        births = Births(parts, handles, (), batches.row_count(self.batch))
+        instrument = Instrument(self.model, births)
+        layers = [layer for layer in _state.batchnorms(self.model) if layer.built]
+        before = [_moments(layer) for layer in layers]
+        with preserved([*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]):
+            for layer in layers if training else ():  # which a pass in training mode does not read, and adds to
+                _state.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
+                _state.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
+            try:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(instrument)
+                    stack.enter_context(births)
+                    outputs = self.model(self.x, **_internals.mode(self.model, training))
+            except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
+                return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
+            far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []
+        bad = [t for t in keras.tree.flatten(outputs) if not _probes.is_finite(_state.dense(t))]
+        birth = next((b for b in map(births.of, bad) if b is not None), None)
+        named = birth.culprit if birth is not None else ""
+        return Run(first="outputs" if bad else "", first_path=named, birth=birth, rows=tuple(instrument.rows)), far
+
+
+def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    mean, variance = _state.read(layer.moving_mean), _state.read(layer.moving_variance)
+    return mean.astype(np.float64), variance.astype(np.float64)
+
+
+def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> list[str]:
+    """Return a sentence where the moving statistics have nothing to do with those of the batch.
+
+    A pass in training mode has just added the batch's own statistics to zeros.
+    """
+    share = 1.0 - float(layer.momentum)
+    (mean, variance), (own_mean, own_variance) = before, _moments(layer)
+    if share <= 0.0 or not layer.trainable or not own_variance.any():
+        return []
+    own_mean, own_variance = own_mean / share, np.maximum(own_variance / share, 1e-12)
+    with np.errstate(all="ignore"):
+        ratio = np.maximum(variance, 1e-12) / own_variance
+        away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
+    wrong = (ratio > FAR) | (ratio < 1 / FAR) & (own_variance > FAR * layer.epsilon) | (away > STRAY)
+    if not wrong.any():
+        return []
+    worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
+    return [
+        f"{layer.moving_variance.path} is far from the batch's own: channel {worst} has moving mean {mean[worst]:.3g} "
+        f"and variance {variance[worst]:.3g}, the batch {own_mean[worst]:.3g} and {own_variance[worst]:.3g} "
+        f"({int(wrong.sum())} of {wrong.size} channels)."
+    ]

@@ -1,0 +1,168 @@
+"""Facts beside the step itself: how the fit went so far, its optimizers, and targets its losses do not accept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard import _internals, _probes, _state
+from keras_nanguard._diagnose.evidence import Growth, OptimizerFacts, TargetFault
+from keras_nanguard._history import History, magnitudes, sizes
+
+__all__ = ["growth", "loss_names", "negative_loss", "optimizer_facts", "target_fault"]
+
+RECENT = 5
+"""The last steps that are shown, and from which the magnitude before the incident is taken."""
+
+PROBABILITIES = (
+    "categorical_crossentropy",
+    "binary_crossentropy",
+    "categorical_focal_crossentropy",
+    "binary_focal_crossentropy",
+    "categorical_generalized_cross_entropy",
+)
+"""Losses whose targets are probabilities."""
+
+
+def growth(history: History, step: int, own: tuple[float, float], weights: Sequence[Any]) -> Growth:
+    """Return how loss, gradient norm and weights went before a step.
+
+    Args:
+        history: what is remembered.
+        step: the step.
+        own: loss and gradient norm of the step itself, as far as they are finite.
+        weights: the trainable weights as they are now.
+    """
+    entries, first = history.before(step), history.first(step)
+    losses = [e.loss for e in entries if math.isfinite(e.loss)]
+    norms = [e.norm for e in entries if math.isfinite(e.norm)]
+    first_losses, first_norms = magnitudes(e.loss for e in first), magnitudes(e.norm for e in first)
+    last_losses, last_norms = losses[-RECENT:] + [own[0]], norms[-RECENT:] + [own[1]]
+    now, before, largest, largest_before = 0.0, 0.0, 0.0, 0.0
+    for variable in weights:
+        norm, most = sizes(_state.view(variable))
+        largest = max(largest, most)
+        if id(variable) in history.weights:
+            now += norm**2
+            before += history.weights[id(variable)][0] ** 2
+            largest_before = max(largest_before, history.weights[id(variable)][1])
+    return Growth(
+        steps=len(entries),
+        loss=_factor(first_losses, magnitudes(last_losses)),
+        norm=_factor(first_norms, magnitudes(last_norms)),
+        weights=math.sqrt(now / before) if before > 0 and now > 0 else 1.0,
+        largest_weight=largest,
+        largest_weight_before=largest_before,
+        losses=tuple(losses[-RECENT:]),
+        norms=tuple(norms[-RECENT:]),
+        jump=history.jump(step),
+    )
+
+
+def _factor(first: list[float], last: list[float]) -> float:
+    """Return how many times the first values the last ones have grown to: the smallest of the first ones counts.
+
+    A run that blows up at once has no healthy start; its first step is its smallest.
+    """
+    if not first or not last:
+        return 1.0
+    start = first[0] if len(first) < RECENT else min(first[0], median_low(first))
+    return max(last) / start
+
+
+def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
+    """Return the hyper-parameters that can go wrong; `committed` tells that the step in question has been counted."""
+    rates = [_internals.rate_before(o) if committed else _state.learning_rate(o) for o in optimizers]
+    return tuple(_facts(_state.inner(o), rate) for o, rate in zip(optimizers, rates))
+
+
+def _facts(optimizer: Any, rate: float) -> OptimizerFacts:
+    dtypes = {str(v.dtype) for v in getattr(optimizer, "_trainable_variables", None) or ()}
+    dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
+    epsilon = getattr(optimizer, "epsilon", None)
+    kept = None
+    if epsilon is not None:
+        kept = float(np.asarray(epsilon, np.float16)) if dtype == "float16" else float(np.float32(epsilon))
+    clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+    momentum = getattr(optimizer, "momentum", 0.0)
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        learning_rate=rate,
+        epsilon=None if epsilon is None else float(epsilon),
+        epsilon_in_dtype=kept,
+        dtype=dtype,
+        clips=clips,
+        momentum=float(momentum) if isinstance(momentum, (int, float)) else 0.0,
+    )
+
+
+def loss_names(model: Any) -> list[str]:
+    """Return the names of the model's losses."""
+    return [str(getattr(loss, "name", "")) for loss in _internals.losses_of(model)[1:]]
+
+
+def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]) -> TargetFault | None:
+    """Return the first fault of the targets, given the arrays and the width of each output."""
+    entries = _internals.losses_by_output(model)
+    if len(entries) != len(targets):
+        entries = entries[:1] if len(targets) == 1 else []
+    for index, ((output, loss), array) in enumerate(zip(entries, targets)):
+        width = widths[index] if index < len(widths) else 0
+        found = _fault(loss, array, width)
+        if found is not None:
+            rows, words, fatal = found
+            return TargetFault(str(loss.name), output if len(entries) > 1 else "", rows, words, fatal)
+    return None
+
+
+def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
+    """Return the fault that a negative loss is evidence of, where no loss of the model can be negative."""
+    entries = [loss for _, loss in _internals.losses_by_output(model)]
+    if not entries or not any(loss < -1e-3 for loss in losses) or _internals.adds_losses(model):
+        return None
+    if not all(_kinds(loss) & set(PROBABILITIES) for loss in entries):
+        return None
+    lowest = min(losses)
+    words = f"something else than probabilities: the loss, which cannot be negative then, is {lowest:.3g}"
+    return TargetFault(str(entries[0].name), "", (), words)
+
+
+def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[int, ...], str, bool] | None:
+    kinds = _kinds(loss)
+    wide = _probes.widen(array)
+    if wide.dtype.kind not in "fiu" or not wide.size:
+        return None
+    if any("sparse_categorical" in kind for kind in kinds):
+        ignored = getattr(loss, "ignore_class", None)
+        wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
+        wrong = wrong if ignored is None else wrong & (wide != ignored)
+        if wrong.any():
+            shown = wide[wrong].flat[0]
+            return _rows(wrong), f"class index {shown:g} with {width} classes", True
+    elif kinds & set(PROBABILITIES):
+        wrong = (wide < 0) | (wide > 1)
+        if wrong.any():
+            return _rows(wrong), f"{wide[wrong].flat[0]:g} where a probability from 0 to 1 belongs", True
+        smoothing = getattr(loss, "label_smoothing", 0.0)
+        if isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
+            return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
+    elif kinds & {"poisson", "kl_divergence", "mean_squared_logarithmic_error"}:
+        wrong = wide < (0 if "mean_squared_logarithmic_error" not in kinds else -1)
+        if wrong.any():
+            shown = wide[wrong].flat[0]
+            return _rows(wrong), f"{shown:g} where {min(kinds)} takes no negative number", False
+    return None
+
+
+def _kinds(loss: Any) -> set[str]:
+    """Return the names under which Keras knows this loss: of its class's function and of the function it wraps."""
+    names = {_internals.snake_case(type(loss).__name__), str(getattr(getattr(loss, "fn", None), "__name__", ""))}
+    return {name for name in names if name}
+
+
+def _rows(wrong: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.flatnonzero(wrong.reshape(wrong.shape[0], -1).any(axis=1))) if wrong.ndim else ()

@@ -1,0 +1,57 @@
+"""The same model in float32, for the time of one replay: policies and variables are exchanged and then put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_nanguard import _internals, _state
+
+__all__ = ["in_float32", "lowest"]
+
+LOW = ("float16", "bfloat16")
+
+
+def lowest(model: Any, layers: list[Any] | None = None) -> str:
+    """Return the lowest float dtype that a layer of the model computes in, `""` where that is float32 or higher."""
+    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers or _state.layers_of(model)}
+    found |= {str(v.dtype) for v in model.variables}
+    return next((name for name in LOW if name in found), "")
+
+
+@contextlib.contextmanager
+def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Iterator[None]:
+    """Let the model compute in float32, with variables that hold the same values in float32.
+
+    Args:
+        model: the model.
+        variables: every variable of the step; those of a low dtype are exchanged.
+        optimizers: the optimizers of the step.
+    """
+    undo: list[tuple[Any, str, Any]] = []
+    twins: list[tuple[Any, Any]] = []
+    try:
+        for layer in _state.layers_of(model):
+            _internals.exchange_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+        for tensor in _internals.symbolic_inputs(model):
+            _internals.exchange(tensor, "_dtype", "float32", undo)
+        for loss in _internals.losses_of(model):
+            if str(getattr(loss, "dtype", "")) in LOW:
+                _internals.exchange(loss, "_dtype", "float32", undo)
+        for variable in variables:
+            native = getattr(variable, "value", None)
+            if isinstance(native, tf.Variable) and str(variable.dtype) in LOW:
+                twin = tf.Variable(tf.cast(native, tf.float32), trainable=native.trainable)
+                _internals.exchange(variable, "_value", twin, undo)
+                _internals.exchange(variable, "_dtype", "float32", undo)
+                twins.append((native, twin))
+        for optimizer in optimizers:
+            _internals.know_twins(optimizer, twins, undo)
+        yield
+    finally:
+        for target, name, value in reversed(undo):
+            object.__setattr__(target, name, value)

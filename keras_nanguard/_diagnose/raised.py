@@ -1,0 +1,95 @@
+"""An exception that the backend raised inside of a step: what it says about the data, read off its message."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from keras_nanguard import _internals, _state
+from keras_nanguard._incident import Diagnosis, Finding
+
+__all__ = ["explained"]
+
+LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[(-?\d+), (-?\d+)\)")
+LABELS = re.compile(r"Label values: ([-\d ]+)")
+NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
+BROKEN = re.compile(
+    r"Cholesky decomposition was not successful|Input is not invertible|not positive definite"
+    r"|Tensor had (?:NaN|Inf|-Inf|\+Inf|[-+ ,a-zA-Z]*(?:NaN|Inf))[a-zA-Z ,+-]* values"
+)
+INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
+
+
+def explained(model: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+    """Return the finding and the diagnosis that an exception stands for, `None` where it is about something else."""
+    message = str(error)
+    label = LABEL.search(message)
+    if label is not None:
+        return _label(model, message, int(label[1]), int(label[2]), int(label[3]))
+    index = INDEX.search(message)
+    if index is not None:
+        return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
+    broken = BROKEN.search(message)
+    return _broken(model, message, broken[0]) if broken is not None else None
+
+
+def _label(model: Any, message: str, value: int, low: int, high: int) -> tuple[Finding, Diagnosis]:
+    given = LABELS.search(message)
+    labels = [int(word) for word in given[1].split()] if given else []
+    width = _labels_per_row(model)
+    wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
+    rows = tuple(dict.fromkeys(i // width for i in wrong))
+    names = [str(loss.name) for _, loss in _internals.losses_by_output(model)]
+    culprit = next((name for name in names if "sparse" in name), names[0] if len(names) == 1 else "loss")
+    return Finding("targets", "out_of_range", "", 0, 0, len(labels) or None, float(value)), Diagnosis(
+        "target_out_of_range",
+        culprit,
+        rows,
+        (
+            f"The targets hold the class index {value}; the model has {high} classes, from {low} to {high - 1}.",
+            "On a CPU TensorFlow raises an exception here; on a GPU the loss would be NaN.",
+        ),
+        (f"Give {culprit!r} class indices from {low} to {high - 1}, or make the last layer wider.",),
+        0.97,
+    )
+
+
+def _labels_per_row(model: Any) -> int:
+    """Return how many labels one row of the batch has, 0 where that is not known."""
+    shapes = _internals.output_shapes(model)
+    if len(shapes) != 1:
+        return 0
+    count = 1
+    for length in shapes[0][1:-1]:
+        count *= length or 0
+    return count
+
+
+def _index(model: Any, row: int, value: int, high: int) -> tuple[Finding, Diagnosis]:
+    tables = [layer for layer in _state.layers_of(model) if getattr(layer, "input_dim", None) == high]
+    culprit = _internals.path_of(tables[0], None, model) if len(tables) == 1 else ""
+    return Finding("inputs", "out_of_range", "", 0, 0, None, float(value)), Diagnosis(
+        "forward_domain",
+        culprit,
+        (row,),
+        (f"An index {value} was looked up in a table of {high} entries, with indices from 0 to {high - 1}.",),
+        (f"Make input_dim of {culprit or 'the Embedding'!r} larger than the largest index, or map unknown ones.",),
+        0.95,
+    )
+
+
+def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
+    node = NODE.search(message)
+    names = node[1].split("/") if node is not None else []
+    by_name = {layer.name: layer for layer in _state.layers_of(model)[1:]}
+    known = [n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)) if n in by_name]
+    layer = by_name[known[0]] if known else None
+    culprit = _internals.path_of(layer, None, model) if layer is not None else ""
+    return Finding("outputs", "nonfinite", culprit), Diagnosis(
+        "forward_domain",
+        culprit,
+        (),
+        (f"TensorFlow raised: {words}." + (f" The operation was {node[2]}." if node is not None else ""),),
+        ("A matrix that is decomposed or inverted needs a small multiple of the identity added to it before.",),
+        0.95,
+    )

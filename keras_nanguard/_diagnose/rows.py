@@ -1,0 +1,60 @@
+"""Which rows of a batch are to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from keras_nanguard import _probes
+from keras_nanguard._diagnose.evidence import Birth
+from keras_nanguard._diagnose.rerun import Run
+
+__all__ = ["bisected", "seen"]
+
+TRIALS = 16
+"""Replays that the search for a row may cost."""
+
+
+def seen(run: Run, count: int) -> tuple[int, ...]:
+    """Return the rows that a replay shows to be bad, none where all of them are.
+
+    The birth itself tells best; then what each loss gave for each row; then the model's outputs.
+    """
+    birth: Birth | None = run.birth
+    if birth is not None and birth.rows:
+        return birth.rows
+    if birth is not None and birth.all_rows and birth.source == "operation":
+        return ()
+    for _, values in (*run.sample_losses, *run.outputs):
+        array = _probes.widen(np.asarray(values))
+        if count and array.ndim and array.shape[0] == count:
+            wrong = ~np.isfinite(array).reshape(count, -1).all(axis=1)
+            if wrong.any() and not wrong.all():
+                return tuple(int(i) for i in np.flatnonzero(wrong))
+    return ()
+
+
+def bisected(count: int, suspects: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Return the rows without which the step is healthy, where few are to blame; none where that cannot be said.
+
+    Args:
+        count: number of rows.
+        suspects: rows that stand out, tried first.
+        is_bad: runs the step on these rows only and tells whether it goes bad.
+    """
+    everything = list(range(count))
+    if 0 < len(suspects) <= max(1, count // 4):
+        rest = [row for row in everything if row not in set(suspects)]
+        if rest and not is_bad(rest):
+            return tuple(suspects)
+    trials, rows = 1, everything
+    while len(rows) > 1 and trials < TRIALS:
+        left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        bad_left, bad_right = is_bad(left), is_bad(right)
+        trials += 2
+        if bad_left == bad_right:
+            return ()
+        rows = left if bad_left else right
+    rest = [row for row in everything if row not in set(rows)]
+    return tuple(rows) if rest and len(rows) == 1 and not is_bad(rest) else ()

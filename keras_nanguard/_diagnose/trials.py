@@ -1,0 +1,204 @@
+"""The experiments on one refused step: each answers one question, and is made only where its answer can decide."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard import _internals, _probes, _state
+from keras_nanguard._diagnose import batches, rows
+from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
+from keras_nanguard._diagnose.compiled import run_compiled
+from keras_nanguard._diagnose.evidence import Evidence, Spread
+from keras_nanguard._diagnose.facts import target_fault
+from keras_nanguard._diagnose.precision import in_float32
+from keras_nanguard._diagnose.rerun import Run, Step, preserved
+
+__all__ = ["Trials", "standardised"]
+
+FEW = 6
+"""Steps of the trial that begins anew with scaled data."""
+
+EARLY = 50
+"""Step up to which trouble can be one of the first steps."""
+
+
+class Trials:
+    """The replays of one refused step.
+
+    Args:
+        step: the step, on the state that it began with.
+        batch: its arguments.
+        evidence: what is known without a replay.
+        start: a snapshot of the state before the first step, `None` where there is none.
+    """
+
+    def __init__(self, step: Step, batch: Any, evidence: Evidence, start: Any = None):
+        self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
+        self.anatomy = _state.Anatomy.of(step.model, step.optimizers)
+        self.run = Run()
+
+    def carried_out(self) -> Evidence:
+        """Return the evidence with what the replays showed."""
+        self.look_at_batch()
+        if self.evidence.state or not self.evidence.refused:
+            return self.evidence
+        run = self._replayed()
+        self._look_at_targets(run)
+        if run.error or run.finite:
+            return self.evidence
+        self._rerun_in_float32()
+        self._rerun_unscaled()
+        self._find_rows(run)
+        self._rerun_in_inference(run)
+        self._begin_anew_with_scaled_data()
+        return self.evidence
+
+    def _add(self, **found: Any) -> None:
+        self.evidence = dataclasses.replace(self.evidence, **found)
+
+    def look_at_batch(self) -> None:
+        """Note what the batch holds."""
+        self._add(
+            inputs_bad=batches.bad(self.batch, ("inputs",)),
+            targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
+            inputs=batches.spreads(self.batch, "inputs"),
+            targets=batches.spreads(self.batch, "targets"),
+        )
+
+    def _replayed(self) -> Run:
+        """Run the step again eagerly; where that comes out finite, in the mode it was compiled in."""
+        run = self.step.run(self.batch, observe=True, update=True)
+        self.note(run, "replay")
+        if run.finite and self.evidence.mode != "eager":
+            again = run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
+            self._add(same_mode=again.word)
+            if not again.finite and not again.error:
+                run = again
+                self.note(run, "")
+        elif run.finite:
+            self._add(same_mode="finite")
+        return run
+
+    def note(self, run: Run, replay: str) -> None:
+        """Note what a replay came to, under the name `replay` where it is the first."""
+        self.run = run
+        self._add(
+            **({replay: run.word} if replay else {}),
+            replay_error=run.error,
+            first=run.first,
+            first_path=run.first_path if run.first else self.evidence.first_path,
+            birth=run.birth,
+            loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
+            table=run.rows,
+            outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
+        )
+
+    def _look_at_targets(self, run: Run) -> None:
+        arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
+        shapes = [array.shape for _, array in run.outputs] or _internals.output_shapes(self.step.model)
+        widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
+        self._add(target_fault=target_fault(self.step.model, arrays, widths))
+
+    def _rerun_in_float32(self) -> None:
+        if self.evidence.low_precision:
+            with in_float32(self.step.model, self.step.variables(), self.step.optimizers):
+                self._add(float32=self.step.run(self.batch, update=True).word)
+
+    def _rerun_unscaled(self) -> None:
+        scales = [scale for scale, _ in self.anatomy.scales]
+        if scales and self.evidence.first == "gradients":
+            with preserved(scales):
+                for scale in scales:
+                    _state.write(scale, np.ones((), "float32"))
+                self._add(unscaled=self.step.run(self.batch).word)
+
+    def _find_rows(self, run: Run) -> None:
+        count = batches.row_count(self.batch)
+        if grown(self.evidence) and kind(run.birth) != "pole":
+            return
+        found = rows.seen(run, count)
+        if not found and self._may_be_rows(count):
+            suspects = self._outliers()
+            found = rows.bisected(count, suspects, self._bad_without(count))
+        if found:
+            without = self.step.run(batches.without(self.batch, found)).word if len(found) < count else ""
+            self._add(rows=found, without_rows=without)
+
+    def _may_be_rows(self, count: int) -> bool:
+        e = self.evidence
+        return count > 1 and e.first in ("loss", "statistics", "gradients")
+
+    def _outliers(self) -> tuple[int, ...]:
+        spreads: tuple[Spread, ...] = (*self.evidence.inputs, *self.evidence.targets)
+        return tuple(dict.fromkeys(row for spread in spreads for row in spread.outliers))
+
+    def _bad_without(self, count: int) -> Callable[[Sequence[int]], bool]:
+        def is_bad(kept: Sequence[int]) -> bool:
+            others = [row for row in range(count) if row not in set(kept)]
+            return not self.step.run(batches.without(self.batch, others)).finite
+
+        return is_bad
+
+    def _rerun_in_inference(self, run: Run) -> None:
+        birth = run.birth
+        if birth is None or birth.phase != "forward" or birth.source != "operation":
+            return
+        data = self.batch[0] if len(self.batch) == 1 and isinstance(self.batch[0], tuple) else None
+        if data is None:
+            return
+        with preserved(self.step.variables()):
+            try:
+                outputs = self.step.model(data[0], training=False)
+            except Exception:  # noqa: BLE001  a model of the user's own need not take this call
+                return
+        bad = any(n or i for n, i, _ in _counts(outputs))
+        self._add(inference="bad" if bad else "finite")
+
+    def _begin_anew_with_scaled_data(self) -> None:
+        """Train a few steps from the first state on this batch, as it is and scaled: does the scale make it blow up?"""
+        e = self.evidence
+        largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
+        first = self.start
+        if first is None or e.step > EARLY or largest < LARGE or kind(e.birth) == "pole" or not grown(e):
+            return
+        plain = self._trained(first, self.batch)
+        scaled = self._trained(first, batches.mapped(self.batch, standardised))
+        cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE and scaled < plain / 1e3)
+        self._add(rescaled="finite" if cured else "bad")
+
+    def _trained(self, snapshot: Any, batch: Any) -> float:
+        """Return how many times the loss grows over a few steps from a snapshot, infinite where it overflows."""
+        first = last = math.nan
+        with preserved(self.step.variables()):
+            for variable in self.anatomy.restorable:
+                value = snapshot.value(variable)
+                if value is not None:
+                    _state.write(variable, value)
+            for _ in range(FEW):
+                last = self.step.train(batch)
+                first = last if math.isnan(first) else first
+                if not math.isfinite(last):
+                    return math.inf
+        return abs(last) / abs(first) if first else math.inf
+
+
+def standardised(role: str, value: Any) -> Any:
+    """Return floats with mean 0 and deviation 1 in each feature; targets only where they are large."""
+    if not value.dtype.is_floating or role == "sample_weight" or not value.shape.rank:
+        return value
+    array = np.asarray(value, np.float64)
+    if role == "targets" and np.abs(array).max() <= 10.0:
+        return value
+    deviation = array.std(axis=0)
+    scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    return tf.cast(scaled, value.dtype)
+
+
+def _counts(outputs: Any) -> list[tuple[int, int, int]]:
+    return [_probes.counts(array) for _, array in _state.named_arrays(outputs)]

@@ -1,0 +1,153 @@
+"""From an incident to its diagnosis: gathers the evidence by running the refused step again, and decides by it.
+
+Nothing moves: every replay ends with the state it began with. Nothing here can break training: what goes wrong inside
+becomes evidence of the cause `unknown`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from keras_nanguard import _state
+from keras_nanguard._diagnose import batches, raised
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_facts
+from keras_nanguard._diagnose.precision import lowest
+from keras_nanguard._diagnose.rerun import Step
+from keras_nanguard._diagnose.trials import Trials
+from keras_nanguard._diagnose.words import table
+from keras_nanguard._incident import Diagnosis, Finding, Incident
+
+__all__ = ["Explainer"]
+
+FULL = 3
+"""Incidents of one streak that are diagnosed in full; those that follow with the same findings take over the result."""
+
+
+class Explainer:
+    """Diagnoses the incidents of one session.
+
+    Attributes:
+        evidence: what the last diagnosis was decided from.
+    """
+
+    def __init__(self) -> None:
+        self.evidence: Evidence | None = None
+        self._signature: Any = None
+        self._repeats = self._last_step = 0
+        self._diagnosis: Diagnosis | None = None
+
+    def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+        """Return why an incident happened. Never raises."""
+        try:
+            return self._explained(session, incident, report)
+        except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
+            return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
+
+    def bundle(self, session: Any, incident: Incident, report: Any) -> str | None:
+        """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
+        from keras_nanguard import _bundle
+
+        if report is None or report.batch is None or not incident.refused or self._repeats > FULL:
+            return None
+        layers = table(self.evidence.table if self.evidence is not None else ())
+        try:
+            return _bundle.write(session.directory, session, incident, report.batch, layers, _mode(session))
+        except Exception as error:  # noqa: BLE001  a full disk must not end training
+            _state.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
+            return None
+
+    def of_error(self, session: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+        """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
+        try:
+            return raised.explained(session.model, error)
+        except Exception:  # noqa: BLE001  the user's exception goes on as it is
+            return None
+
+    def _explained(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+        signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings if f.site != "inputs"))
+        again = signature == self._signature and incident.step - self._last_step <= 2
+        self._repeats = self._repeats + 1 if again else 1
+        self._signature, self._last_step = signature, incident.step
+        if self._repeats > FULL and self._diagnosis is not None:
+            return self._taken_over(report)
+        self.evidence = gather(session, incident, report)
+        self._diagnosis = conclude(self.evidence)
+        return self._diagnosis
+
+    def _taken_over(self, report: Any) -> Diagnosis:
+        """Return the last diagnosis for one more incident of the same streak; bad rows are counted anew."""
+        assert self._diagnosis is not None
+        rows: tuple[int, ...] = ()
+        if report is not None and self._diagnosis.cause in ("input_nonfinite", "target_nonfinite"):
+            found = batches.bad(report.batch, batches.ROLES)
+            rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
+        note = f"Taken over from the steps before: {self._repeats} in a row with the same findings."
+        return dataclasses.replace(self._diagnosis, samples=rows, evidence=(note, *self._diagnosis.evidence))
+
+
+def gather(session: Any, incident: Incident, report: Any) -> Evidence:
+    """Return everything that can be measured about an incident."""
+    anatomy = session.anatomy()
+    session.remember_start(anatomy)
+    own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
+    state = [f for f in incident.findings if f.site == "state"]
+    outside = any(f.site in ("validation", "predictions") for f in incident.findings)
+    if outside and not state:
+        state = [f for f in incident.findings if f.site in ("weights", "statistics")]
+    fresh = session.step == 0 and not incident.refused
+    roles = _roles(anatomy)
+    evidence = Evidence(
+        step=incident.step,
+        refused=incident.refused,
+        sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
+        state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
+        state_fresh=fresh,
+        mode=_mode(session),
+        growth=growth(session.history, incident.step, own, () if _committed(incident) else anatomy.trainable),
+        optimizers=optimizer_facts(anatomy.optimizers, committed=bool(_committed(incident))),
+        loss_scale=incident.values.get("loss_scale"),
+        low_precision=lowest(session.model),
+        first_path=next((f.path for f in incident.findings if f.path), ""),
+        first="" if incident.refused else _committed(incident),
+    )
+    if report is None or report.batch is None:
+        losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
+        return dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
+    start = next((s for s in session.ring.snapshots if s.step == 0), None)
+    return Trials(step_of(session), report.batch, evidence, start).carried_out()
+
+
+def step_of(session: Any) -> Step:
+    """Return the step of a session, to be run again."""
+    transaction, anatomy = session.transaction, session.anatomy()
+    return Step(
+        transaction.body,
+        session.model,
+        anatomy.optimizers,
+        saving=transaction.saving,
+        losses=transaction.outputs.losses,
+        strays=list(transaction.strays.values()),
+        tolerated=[v for v in anatomy.constants if id(v) in session.tolerated],
+    )
+
+
+def _committed(incident: Incident) -> str:
+    """Return the first bad site of a step that committed."""
+    sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
+    return next((site for site in ("weights", "slots") if site in sites), "")
+
+
+def _roles(anatomy: _state.Anatomy) -> dict[str, str]:
+    roles = {v.path: "weights" for v in anatomy.trainable}
+    roles |= {v.path: "statistics" if _state.is_statistic(v) else "weights" for v in anatomy.other}
+    return roles | {v.path: "slots" for v in anatomy.slots}
+
+
+def _mode(session: Any) -> str:
+    if getattr(session.transaction, "jit", False):
+        return "xla"
+    eager = bool(getattr(session.model, "run_eagerly", False))
+    return "eager" if eager else "graph"

@@ -1,0 +1,114 @@
+"""What the last steps measured, kept for the day when something goes wrong. Pure; imports no backend.
+
+Pushing costs a store into a list. All arithmetic waits until an incident asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_nanguard import _probes
+
+__all__ = ["History", "Measured", "magnitudes", "sizes"]
+
+KEPT = 128
+"""Steps that are remembered; a power of two."""
+
+FIRST = 5
+"""Steps from which the magnitude at the start is taken."""
+
+
+class Measured(NamedTuple):
+    """What one good step measured."""
+
+    step: int
+    loss: float
+    squares: float
+    scale: float
+
+    @property
+    def norm(self) -> float:
+        """Global norm of the unscaled gradients."""
+        squares = 2.0 * self.squares
+        return math.sqrt(squares) / self.scale if squares >= 0.0 and self.scale else math.nan
+
+
+class History:
+    """A ring of what good steps measured, and the very first of them.
+
+    Attributes:
+        weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
+    """
+
+    __slots__ = ("_first", "_ring", "weights")
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[int, float, float, float] | None] = [None] * KEPT
+        self._first: list[tuple[int, float, float, float]] = []
+        self.weights: dict[int, tuple[float, float]] = {}
+
+    def push(self, step: int, loss: float, squares: float, scale: float) -> None:
+        """Remember one good step: its loss, half the sum of squares of its gradients, its loss scale.
+
+        This runs in every step.
+        """
+        entry = self._ring[step & (KEPT - 1)] = (step, loss, squares, scale)
+        if step < FIRST:
+            self._first.append(entry)
+
+    def start(self, arrays: Mapping[int, np.ndarray[Any, Any]]) -> None:
+        """Note how large the weights were at the start, given their values by `id`; only the first call counts."""
+        if not self.weights:
+            self.weights = {key: sizes(array) for key, array in arrays.items()}
+
+    def before(self, step: int) -> list[Measured]:
+        """Return what is remembered of the steps before this one, oldest first."""
+        return [Measured(*entry) for entry in sorted(e for e in self._ring if e is not None and e[0] < step)]
+
+    def first(self, step: int) -> list[Measured]:
+        """Return the first good steps, as far as they lie before this one."""
+        return [Measured(*entry) for entry in self._first[:FIRST] if entry[0] < step]
+
+    def jump(self, step: int) -> tuple[float, int]:
+        """Return the largest rise of the loss over its lowest value before, and the step of it."""
+        best, low = (1.0, 0), math.inf
+        for entry in sorted({*self.first(step), *self.before(step)}):
+            size = abs(entry.loss)
+            if not math.isfinite(size) or size == 0.0:
+                continue
+            if size / low > best[0]:
+                best = (size / low, entry.step)
+            low = min(low, size)
+        return best
+
+    def zeros(self, step: int, count: int) -> bool:
+        """Whether each of the last steps, so many, had a loss and no gradient at all."""
+        entries = self.before(step)[-count:]
+        return len(entries) == count and all(e.squares == 0.0 and e.loss != 0.0 for e in entries)
+
+    def moving(self, step: int) -> bool:
+        """Whether the last step still had a gradient: what stands still then does so alone."""
+        entries = self.before(step)
+        return bool(entries) and entries[-1].squares > 0.0
+
+
+def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return the norm and the largest magnitude of an array."""
+    wide = _probes.widen(array)
+    if wide.dtype.kind not in "fc" or not wide.size:
+        return 0.0, 0.0
+    with np.errstate(all="ignore"):
+        flat = np.abs(wide.ravel())
+        largest = float(flat.max())
+        scaled = flat / largest if largest > 0 and math.isfinite(largest) else flat
+        norm = largest * math.sqrt(float(np.dot(scaled, scaled))) if largest > 0 else 0.0
+    return (norm if math.isfinite(norm) else math.inf), largest
+
+
+def magnitudes(values: Iterable[float]) -> list[float]:
+    """Return the magnitudes of the finite values that are not zero."""
+    return [abs(v) for v in values if math.isfinite(v) and v != 0.0]

@@ -1,0 +1,174 @@
+"""The half of `_state` that only replays need: layers, losses and policies as Keras keeps them inside.
+
+Together with `_state` the only file that knows names private to Keras; each function says which, and why there is no
+public way. `tests/diagnosis/test_internals.py` fails when a release of Keras takes one of them away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_nanguard import _state
+
+__all__ = [
+    "adds_losses",
+    "exchange",
+    "exchange_policy",
+    "global_seed_variables",
+    "know_twins",
+    "losses_by_output",
+    "losses_of",
+    "mode",
+    "operations_of",
+    "output_shapes",
+    "path_of",
+    "rate_before",
+    "snake_case",
+    "symbolic_inputs",
+    "with_mask_of",
+]
+
+
+def operations_of(model: Any) -> list[Any]:
+    """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models within a model."""
+    found = {}
+    for layer in _state.layers_of(model):
+        if isinstance(layer, keras.layers.Layer) and hasattr(layer, "operations"):
+            for operation in layer.operations:
+                if not isinstance(operation, keras.layers.Layer):
+                    found[id(operation)] = operation
+    return list(found.values())
+
+
+def losses_of(model: Any) -> list[Any]:
+    """Return the losses of a model: Keras' sum over those given to `compile`, each of them, and those it holds itself.
+
+    `Trainer._compile_loss` and its `_flat_losses` are private; there is no public way from a compiled model to the loss
+    objects that it calls.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    found = [compiled] if compiled is not None else []
+    found += [entry.loss for entry in getattr(compiled, "_flat_losses", None) or () if entry.loss is not None]
+    for layer in _state.layers_of(model):
+        for value in vars(layer).values():
+            value = list(value.values()) if isinstance(value, dict) else value
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            found += [item for item in items if isinstance(item, keras.losses.Loss)]
+    return list({id(loss): loss for loss in found}.values())
+
+
+def path_of(layer: Any, parent: str | None, model: Any) -> str:
+    """Return the Keras path of a layer; one without weights has none, so it is named after the layer it runs in.
+
+    Args:
+        layer: a layer or an operation.
+        parent: path of the layer it runs in, `None` where it runs in none.
+        model: the outermost model, whose name is no part of the paths in a functional one.
+    """
+    path = getattr(layer, "path", None)
+    if path:
+        return str(path)
+    if parent is None or (parent == path_of(model, None, model) and hasattr(model, "operations")):
+        return str(layer.name)
+    return f"{parent}/{layer.name}"
+
+
+def with_mask_of(source: Any, tensor: Any) -> Any:
+    """Return the tensor with the mask that Keras has put on another one (an attribute with private accessors)."""
+    mask = keras.src.backend.get_keras_mask(source)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(tensor, mask)
+    return tensor
+
+
+def global_seed_variables() -> list[Any]:
+    """Return the state of the generator that Keras falls back to where no seed is given, if it exists already.
+
+    `keras.src.random.seed_generator.global_seed_generator` makes it on first use and keeps it under this name.
+    """
+    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+    return [] if generator is None else [generator.state]
+
+
+def exchange(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]]) -> None:
+    """Set an attribute past Keras' tracking, and note in `undo` what it was."""
+    undo.append((target, name, getattr(target, name)))
+    object.__setattr__(target, name, value)
+
+
+def exchange_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]) -> None:
+    """Give a layer another dtype policy where it computes or stores in one of these dtypes.
+
+    `Layer._dtype_policy` is private; the public setter would quantize, or write into a shared `DTypePolicyMap`.
+    """
+    policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
+    if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
+        exchange(layer, "_dtype_policy", policy, undo)
+
+
+def know_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]) -> None:
+    """Let an optimizer take the twin of a variable for the variable itself.
+
+    `Optimizer._trainable_variables_indices` is private; it knows the variables by a key of the backend's own variables,
+    and `apply` refuses any other.
+    """
+    for part in {id(o): o for o in (optimizer, _state.inner(optimizer))}.values():
+        known = getattr(part, "_trainable_variables_indices", None)
+        if isinstance(known, dict):
+            keys = [(part._var_key(old), part._var_key(twin)) for old, twin in twins]
+            more = {twin: known[old] for old, twin in keys if old in known}
+            exchange(part, "_trainable_variables_indices", {**known, **more}, undo)
+
+
+def rate_before(optimizer: Any) -> float:
+    """Return the rate that the last step used: under a schedule the one at the iteration before this.
+
+    `Optimizer._learning_rate` is private; the public property evaluates it at the iteration that comes next.
+    """
+    optimizer = _state.inner(optimizer)
+    schedule = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return _state.learning_rate(optimizer)
+    return float(keras.ops.convert_to_numpy(schedule(optimizer.iterations.value - 1)))
+
+
+def symbolic_inputs(model: Any) -> list[Any]:
+    """Return the symbolic inputs of low dtype of all functional models within a model, which cast their inputs so.
+
+    `KerasTensor._dtype` is private and `dtype` is read-only.
+    """
+    found = []
+    for layer in _state.layers_of(model):
+        for tensor in keras.tree.flatten(getattr(layer, "_inputs", None) or []):
+            if isinstance(tensor, keras.KerasTensor) and str(tensor.dtype) in ("float16", "bfloat16"):
+                found.append(tensor)
+    return found
+
+
+def losses_by_output(model: Any) -> list[tuple[str, Any]]:
+    """Return `(name of the output, loss)` for each loss given to `compile` (see `losses_of`)."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [(str(e.name or ""), e.loss) for e in getattr(compiled, "_flat_losses", None) or () if e.loss is not None]
+
+
+def snake_case(name: str) -> str:
+    """Return a class name as Keras turns it into the name of an object."""
+    return str(keras.src.utils.naming.to_snake_case(name))
+
+
+def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
+    """Return the shape of each output of a functional model; none for other models."""
+    return [tuple(t.shape) for t in keras.tree.flatten(getattr(model, "outputs", None) or [])]
+
+
+def mode(model: Any, training: bool) -> dict[str, bool]:
+    """Return the arguments that call a model in training or inference mode, none where its `call` takes none."""
+    return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
+
+
+def adds_losses(model: Any) -> bool:
+    """Whether a layer of the model adds a loss of its own, by `add_loss` or by an activity regularizer."""
+    layers = _state.layers_of(model)
+    return any(getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers)

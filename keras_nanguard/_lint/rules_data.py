@@ -1,0 +1,98 @@
+"""Rules about data, where some is given: what reaches the first layer and what the loss is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from keras_nanguard._arrays import statistics
+from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.rules_outputs import kind_of
+from keras_nanguard._lint.subject import Subject
+
+__all__ = ["RULES"]
+
+_MOST_INPUT = 1e3
+"""Magnitude of an input. Pixels reach 255; kernels are drawn for inputs of about 1, and outputs grow with them."""
+
+
+def _nonfinite(subject: Subject) -> Iterator[Site]:
+    named = [*subject.inputs(), *((f"targets of {output.name}", array) for output, array in subject.targets())]
+    for name, array in named:
+        if array.dtype.kind == "f" and (bad := statistics(array).nonfinite):
+            yield name, f"{bad} of {array.size} values are NaN or Inf"
+
+
+def _input_scale(subject: Subject) -> Iterator[Site]:
+    if any(placed.kind in ("Normalization", "Rescaling", "Embedding") for placed in subject.layers):
+        return
+    for name, array in subject.inputs():
+        if array.dtype.kind != "f":
+            continue
+        found = statistics(array)
+        largest = max(abs(found.min or 0.0), abs(found.max or 0.0))
+        if largest > _MOST_INPUT:
+            yield name, f"values up to {largest:.3g}, and no layer that scales them"
+
+
+def _labels_out_of_range(subject: Subject) -> Iterator[Site]:
+    for output, array in subject.targets():
+        if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
+            continue
+        kind, low, high = kind_of(output.loss), float(array.min()), float(array.max())
+        if kind == "SparseCategoricalCrossentropy" and output.units and (low < 0 or high >= output.units):
+            yield (
+                output.name,
+                f"labels from {low:g} to {high:g} for {output.units} outputs: 0 to {output.units - 1} exist",
+            )
+        elif kind.startswith("Binary") and (low < 0 or high > 1):
+            yield output.name, f"targets from {low:g} to {high:g} for {kind}, which takes 0 to 1"
+        elif kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
+            yield output.name, f"targets down to {low:g} for {kind}, which takes none below 0"
+        elif kind in ("CategoricalCrossentropy", "KLDivergence") and array.ndim > 1:
+            total = array.astype(np.float64).sum(-1)
+            if low < 0 or np.abs(total - 1).max() > 0.01:
+                yield output.name, f"rows of targets that add up to {total.min():g} to {total.max():g} instead of 1"
+
+
+_MODEL = (
+    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation='softmax')])\n"
+    "model.compile('adam', 'sparse_categorical_crossentropy')\n"
+    "x, y = np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3\n"
+)
+
+RULES = (
+    Rule(
+        "data_nonfinite",
+        "error",
+        "NaN or Inf in the data",
+        "One such value makes loss and gradients NaN in the first batch that holds it.",
+        "Look for missing values and for divisions by 0 in the pipeline; drop or fill those rows.",
+        _MODEL + "x[5, 2] = np.nan",
+        _MODEL,
+        _nonfinite,
+    ),
+    Rule(
+        "input_scale",
+        "warning",
+        "Inputs that are not scaled",
+        "Initialisers are made for inputs of about 1: outputs and gradients grow with the inputs, the latter again in"
+        " every layer, and overflow in float16.",
+        "Put an adapted Normalization, or a Rescaling, in front.",
+        _MODEL + "x = x * 1e6",
+        _MODEL,
+        _input_scale,
+    ),
+    Rule(
+        "labels_out_of_range",
+        "error",
+        "Targets that the loss does not accept",
+        "A label without an output gives NaN on a GPU and an error on a CPU; targets that the loss is not defined on"
+        " give losses without a minimum.",
+        "Count classes from 0, and give the last layer one unit a class.",
+        _MODEL + "y = y + 1",
+        _MODEL,
+        _labels_out_of_range,
+    ),
+)

@@ -1,0 +1,299 @@
+"""Rules about single layers: normalisation, pooling, recurrence, initialisers, and operations with a limited domain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.subject import Placed, Subject, activation_name
+
+__all__ = ["RULES"]
+
+_BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
+
+_MOST_GAIN = 25.0
+"""Variance of the initialiser times fan-in. Around 1 (Glorot) or 2 (He) signals keep their size; at 25 they grow five
+times a layer, a million times in nine."""
+
+_LEAST_GAIN = 1e-4
+"""At 1e-4 signals shrink a hundred times a layer."""
+
+_SAFE: tuple[str, ...] = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
+"""Operations whose result is above 0 (a sigmoid that underflows aside), or bounded away from it by the user."""
+
+
+def _batchnorms(subject: Subject) -> Iterator[Placed]:
+    for placed in subject.layers:
+        if placed.kind == "BatchNormalization":
+            yield placed
+
+
+def _momentum(subject: Subject) -> Iterator[Site]:
+    for placed in _batchnorms(subject):
+        momentum = float(placed.layer.momentum)
+        if not 0.0 < momentum < 1.0:
+            yield placed.path, f"momentum {momentum:g}"
+
+
+def _batch_of_one(subject: Subject) -> Iterator[Site]:
+    for path, operation in subject.operations:
+        if type(operation).__name__ != "BatchNormalization":
+            continue
+        shape = getattr(getattr(operation, "input", None), "shape", ())
+        if shape and shape[0] == 1 and all(length == 1 for length in shape[1:-1]):
+            yield path, f"inputs of shape {tuple(shape)}: one value a channel"
+
+
+def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]]:
+    """Yield each model within the model (and the model itself) with its own BatchNorms and layers with kernels."""
+    groups: dict[str, tuple[list[Placed], list[Placed]]] = {}
+    for placed in subject.layers:
+        norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
+        if placed.kind == "BatchNormalization":
+            norms.append(placed)
+        elif getattr(placed.layer, "kernel", None) is not None or hasattr(placed.layer, "depthwise_kernel"):
+            kernels.append(placed)
+    for tower, (norms, kernels) in groups.items():
+        if norms and kernels:
+            yield tower or str(subject.model.name), norms, kernels
+
+
+def _frozen_norm(subject: Subject) -> Iterator[Site]:
+    for tower, norms, kernels in _towers(subject):
+        frozen = [placed for placed in norms if not placed.layer.trainable]
+        if frozen and all(placed.layer.trainable for placed in kernels):
+            yield (
+                frozen[0].path,
+                f"{len(frozen)} frozen BatchNormalization layers in {tower}, whose kernels are trained",
+            )
+
+
+def _thawed_norm(subject: Subject) -> Iterator[Site]:
+    for tower, norms, kernels in _towers(subject):
+        thawed = [placed for placed in norms if placed.layer.trainable]
+        if thawed and not any(placed.layer.trainable for placed in kernels):
+            yield (
+                thawed[0].path,
+                f"{len(thawed)} trained BatchNormalization layers in {tower}, whose kernels are frozen",
+            )
+
+
+def _never_adapted(subject: Subject) -> Iterator[Site]:
+    for placed in subject.layers:
+        if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
+            continue
+        own = {str(variable.name): np.asarray(variable.numpy(), np.float64) for variable in placed.layer.variables}
+        if not own:  # mean and variance were given
+            own = {"mean": np.ones(1), "variance": _numbers(placed.layer.input_variance)}
+        still = (own["mean"] == 0).all() and (own["variance"] == 1).all()
+        if (own["variance"] == 0).any():
+            yield placed.path, f"{int((own['variance'] == 0).sum())} features do not vary"
+        elif still and not any(other.kind == "Rescaling" for other in subject.layers):
+            yield placed.path, "adapt() was never called: it hands its inputs on as they are"
+
+
+def _numbers(given: Any) -> Any:
+    return np.atleast_1d(np.asarray(given, np.float64))
+
+
+def _pooling(subject: Subject) -> Iterator[Site]:
+    for placed in subject.layers:
+        if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
+            continue
+        window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
+        if max(window) == 1:
+            continue  # taking every n-th value, on purpose
+        if any(step > size for step, size in zip(strides, window, strict=False)):
+            yield placed.path, f"stride {strides} above the window {window}: values in between are never seen"
+
+
+def _tuple(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _unbounded_recurrence(subject: Subject) -> Iterator[Site]:
+    for placed in subject.layers:
+        if placed.kind in ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"):
+            name = activation_name(placed.layer.activation)
+            if name is not None and name not in _BOUNDED:
+                yield placed.path, f"{placed.kind} with the activation {name}"
+
+
+def _initialiser(subject: Subject) -> Iterator[Site]:
+    for placed in subject.layers:
+        kernel, given = getattr(placed.layer, "kernel", None), getattr(placed.layer, "kernel_initializer", None)
+        shape = tuple(getattr(kernel, "shape", ()) or ())
+        if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
+            continue
+        variance = _variance(given)
+        if variance is None:
+            continue
+        gain = variance * math.prod(shape[:-1])
+        if gain > _MOST_GAIN or gain < _LEAST_GAIN:
+            yield placed.path, f"{type(given).__name__} has {gain:.3g} times the variance 1 / {math.prod(shape[:-1])}"
+
+
+def _variance(initialiser: Any) -> float | None:
+    """Return the variance of an initialiser that does not look at the fan, or `None` for every other kind."""
+    kind = type(initialiser).__name__
+    if kind in ("RandomNormal", "TruncatedNormal"):
+        return float(initialiser.stddev) ** 2
+    if kind == "RandomUniform":
+        return (float(initialiser.maxval) - float(initialiser.minval)) ** 2 / 12
+    return None
+
+
+def _unprotected(subject: Subject) -> Iterator[Site]:
+    for path, operation in subject.operations:
+        kind = type(operation).__name__
+        if kind in ("Log", "Log2", "Log10", "Rsqrt"):
+            source = _argument(operation, 0)
+        elif kind in ("Divide", "TrueDivide", "Reciprocal"):
+            source = _argument(operation, 0 if kind == "Reciprocal" else 1)
+        else:
+            continue
+        if source is not None and not _protected(source):
+            yield path, f"{kind} of what {source.name} gives, which may be 0 or negative"
+
+
+def _argument(operation: Any, place: int) -> Any:
+    """Return the operation that computes an argument, or `None` where it is a constant."""
+    arguments = operation._inbound_nodes[0].arguments
+    values = [*arguments.args, *arguments.kwargs.values()]
+    history = getattr(values[place] if place < len(values) else None, "_keras_history", None)
+    return getattr(history, "operation", None)
+
+
+def _protected(operation: Any) -> bool:
+    kind = type(operation).__name__
+    if kind in _SAFE:
+        return True
+    if kind == "Add" and any(isinstance(value, (int, float)) for value in _constants(operation)):
+        return True
+    return activation_name(getattr(operation, "activation", None)) in ("softplus", "exponential", "sigmoid", "softmax")
+
+
+def _constants(operation: Any) -> list[Any]:
+    arguments = operation._inbound_nodes[0].arguments
+    return [*arguments.args, *arguments.kwargs.values()]
+
+
+_NORMED = (
+    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), "
+    "keras.layers.BatchNormalization({options}), keras.layers.Dense(1)])"
+)
+_TOWER = "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, trainable={kernel}), " + (
+    "keras.layers.BatchNormalization(trainable={norm})])"
+)
+_GRAPH = "inputs = keras.Input((4,))\nhidden = keras.layers.Dense(4)(inputs)\nmodel = keras.Model(inputs, {expression})"
+
+
+def _with(template: str, **values: str) -> str:
+    return template.format(**values)
+
+
+RULES = (
+    Rule(
+        "batchnorm_momentum",
+        "error",
+        "BatchNormalization with momentum 0 or 1",
+        "With momentum 1 the moving statistics never move, and inference knows nothing of the data; with 0 they are"
+        " those of the last batch alone.",
+        "Use a momentum between 0.9 and 0.999.",
+        _with(_NORMED, options="momentum=1.0"),
+        _with(_NORMED, options="momentum=0.99"),
+        _momentum,
+    ),
+    Rule(
+        "batchnorm_batch_of_one",
+        "error",
+        "BatchNormalization over a single value",
+        "The variance of one value is 0: in training every output is beta, whatever the input.",
+        "Use larger batches, or LayerNormalization.",
+        "model = keras.Sequential([keras.Input((8,), batch_size=1), keras.layers.BatchNormalization()])",
+        "model = keras.Sequential([keras.Input((8,), batch_size=32), keras.layers.BatchNormalization()])",
+        _batch_of_one,
+    ),
+    Rule(
+        "batchnorm_frozen",
+        "warning",
+        "Frozen BatchNormalization among layers that are trained",
+        "A frozen BatchNormalization keeps the statistics that its inputs once had, while the layers before it change"
+        " them: activations drift and can overflow.",
+        "Freeze the whole tower or nothing of it.",
+        _with(_TOWER, kernel="True", norm="False"),
+        _with(_TOWER, kernel="True", norm="True"),
+        _frozen_norm,
+    ),
+    Rule(
+        "batchnorm_thawed",
+        "warning",
+        "Trained BatchNormalization in a frozen tower",
+        "The statistics of a pretrained tower are overwritten by those of small new batches, while its kernels expect"
+        " the old ones: training looks well and validation does not.",
+        "Call the tower with training=False, and freeze it whole.",
+        _with(_TOWER, kernel="False", norm="True"),
+        _with(_TOWER, kernel="False", norm="False"),
+        _thawed_norm,
+    ),
+    Rule(
+        "normalization_not_adapted",
+        "error",
+        "Normalization that was never adapted, or with zero variance",
+        "Without adapt() the layer does nothing, and inputs of any scale reach the model; a feature of zero variance is"
+        " divided by 1e-7.",
+        "Call adapt() on the training data, and drop features that do not vary.",
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(1)])",
+        "norm = keras.layers.Normalization()\n"
+        "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
+        "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])",
+        _never_adapted,
+    ),
+    Rule(
+        "pooling_stride",
+        "warning",
+        "Pooling stride above its window",
+        "Rows and columns between two windows reach no output and get no gradient: usually two numbers were swapped.",
+        "Make the stride at most the pool size.",
+        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(2, strides=3)])",
+        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(3, strides=2)])",
+        _pooling,
+    ),
+    Rule(
+        "unbounded_recurrence",
+        "warning",
+        "Unbounded activation in a recurrence",
+        "The state is multiplied by the recurrent kernel at every step; without an upper bound it grows exponentially"
+        " with the length of the sequence.",
+        "Use tanh (the default).",
+        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8, activation='relu')])",
+        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8)])",
+        _unbounded_recurrence,
+    ),
+    Rule(
+        "initialiser_variance",
+        "warning",
+        "Initialiser variance far from the fan",
+        "The variance of a layer's output is that of its input times fan-in times that of the kernel. Far from 1 the"
+        " signal grows or vanishes exponentially with depth (Glorot and Bengio, 2010; He et al., 2015).",
+        "Use GlorotUniform (the default), or HeNormal before relu.",
+        "model = keras.Sequential([keras.Input((512,)),\n"
+        "    keras.layers.Dense(8, kernel_initializer=keras.initializers.RandomNormal(stddev=1.0))])",
+        "model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(8, kernel_initializer='he_normal')])",
+        _initialiser,
+    ),
+    Rule(
+        "unprotected_operation",
+        "warning",
+        "Logarithm or division without epsilon",
+        "log(0) is -Inf, log of a negative number NaN, x / 0 Inf or NaN, and their gradients are no better.",
+        "Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
+        _with(_GRAPH, expression="keras.ops.log(hidden)"),
+        _with(_GRAPH, expression="keras.ops.log(keras.ops.maximum(hidden, 1e-6))"),
+        _unprotected,
+    ),
+)

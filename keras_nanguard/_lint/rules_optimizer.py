@@ -1,0 +1,174 @@
+"""Rules about the optimizer: learning rate, epsilon, loss scaling, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._arrays import named_dtype
+from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.subject import Subject
+
+__all__ = ["RULES"]
+
+_MOST_ADAPTIVE = 1.0
+"""Adam and its kin move every weight by about the learning rate a step; weights start at a few hundredths."""
+
+_MOST_PLAIN = 100.0
+"""Plain gradient descent diverges above 2 / curvature; a rate of 100 presumes a loss flatter than any that is used."""
+
+_PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
+
+_LONG_RECURRENCE = 100
+"""Steps. A gradient that grows by 1% a step grows 2.7 times in 100 and 20,000 times in 1,000."""
+
+_RECURRENT = ("LSTM", "GRU", "SimpleRNN", "RNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "Bidirectional")
+
+
+def _rates(subject: Subject) -> list[float]:
+    """Return the learning rate, or that of a schedule at its first steps and later on."""
+    optimizer = subject.optimizer
+    if optimizer is None:
+        return []
+    given: Any = getattr(optimizer, "_learning_rate", None)
+    try:
+        if callable(given) and not hasattr(given, "numpy"):
+            return [float(np.asarray(given(step))) for step in (0, 1, 100, 10_000, 1_000_000)]
+        return [float(np.asarray(optimizer.learning_rate))]
+    except (TypeError, ValueError, AttributeError):
+        return []
+
+
+def _learning_rate(subject: Subject) -> Iterator[Site]:
+    rates, kind = _rates(subject), type(subject.optimizer).__name__
+    if not rates:
+        return
+    if not all(np.isfinite(rates)) or min(rates) < 0:
+        yield kind, f"a learning rate of {min(rates):g}"
+    elif max(rates) == 0:
+        yield kind, "a learning rate of 0: nothing is learned"
+    elif max(rates) > (_MOST_PLAIN if kind in _PLAIN else _MOST_ADAPTIVE):
+        yield kind, f"a learning rate of {max(rates):g}"
+
+
+def _epsilon(subject: Subject) -> Iterator[Site]:
+    epsilon = getattr(subject.optimizer, "epsilon", None)
+    if not isinstance(epsilon, (int, float)):
+        return
+    kinds = {str(variable.dtype) for variable in subject.model.trainable_variables}
+    for name in sorted(kinds):
+        dtype = named_dtype(name)
+        if dtype is not None and (epsilon == 0 or epsilon < _smallest(name)):
+            yield type(subject.optimizer).__name__, f"epsilon {epsilon:g} for variables of {name}"
+
+
+def _smallest(name: str) -> float:
+    return {"float16": 6.104e-05, "bfloat16": 1.175e-38, "float32": 1.175e-38}.get(name, 0.0)
+
+
+def _computes_in_float16(subject: Subject) -> bool:
+    return any(
+        getattr(placed.layer, "compute_dtype", "") == "float16" for placed in subject.layers if placed.layer.weights
+    )
+
+
+def _scaling_missing(subject: Subject) -> Iterator[Site]:
+    if subject.scaler is None or not _computes_in_float16(subject):
+        return
+    if subject.scaler is subject.optimizer and not getattr(subject.optimizer, "loss_scale_factor", None):
+        yield type(subject.optimizer).__name__, "layers compute in float16 and nothing scales the loss"
+
+
+def _scaled_twice(subject: Subject) -> Iterator[Site]:
+    inner, wrapped = subject.optimizer, subject.scaler is not subject.optimizer
+    if wrapped and (getattr(inner, "loss_scale_factor", None) or hasattr(inner, "inner_optimizer")):
+        yield type(inner).__name__, "LossScaleOptimizer wraps an optimizer that scales the loss itself"
+
+
+def _no_clipping(subject: Subject) -> Iterator[Site]:
+    optimizer = subject.optimizer
+    if optimizer is None or any(
+        getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue")
+    ):
+        return
+    for path, operation in subject.operations:
+        if type(operation).__name__ not in _RECURRENT:
+            continue
+        shape: tuple[Any, ...] = tuple(getattr(getattr(operation, "input", None), "shape", ()))
+        if len(shape) > 1 and isinstance(shape[1], int) and shape[1] > _LONG_RECURRENCE:
+            yield path, f"{shape[1]} steps of recurrence and no clipping of gradients"
+
+
+_MODEL = "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\nmodel.compile({optimizer}, 'mse')"
+_FLOAT16 = "keras.config.set_dtype_policy('mixed_float16')\n"
+_HALF = (
+    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1, dtype='float32')])\n"
+    "model.compile({optimizer}, 'mse'{options})"
+)
+_RECURRENT_MODEL = (
+    "model = keras.Sequential([keras.Input((500, 4)), keras.layers.GRU(8), keras.layers.Dense(1)])\n"
+    "model.compile(keras.optimizers.Adam({options}), 'mse')"
+)
+
+RULES = (
+    Rule(
+        "learning_rate",
+        "error",
+        "Learning rate negative, zero or absurd",
+        "A negative rate climbs the loss, a rate of 0 learns nothing, and an optimizer that normalises its updates"
+        " moves every weight by about the rate, so that 1 overwrites what the initialiser chose within a step.",
+        "Adam and its kin start from 1e-3, SGD from 1e-2.",
+        _MODEL.format(optimizer="keras.optimizers.Adam(10.0)"),
+        _MODEL.format(optimizer="keras.optimizers.Adam(1e-3)"),
+        _learning_rate,
+    ),
+    Rule(
+        "optimizer_epsilon",
+        "warning",
+        "Optimizer epsilon below the resolution of the variables",
+        "Adam divides by sqrt(v) + epsilon. In float16 squared gradients below 6e-8 are 0 and an epsilon below 6e-5 is"
+        " denormal or 0: the quotient overflows.",
+        "Keep variables in float32 (mixed_float16, not float16), or raise epsilon to 1e-4.",
+        "keras.config.set_dtype_policy('float16')\n"
+        + _HALF.format(optimizer="keras.optimizers.Adam(loss_scale_factor=1024)", options=""),
+        _FLOAT16 + _HALF.format(optimizer="keras.optimizers.Adam()", options=""),
+        _epsilon,
+    ),
+    Rule(
+        "loss_scaling_missing",
+        "warning",
+        "float16 without loss scaling",
+        "Gradients below 6e-8 are 0 in float16: most of them, in most models, without a loss scale.",
+        "Compile with auto_scale_loss=True (the default), or wrap the optimizer in LossScaleOptimizer.",
+        _FLOAT16 + _HALF.format(optimizer="'adam'", options=", auto_scale_loss=False"),
+        _FLOAT16 + _HALF.format(optimizer="'adam'", options=""),
+        _scaling_missing,
+    ),
+    Rule(
+        "loss_scaled_twice",
+        "error",
+        "Loss scaled twice",
+        "Both scales multiply the loss and one divides the gradients: they are off by the other, or overflow.",
+        "Wrap once, and set no loss_scale_factor on an optimizer within LossScaleOptimizer.",
+        _FLOAT16
+        + _HALF.format(
+            optimizer="keras.optimizers.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))",
+            options="",
+        ),
+        _FLOAT16 + _HALF.format(optimizer="keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())", options=""),
+        _scaled_twice,
+    ),
+    Rule(
+        "no_clipping",
+        "note",
+        "A long recurrence without clipping",
+        "The gradient of a recurrence is a product over its steps, which grows or vanishes exponentially with their"
+        " number (Pascanu, Mikolov and Bengio, 2013).",
+        "Give the optimizer global_clipnorm=1.0.",
+        _RECURRENT_MODEL.format(options=""),
+        _RECURRENT_MODEL.format(options="global_clipnorm=1.0"),
+        _no_clipping,
+    ),
+)

@@ -1,0 +1,181 @@
+"""Rules about the last layer, the loss and the metrics: what has to fit together where the loss is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.subject import Output, Subject
+
+__all__ = ["RULES"]
+
+_CROSSENTROPIES = ("CategoricalCrossentropy", "SparseCategoricalCrossentropy", "BinaryCrossentropy")
+_FOCAL = ("CategoricalFocalCrossentropy", "BinaryFocalCrossentropy")
+_PROBABILITIES = ("softmax", "sigmoid", "hard_sigmoid", "sparsemax")
+_NONNEGATIVE = (*_PROBABILITIES, "softplus", "exponential", "exp", "relu", "relu6")
+_POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
+
+
+def kind_of(loss: Any) -> str:
+    """Return the class name of a loss or metric, `"SparseCategoricalCrossentropy"` for its function form too."""
+    if isinstance(loss, str):
+        words = loss
+    else:
+        words = getattr(loss, "__name__", None) or type(loss).__name__
+    return words if words[:1].isupper() else "".join(word.title() for word in words.split("_"))
+
+
+def _from_logits(loss: Any) -> bool | None:
+    """Return whether a loss expects logits; `None` where it does not say."""
+    value = getattr(loss, "from_logits", None)
+    if value is None:
+        value = (getattr(loss, "_fn_kwargs", None) or {}).get("from_logits")
+    return False if value is None and kind_of(loss) in (*_CROSSENTROPIES, *_FOCAL) else value
+
+
+def _low_precision_output(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        if output.dtype == "float16" and (output.loss is not None or output.activation in _PROBABILITIES):
+            yield output.path, f"the output {output.name!r} and the loss on it are computed in float16"
+
+
+def _probabilities_as_logits(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        if output.activation in _PROBABILITIES and _expects_logits(output) is True:
+            yield output.path, f"{output.activation} is followed by {kind_of(output.loss)}(from_logits=True)"
+
+
+def _logits_as_probabilities(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        if output.activation == "linear" and _expects_logits(output) is False:
+            yield output.path, f"a layer without activation is followed by {kind_of(output.loss)}(from_logits=False)"
+
+
+def _expects_logits(output: Output) -> bool | None:
+    kinds = (*_CROSSENTROPIES, *_FOCAL)
+    return _from_logits(output.loss) if output.loss is not None and kind_of(output.loss) in kinds else None
+
+
+def _activation_does_not_fit(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        sentence = _misfit(output, output.loss) if output.loss is not None else None
+        if sentence:
+            yield output.path, sentence
+
+
+def _misfit(output: Output, loss: Any) -> str | None:
+    kind, activation = kind_of(loss), output.activation
+    if activation is None:
+        return None
+    if kind in (*_CROSSENTROPIES, *_FOCAL) and activation not in (*_PROBABILITIES, "linear"):
+        return f"{kind} takes the logarithm of what {activation} gives, which is no probability"
+    if kind in ("CategoricalCrossentropy", "SparseCategoricalCrossentropy") and activation == "sigmoid":
+        return None if (output.units or 2) > 1 else f"{kind} on one unit: use BinaryCrossentropy"
+    if kind == "Poisson" and activation not in _POSITIVE:
+        return f"Poisson takes the logarithm of what {activation} gives, which can be 0 or negative"
+    if kind in ("KLDivergence", "KlDivergence") and activation not in _PROBABILITIES:
+        return f"KLDivergence takes the logarithm of what {activation} gives, which is no probability"
+    if kind == "MeanSquaredLogarithmicError" and activation not in _NONNEGATIVE:
+        return f"MeanSquaredLogarithmicError treats what {activation} gives below 0 as 0, and learns nothing there"
+    return None
+
+
+def _softmax_of_one(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        if output.activation == "softmax" and output.units == 1:
+            yield output.path, "softmax over one unit is 1 whatever the weights"
+
+
+def _metric_does_not_fit(subject: Subject) -> Iterator[Site]:
+    for output in subject.outputs:
+        for metric in output.metrics:
+            kind = kind_of(metric)
+            if kind == "MeanRelativeError":
+                yield kind, "MeanRelativeError divides by its normalizer, which may hold 0"
+                continue
+            sentence = _misfit(output, metric)
+            if kind in _CROSSENTROPIES and output.activation == "linear" and not _from_logits(metric):
+                sentence = f"{kind} is given logits and does not know it"
+            if sentence:
+                yield kind, f"the metric on {output.name!r}: {sentence}"
+
+
+_HEAD = "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, {layer})])\nmodel.compile('adam', {loss})"
+
+
+def _sample(layer: str, loss: str) -> str:
+    return _HEAD.format(layer=layer, loss=loss)
+
+
+RULES = (
+    Rule(
+        "low_precision_output",
+        "warning",
+        "Outputs or loss in float16",
+        "The largest float16 is 65504 and the smallest above 0 is 6e-8: a softmax rounds small probabilities to 0,"
+        " whose logarithm is infinite, and a mean over many values overflows.",
+        "Give the last layer dtype='float32'; the rest of the model stays in float16.",
+        "keras.config.set_dtype_policy('mixed_float16')\n"
+        + _sample("activation='softmax'", "'categorical_crossentropy'"),
+        "keras.config.set_dtype_policy('mixed_float16')\n"
+        + _sample("activation='softmax', dtype='float32'", "'categorical_crossentropy'"),
+        _low_precision_output,
+    ),
+    Rule(
+        "probabilities_as_logits",
+        "error",
+        "Softmax or sigmoid before a loss that expects logits",
+        "The loss applies softmax or sigmoid again: gradients shrink, the loss keeps above a floor, training stalls.",
+        "Drop the activation of the last layer, or from_logits=True.",
+        _sample("activation='softmax'", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
+        _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
+        _probabilities_as_logits,
+    ),
+    Rule(
+        "logits_as_probabilities",
+        "error",
+        "No activation before a loss that expects probabilities",
+        "The loss takes the logarithm of numbers that are no probabilities. Keras clips them to [1e-7, 1 - 1e-7], so"
+        " negative logits give constant loss and zero gradient; normalising by a sum near 0 gives Inf or NaN.",
+        "Pass from_logits=True to the loss.",
+        _sample("", "'categorical_crossentropy'"),
+        _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
+        _logits_as_probabilities,
+    ),
+    Rule(
+        "activation_does_not_fit",
+        "error",
+        "Last activation and loss do not fit",
+        "The loss takes a logarithm of values that the last activation lets be 0, negative or above 1.",
+        "For crossentropy use softmax or sigmoid, for Poisson softplus or exponential.",
+        _sample("activation='relu'", "'categorical_crossentropy'"),
+        _sample("activation='softmax'", "'categorical_crossentropy'"),
+        _activation_does_not_fit,
+    ),
+    Rule(
+        "softmax_of_one",
+        "error",
+        "Softmax over a single unit",
+        "Softmax normalises over the last axis; over one unit it is always 1, and its gradient always 0.",
+        "Use sigmoid with BinaryCrossentropy, or one unit a class.",
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='softmax')])",
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='sigmoid')])",
+        _softmax_of_one,
+    ),
+    Rule(
+        "metric_does_not_fit",
+        "warning",
+        "A metric that is not safe from NaN",
+        "A metric is a running mean: one NaN or Inf in one batch stays until the epoch ends. Metrics that take a"
+        " logarithm or a quotient of outputs that are not bounded give one sooner or later.",
+        "Give the metric from_logits=True, or one that fits the last activation.",
+        _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True), metrics=['categorical_crossentropy']"),
+        _sample(
+            "",
+            "keras.losses.CategoricalCrossentropy(from_logits=True),\n"
+            "              metrics=[keras.metrics.CategoricalCrossentropy(from_logits=True)]",
+        ),
+        _metric_does_not_fit,
+    ),
+)

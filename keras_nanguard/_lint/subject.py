@@ -1,0 +1,221 @@
+"""The model as the lint rules see it: layers, outputs with their last activation and loss, optimizer, data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keras_nanguard._live import children
+
+__all__ = ["Output", "Placed", "Subject"]
+
+_SHAPE_ONLY = ("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze", "ExpandDims")
+"""Layers and operations that hand values on as they are."""
+
+_ACTIVATION_LAYERS = {"Softmax": "softmax", "ReLU": "relu", "ELU": "elu", "LeakyReLU": "leaky_relu", "PReLU": "prelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A layer and the names of the layers around it, joined by `/`."""
+
+    path: str
+    layer: Any
+
+    @property
+    def kind(self) -> str:
+        """Name of the layer's class."""
+        return type(self.layer).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of the model.
+
+    Attributes:
+        name: name of the output.
+        path: name of the layer that computes it.
+        activation: name of the last activation (`"linear"` where a layer has none), or `None` where it is not known.
+        dtype: dtype of the output, as text.
+        units: length of the last axis, or `None`.
+        loss: the loss for this output as an object of `keras.losses`, or `None`.
+        metrics: names or objects of the metrics for this output.
+    """
+
+    name: str
+    path: str
+    activation: str | None
+    dtype: str
+    units: int | None
+    loss: Any
+    metrics: tuple[Any, ...]
+
+
+class Subject:
+    """A built model, perhaps compiled, perhaps with data.
+
+    Args:
+        model: the model.
+        x: inputs as `fit` takes them, or `None`.
+        y: targets as `fit` takes them, or `None`.
+    """
+
+    def __init__(self, model: Any, x: Any = None, y: Any = None):
+        self.model, self.x, self.y = model, x, y
+
+    @cached_property
+    def layers(self) -> tuple[Placed, ...]:
+        """Every layer below the model, at any depth, once."""
+        return tuple(_walk(self.model, (), set()))
+
+    @cached_property
+    def optimizer(self) -> Any:
+        """The optimizer that updates the weights (the wrapped one of a `LossScaleOptimizer`), or `None`."""
+        outer = self.scaler
+        return getattr(outer, "inner_optimizer", outer)
+
+    @cached_property
+    def scaler(self) -> Any:
+        """The optimizer that the model was compiled with, or `None`."""
+        return getattr(self.model, "optimizer", None) if getattr(self.model, "compiled", False) else None
+
+    @cached_property
+    def operations(self) -> tuple[tuple[str, Any], ...]:
+        """Every operation of the functional graphs in the model, layers included, with its path."""
+        graphs = [("", self.model), *((placed.path, placed.layer) for placed in self.layers)]
+        found = []
+        for path, graph in graphs:
+            inner = getattr(graph, "_functional", None)  # a Sequential keeps its graph there
+            for operation in getattr(graph, "operations", None) or getattr(inner, "operations", None) or ():
+                found.append((f"{path}/{operation.name}" if path else str(operation.name), operation))
+        return tuple(found)
+
+    @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """The outputs of a functional or sequential model; none where the graph is not known."""
+        tensors = getattr(self.model, "outputs", None)
+        if not tensors:
+            return ()
+        names = [str(name) for name in getattr(self.model, "output_names", range(len(tensors)))]
+        losses = _per_output(getattr(self.model, "loss", None), names, self.scaler is not None)
+        metrics = _per_output(self._metrics(), names, True)
+        found = []
+        for place, (name, tensor) in enumerate(zip(names, tensors, strict=False)):
+            operation = _origin(tensor)
+            units = tensor.shape[-1] if len(tensor.shape) > 1 else None
+            own = metrics[place] if place < len(metrics) else None
+            listed = tuple(own) if isinstance(own, (list, tuple)) else () if own is None else (own,)
+            path = str(getattr(operation, "name", name))
+            loss = _as_loss(losses[place] if place < len(losses) else None)
+            found.append(Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed))
+        return tuple(found)
+
+    def _metrics(self) -> Any:
+        configured = getattr(self.model, "_compile_metrics", None)
+        return getattr(configured, "_user_metrics", None)
+
+    def targets(self) -> list[tuple[Output, NDArray[Any]]]:
+        """Return the targets of each output as arrays, where they are arrays."""
+        if self.y is None or not self.outputs:
+            return []
+        given = _per_output(self.y, [output.name for output in self.outputs], True)
+        pairs = zip(self.outputs, given, strict=False)
+        return [(output, array) for output, value in pairs if (array := _array(value)) is not None]
+
+    def inputs(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return the inputs as arrays with their names, where they are arrays of numbers."""
+        if self.x is None:
+            return []
+        if isinstance(self.x, Mapping):
+            named = list(self.x.items())
+        elif isinstance(self.x, (list, tuple)):
+            named = [(f"input {place}", value) for place, value in enumerate(self.x)]
+        else:
+            named = [("x", self.x)]
+        return [(str(name), array) for name, value in named if (array := _array(value)) is not None]
+
+
+def activation_name(activation: Any) -> str | None:
+    """Return the name of an activation function, or `None` where it has none."""
+    if activation is None:
+        return "linear"
+    name = getattr(activation, "__name__", None) or getattr(activation, "name", None)
+    return str(name) if name else None
+
+
+def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed]:
+    for child in children(layer):
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        path = (*outer, str(child.name))
+        yield Placed("/".join(path), child)
+        yield from _walk(child, path, seen)
+
+
+def _origin(tensor: Any) -> Any:
+    """Return the operation that computes a symbolic tensor, looking through nested models and changes of shape."""
+    for _ in range(100):
+        history: Any = getattr(tensor, "_keras_history", None)
+        if history is None:
+            return None
+        operation = history.operation
+        nested = getattr(operation, "outputs", None)
+        if nested and getattr(operation, "operations", None):
+            tensor = nested[history.tensor_index]
+        elif type(operation).__name__ in _SHAPE_ONLY:
+            tensor = operation._inbound_nodes[history.node_index].input_tensors[0]
+        else:
+            return operation
+    return None
+
+
+def _activation(operation: Any) -> str | None:
+    if operation is None:
+        return None
+    kind = type(operation).__name__
+    if kind in _ACTIVATION_LAYERS:
+        return _ACTIVATION_LAYERS[kind]
+    if kind.lower() in ("softmax", "sigmoid", "relu", "tanh", "softplus", "exp"):  # operations of `keras.ops`
+        return kind.lower()
+    if hasattr(operation, "activation"):
+        return activation_name(operation.activation)
+    return None
+
+
+def _per_output(given: Any, names: list[str], wanted: bool) -> list[Any]:
+    """Spread what was given for the outputs (one for all, a list, a dict by name) over them."""
+    if not wanted or given is None:
+        return [None] * len(names)
+    if isinstance(given, Mapping):
+        return [given.get(name) for name in names]
+    if len(names) == 1:
+        return [given[0] if isinstance(given, (list, tuple)) and _nested(given) else given]
+    return list(given) if isinstance(given, (list, tuple)) else [given] * len(names)
+
+
+def _nested(given: Any) -> bool:
+    return len(given) == 1
+
+
+def _as_loss(given: Any) -> Any:
+    if given is None:
+        return None
+    import keras
+
+    try:
+        return keras.losses.get(given)
+    except (ValueError, TypeError):
+        return None
+
+
+def _array(value: Any) -> NDArray[Any] | None:
+    if value is None or not hasattr(value, "shape"):
+        return None
+    array = np.asarray(value)
+    return array if array.dtype.kind in "fiub" and array.size else None

@@ -1,0 +1,274 @@
+"""`replay`: runs the bad step of a bundle again, under the mode, dtype and device that one asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard import _bundle, _state
+from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.compiled import run_compiled
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.evidence import Evidence, LayerRow
+from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.precision import in_float32, lowest
+from keras_nanguard._diagnose.rerun import Run, Step, preserved
+from keras_nanguard._diagnose.trials import Trials, standardised
+from keras_nanguard._diagnose.words import table
+from keras_nanguard._errors import BundleError, GuardError, expected
+from keras_nanguard._incident import Diagnosis, Incident
+
+__all__ = ["MODES", "Replay", "replay"]
+
+MODES = ("eager", "graph", "xla")
+
+STEPS = 10
+"""Steps of each trial of `counterfactuals`."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of running a step again.
+
+    Attributes:
+        incident: the incident of the bundle.
+        mode: how the step was run.
+        result: `"bad"`, `"finite"` or `"failed"`.
+        diagnosis: the diagnosis made anew.
+        layers: a row for each layer call.
+        counterfactuals: `(what was changed, what came of it)`.
+    """
+
+    incident: Incident
+    mode: str
+    result: str
+    diagnosis: Diagnosis
+    layers: tuple[LayerRow, ...]
+    counterfactuals: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the step went bad again."""
+        return self.result == "bad"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        shown = Incident(self.incident.step, self.incident.epoch, self.incident.batch, (), diagnosis=self.diagnosis)
+        return {
+            "format": 1,
+            "incident": self.incident.to_dict(),
+            "mode": self.mode,
+            "result": self.result,
+            "diagnosis": shown.to_dict()["diagnosis"],
+            "layers": [{name: _plain(getattr(row, name)) for name in LayerRow.__slots__} for row in self.layers],
+            "counterfactuals": [list(pair) for pair in self.counterfactuals],
+        }
+
+    def __str__(self) -> str:
+        what = {"bad": "goes bad again", "finite": "comes out finite", "failed": "cannot be run"}[self.result]
+        d = self.diagnosis
+        lines = [f"Step {self.incident.step}, run again ({self.mode}), {what}."]
+        lines.append(f"Cause: {d.cause}" + (f" in {d.culprit!r}" if d.culprit else ""))
+        lines += [f"  seen: {text}" for text in d.evidence] + [f"  do:   {text}" for text in d.advice]
+        lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
+        return "\n".join([*lines, "", table(self.layers)])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def replay(
+    bundle: str | Path,
+    model: Any = None,
+    *,
+    mode: str = "eager",
+    dtype: str | None = None,
+    device: str | None = None,
+    counterfactuals: bool = False,
+) -> Replay:
+    """Run the bad step of a bundle again and find out anew why it is bad.
+
+    Args:
+        bundle: folder of the bundle, as `Incident.bundle` names it.
+        model: a compiled model, or the path of a `.keras` file; by default it is made from the bundle's configuration.
+            Its weights are set to those of the bundle.
+        mode: `"eager"`, `"graph"` or `"xla"`.
+        dtype: `"float32"` computes everything in it; `None` as it was.
+        device: where to run, in the backend's words (`"CPU:0"`, `"GPU:0"`); `None` where the backend likes.
+        counterfactuals: train a few steps from the start on this batch, each time with one thing changed, and tell
+            which change cures it. Costs some dozens of steps.
+
+    Returns:
+        What came of it; print it.
+
+    Raises:
+        BundleError: if the bundle cannot be read, is hostile, or does not fit the model.
+        GuardError: if an argument is of no use.
+    """
+    if mode not in MODES:
+        raise GuardError(expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one."))
+    if dtype not in (None, "float32"):
+        raise GuardError(expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one."))
+    found = _bundle.read(bundle)
+    with contextlib.ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(tf.device(device))
+        model = _model(found, model)
+        step = _prepared(found, model)
+        batch = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), found.batch)
+        if dtype == "float32":
+            stack.enter_context(in_float32(model, step.variables(), step.optimizers))
+        run, evidence = _run(found, step, batch, mode)
+        cures = tuple(_counterfactuals(found, step, batch)) if counterfactuals else ()
+    return Replay(found.incident, mode, run.word, conclude(evidence), run.rows, cures)
+
+
+def _model(found: _bundle.Bundle, model: Any) -> Any:
+    """Return the model: as given, from a file, or from the bundle's configuration."""
+    try:
+        if isinstance(model, (str, Path)):
+            return keras.saving.load_model(model)
+        if model is None and found.model:
+            return keras.models.model_from_json(found.model)
+    except Exception as error:
+        raise BundleError(
+            f"The model cannot be made: {type(error).__name__}: {error} "
+            "A model with Python code in it is not run from a file; pass the model itself."
+        ) from error
+    if model is None:
+        raise BundleError("The bundle has no configuration of its model. Pass the model, or the path of a .keras file.")
+    return model
+
+
+def _prepared(found: _bundle.Bundle, model: Any) -> Step:
+    """Return the step of the model, with the state of the bundle."""
+    optimizers = _state.find_optimizers(model)
+    if not getattr(model, "compiled", False) or not optimizers:
+        raise BundleError(expected("a compiled model", f"model={model.name!r}, which is not", "Call compile first."))
+    for optimizer in optimizers:
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    step = Step(model.train_step, model, optimizers)
+    if found.state:
+        _write_state(found.state, _state.Anatomy.of(model, optimizers).everything)
+    return step
+
+
+def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> None:
+    """Give the variables the values of a bundle: by path where that is unique, else in order."""
+    by_path = dict(state) if len({path for path, _ in state}) == len(state) else {}
+    if not {v.path for v in variables} <= set(by_path):
+        if len(state) != len(variables):
+            raise BundleError(
+                expected(f"a model with {len(state)} variables", len(variables), "Pass the model that was trained.")
+            )
+        by_path = {v.path: array for v, (_, array) in zip(variables, state)}
+    for variable in variables:
+        array = by_path[variable.path]
+        if tuple(array.shape) != tuple(variable.shape):
+            what = f"{variable.path} of shape {tuple(array.shape)}"
+            raise BundleError(expected(what, tuple(variable.shape), "Pass the model that was trained."))
+        _state.write(variable, array)
+
+
+def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run, Evidence]:
+    own = found.incident
+    evidence = Evidence(
+        step=own.step,
+        refused=True,
+        sites=tuple(f"{f.site}:{f.kind}" for f in own.findings),
+        mode=mode,
+        optimizers=optimizer_facts(step.optimizers),
+        loss_scale=own.values.get("loss_scale"),
+        low_precision=lowest(step.model),
+    )
+    trials = Trials(step, batch, evidence, _Start(found.start) if found.start else None)
+    evidence = trials.carried_out()
+    run = trials.run if mode == "eager" else run_compiled(step, batch, jit=mode == "xla")
+    return run, evidence
+
+
+class _Start:
+    """The first state of a bundle, in the form of a snapshot."""
+
+    def __init__(self, arrays: Sequence[tuple[str, np.ndarray[Any, Any]]]):
+        self._arrays = dict(arrays)
+
+    def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
+        """Return the value of one variable, `None` where there is none."""
+        return self._arrays.get(variable.path)
+
+
+def _counterfactuals(found: _bundle.Bundle, step: Step, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yield `(what was changed, what came of it)` for a few steps on the batch from the start of the bundle."""
+    start = found.start or found.state
+    suspects = list(found.incident.diagnosis.samples) if found.incident.diagnosis else []
+    plain = _trained(step, start, batch)
+    yield "as it was", plain
+    with _rates(step, 0.1):
+        yield "with a tenth of the learning rate", _trained(step, start, batch)
+    with _clipped(step):
+        yield "with gradients clipped to a global norm of 1", _trained(step, start, batch)
+    if lowest(step.model):
+        with in_float32(step.model, step.variables(), step.optimizers):
+            yield "in float32", _trained(step, start, batch)
+    if suspects and len(suspects) < batches.row_count(batch):
+        shown = ", ".join(map(str, suspects[:8]))
+        yield f"without rows {shown}", _trained(step, start, batches.without(batch, suspects))
+    yield "with inputs and targets scaled to unit deviation", _trained(step, start, batches.mapped(batch, standardised))
+
+
+def _trained(step: Step, start: Sequence[tuple[str, np.ndarray[Any, Any]]], batch: Any) -> str:
+    """Return in words what comes of a few steps on one batch."""
+    variables = step.variables()
+    with preserved(variables):
+        _write_state(start, _state.Anatomy.of(step.model, step.optimizers).everything)
+        losses: list[float] = []
+        for number in range(STEPS):
+            losses.append(step.train(batch))
+            if not math.isfinite(losses[-1]):
+                return f"the loss goes bad at step {number + 1}"
+    grown = abs(losses[-1]) > 10 * abs(losses[0]) + 1e-12
+    return f"the loss {'grows' if grown else 'stays finite, and goes'} from {losses[0]:.3g} to {losses[-1]:.3g}"
+
+
+@contextlib.contextmanager
+def _rates(step: Step, factor: float) -> Iterator[None]:
+    undo: list[tuple[Any, str, Any]] = []
+    for optimizer in map(_state.inner, step.optimizers):
+        real: Callable[[], Any] = optimizer._get_current_learning_rate
+        undo.append((optimizer, "_get_current_learning_rate", vars(optimizer).get("_get_current_learning_rate")))
+        _state.set_instance(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
+    yield from _undone(undo)
+
+
+@contextlib.contextmanager
+def _clipped(step: Step) -> Iterator[None]:
+    undo: list[tuple[Any, str, Any]] = []
+    for optimizer in map(_state.inner, step.optimizers):
+        for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
+            undo.append((optimizer, name, vars(optimizer).get(name)))
+            _state.set_instance(optimizer, name, value)
+    yield from _undone(undo)
+
+
+def _undone(undo: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for target, name, value in reversed(undo):
+            if value is None and name.startswith("_"):
+                _state.unset_instance(target, name)
+            else:
+                _state.set_instance(target, name, value)

@@ -1,0 +1,251 @@
+"""Faults on order: make a training run go bad at one site, in one way, at one exact step.
+
+The same fault can be put into a stock Keras model, to show what happens there, and into a guarded one, to show that it
+does not. It works in graph mode, eagerly, under XLA, inside of `steps_per_execution` and with mixed precision, because
+it stands around the whole train step, counts for itself, and asks nothing of the model:
+
+```python
+from keras_nanguard.testing import inject
+
+with inject(model, site="gradients", kind="inf", step=3):
+    model.fit(x, y, callbacks=[NanGuard()])
+```
+
+What depends on the backend stands in one file for each, beside the transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._errors import GuardError, expected
+
+__all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
+
+SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale")
+"""Where a fault can be made."""
+
+KINDS = ("nan", "inf", "-inf", "overflow", "spike", "zero")
+"""What a fault can be: three that are not finite; `overflow`, the largest finite number of the dtype, with which the
+next operation overflows; `spike`, the value times `magnitude`; `zero`."""
+
+FACTORS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zero": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong, where and when.
+
+    Attributes:
+        site: one of `SITES`.
+        kind: one of `KINDS`.
+        steps: the train steps it hits, in order, from 0.
+        path: glob on the Keras path of the variable, or on the place in the batch (`0`, `0/name`).
+        rows: rows of the batch, for inputs and targets; `None` for all.
+        entries: how many entries of each tensor (of each row, in a batch), from the first; `None` for all.
+        magnitude: factor of a spike.
+    """
+
+    site: str
+    kind: str
+    steps: tuple[int, ...]
+    path: str = "*"
+    rows: tuple[int, ...] | None = (0,)
+    entries: int | None = 1
+    magnitude: float = 1e6
+
+    def matches(self, path: str) -> bool:
+        """Whether this place is meant."""
+        return fnmatchcase(path, self.path)
+
+    def factor(self, dtype: Any) -> float:
+        """Return the number that a value of this dtype is multiplied by."""
+        if self.kind == "spike":
+            return self.magnitude
+        return FACTORS[self.kind] if self.kind in FACTORS else _largest(dtype)
+
+    def value(self, dtype: Any) -> float | None:
+        """Return the number that an entry of this dtype is replaced by; `None` for a spike, which multiplies it."""
+        return None if self.kind == "spike" else self.factor(dtype)
+
+
+def inject(
+    model: Any,
+    *,
+    site: str,
+    kind: str = "nan",
+    step: int | Iterable[int] = 0,
+    count: int = 1,
+    path: str = "*",
+    rows: int | Iterable[int] | None = 0,
+    entries: int | None = 1,
+    magnitude: float = 1e6,
+    must_happen: bool = True,
+) -> Injection:
+    """Return a context in which training this model goes bad at one site.
+
+    Faults of the batch are made before the step sees it; of the state, between the step before and this one, as if
+    something else had written there; of the loss, in what `compute_loss` returns, and so in all gradients; of the
+    gradients, on their way back, with the loss as finite as it was. Several contexts nest.
+
+    Args:
+        model: a compiled `keras.Model`, guarded or not.
+        site: `"inputs"`, `"targets"` (the sample weights too), `"loss"`, `"gradients"`, `"weights"`, `"statistics"`,
+            `"slots"` or `"loss_scale"`.
+        kind: `"nan"`, `"inf"`, `"-inf"`, `"overflow"` (the largest finite number), `"spike"` (times `magnitude`) or
+            `"zero"`.
+        step: the train step it happens at, counted from 0 from the start of the context on, over all fits in it; or
+            several of them.
+        count: how many steps in a row, from each `step` on.
+        path: glob on the Keras path of the variables (`"dense/*"`), or on the place in the batch: inputs are `0` or
+            `0/name`, targets `0`, sample weights `1`.
+        rows: row or rows of the batch; `None` for all.
+        entries: how many entries of each tensor, or of each row of a batch, from the first; `None` for all.
+        magnitude: factor of a spike.
+        must_happen: raise at the end of the context if the fault never happened: a test with such a fault would prove
+            nothing. `False` where training may stop before.
+
+    Returns:
+        An `Injection`, to be used with `with`.
+
+    Raises:
+        GuardError: for an argument that cannot be meant, and at the end of the context if the fault never happened.
+
+    Example:
+
+    ```python
+    with inject(model, site="inputs", kind="nan", step=(3, 7), rows=2) as fault:
+        model.fit(x, y, callbacks=[guard])
+    assert [i.step for i in guard.incidents] == [3, 7] == list(fault.fired)
+    ```
+    """
+    _check("site", site, SITES)
+    _check("kind", kind, KINDS)
+    if not hasattr(model, "train_step") or not getattr(model, "compiled", False):
+        raise GuardError(
+            expected("a compiled keras.Model", f"model={model!r}", "Call model.compile(optimizer, loss) first.")
+        )
+    starts = _whole("step", step)
+    if not isinstance(count, int) or count < 1:
+        raise GuardError(expected("count to be a whole number above 0", f"count={count!r}", "Leave it out for 1."))
+    if entries is not None and (not isinstance(entries, int) or entries < 1):
+        remedy = "Use entries=None for all of them."
+        raise GuardError(expected("entries to be a whole number above 0", f"entries={entries!r}", remedy))
+    steps = tuple(sorted({first + i for first in starts for i in range(count)}))
+    fault = Fault(site, kind, steps, path, None if rows is None else _whole("rows", rows), entries, magnitude)
+    return Injection(model, fault, must_happen)
+
+
+class Injection:
+    """The context that `inject` returns.
+
+    Attributes:
+        fault: what goes wrong.
+    """
+
+    def __init__(self, model: Any, fault: Fault, must_happen: bool = True):
+        self.model, self.fault, self.must_happen = model, fault, must_happen
+        self._hook: Any = None
+
+    @property
+    def seen(self) -> int:
+        """How many train steps have run within the context."""
+        return 0 if self._hook is None else int(self._hook.seen)
+
+    @property
+    def fired(self) -> tuple[int, ...]:
+        """The steps at which the fault happened."""
+        if self._hook is None or not self._hook.reached:
+            return ()
+        return tuple(step for step in self.fault.steps if step < self.seen)
+
+    def __enter__(self) -> Injection:
+        if self._hook is not None:
+            raise GuardError(
+                expected("an injection that was not used before", "one that was", "Call inject(...) for each context.")
+            )
+        self._hook = _backend()(self.model, self.fault)
+        self._hook.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._hook.remove()
+        if kind is None and self.must_happen and not self.fired:
+            ran = f"{self.seen} train steps ran"
+            why = ran if self._hook.reached or not self.seen else f"{ran}, and none of them called model.compute_loss"
+            fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} that happens"
+            raise GuardError(expected(fault, why, "Train the model inside of the context, for more steps than that."))
+
+
+def _backend() -> Callable[[Any, Fault], Any]:
+    """Return the part of the running backend."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from keras_nanguard._step._faults import Hook
+
+        return Hook
+    raise GuardError(
+        expected("the TensorFlow backend", f"backend={backend!r}", "Set KERAS_BACKEND=tensorflow to inject faults.")
+    )
+
+
+def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6) -> None:
+    """Overwrite the first entries of a variable, from the host, as a callback between two steps can.
+
+    Args:
+        variable: a `keras.Variable` of any float dtype.
+        kind: as for `inject`.
+        entries: how many entries, from the first; `None` for all.
+        magnitude: factor of a spike.
+
+    Raises:
+        GuardError: for an unknown kind, or a variable that cannot hold the fault.
+
+    Example:
+
+    ```python
+    class Vandal(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                corrupt(self.model.layers[0].kernel, "inf")
+    ```
+    """
+    _check("kind", kind, KINDS)
+    if not isinstance(variable, keras.Variable) or not _probes.is_float(variable.dtype):
+        received = f"variable={getattr(variable, 'path', variable)!r} of dtype {getattr(variable, 'dtype', None)}"
+        raise GuardError(expected("a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."))
+    array = _state.read(variable)
+    flat = array.reshape(-1)
+    fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
+    value = fault.value(variable.dtype)
+    wide = _probes.widen(flat[:entries])
+    flat[:entries] = np.where(wide == 0, magnitude, wide * magnitude) if value is None else value
+    _state.write(variable, array)
+
+
+def _largest(dtype: Any) -> float:
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(str(getattr(dtype, "name", dtype))).max)
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise GuardError(expected(f"{name} to be one of {words}", f"{name}={value!r}", f"Correct {name}."))
+
+
+def _whole(name: str, value: Any) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else ("",)
+    if not values or any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
+        remedy = f"Count from 0, as in {name}=3 or {name}=(3, 7)."
+        raise GuardError(expected(f"{name} to be whole numbers from 0 on", f"{name}={value!r}", remedy))
+    return values

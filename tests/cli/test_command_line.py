@@ -1,0 +1,280 @@
+"""The command line: exit codes, one sentence for an error, JSON for machines, a quick start, no backend."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import types
+import zipfile
+
+import h5py
+import numpy as np
+import pytest
+
+from keras_nanguard._cli import CLEAN, FOUND, MISUSE, main, parser
+from keras_nanguard._completion import script
+
+COMMANDS = ("scan", "repair", "recalibrate", "lint", "check-policy", "demo", "completion")
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.weights.h5"
+    with h5py.File(path, "w") as file:
+        for place, value in enumerate((1.0, 0.5, 0.0, 1.0)):
+            file[f"layers/batch_normalization/vars/{place}"] = np.full(4, value, np.float32)
+    return str(path)
+
+
+@pytest.fixture
+def bad(good, tmp_path):
+    path = tmp_path / "bad.weights.h5"
+    shutil.copy(good, path)
+    with h5py.File(path, "r+") as file:
+        file["layers/batch_normalization/vars/3"][...] = np.nan
+    return str(path)
+
+
+def run(*words):
+    """Run the program as a user does."""
+    return subprocess.run([sys.executable, "-m", "keras_nanguard", *words], capture_output=True, text=True, timeout=120)
+
+
+def test_scan_says_clean_found_and_misuse_by_its_exit_code(good, bad, tmp_path, capsys):
+    """0 for clean files, 1 where any of several is bad, 2 where one cannot be read."""
+    assert main(["scan", good]) == CLEAN
+    assert "clean" in capsys.readouterr().out
+    assert main(["scan", good, bad]) == FOUND
+    assert "batch_normalization\n  moving_variance: 4 NaN (error)" in capsys.readouterr().out
+    assert main(["scan", str(tmp_path / "missing")]) == MISUSE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+
+
+def test_json_is_one_strict_document_a_line(good, bad, capsys):
+    """Every line of `--json` is JSON with a format number."""
+    assert main(["scan", good, bad, "--json"]) == FOUND
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [document["clean"] for document in documents] == [True, False]
+    assert main(["repair", bad, "--dry-run", "--json"]) == FOUND
+    assert json.loads(capsys.readouterr().out)["changes"][0]["status"] == "done"
+    assert main(["check-policy", "recover", "--json"]) == CLEAN
+    assert json.loads(capsys.readouterr().out)["valid"] is True
+
+
+def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
+    """The new file is clean; a second run refuses to write over it; what is left bad exits with 1."""
+    assert main(["repair", bad]) == CLEAN
+    assert "done batch_normalization/moving_variance: 4 of 4" in capsys.readouterr().out
+    assert main(["scan", str(tmp_path / "bad.repaired.weights.h5")]) == CLEAN
+    assert main(["repair", bad]) == MISUSE
+    assert "overwrite=True" in capsys.readouterr().err
+    assert main(["repair", bad, "--statistics", "keep", "--overwrite"]) == FOUND
+    assert main(["repair", bad, "--in-place"]) == CLEAN
+    assert main(["scan", bad]) == CLEAN
+    assert main(["scan", f"{bad}.bak"]) == FOUND
+
+
+def test_a_policy_with_faults_is_a_finding_and_a_missing_one_is_misuse(tmp_path, capsys):
+    """All faults are told at once, one a line."""
+    assert main(["check-policy", "recover"]) == CLEAN
+    assert "refused" in capsys.readouterr().out
+    path = tmp_path / "policy.json"
+    path.write_text('{"cheks": {}, "snapshot": {"every": -1}}')
+    assert main(["check-policy", str(path)]) == FOUND
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["check-policy", str(tmp_path / "missing.toml")]) == MISUSE
+
+
+@pytest.mark.parametrize(
+    "words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"])
+)
+def test_misuse_is_told_with_usage_and_exit_code_two(words, capsys):
+    """Unknown words and missing arguments, and no abbreviation is guessed."""
+    assert main(words) == MISUSE
+    assert "usage: keras-nanguard" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_that_tells_the_exit_codes(command, capsys):
+    """`--help` of each command says what it does, what each option means, and the exit codes."""
+    assert main([command, "--help"]) == CLEAN
+    text = capsys.readouterr().out
+    assert "exit codes: 0 clean" in text
+    actions = parser()._subparsers._group_actions[0].choices[command]._actions
+    assert all(action.help or action.choices for action in actions)
+
+
+def test_the_commands_are_those_of_the_help(capsys):
+    """The list of commands in `--help` is the list that is tested here."""
+    assert tuple(parser()._subparsers._group_actions[0].choices) == COMMANDS
+
+
+def test_errors_come_without_a_traceback(tmp_path):
+    """A truncated, a foreign and a hostile file: one sentence on stderr, exit code 2."""
+    (tmp_path / "foreign").write_bytes(b"hello")
+    (tmp_path / "cut.weights.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(60))
+    with zipfile.ZipFile(tmp_path / "other.keras", "w") as archive:
+        archive.writestr("x", "y")
+    for name in ("foreign", "cut.weights.h5", "other.keras"):
+        done = run("scan", str(tmp_path / name))
+        assert done.returncode == MISUSE
+        assert done.stderr.startswith("keras-nanguard: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_error(bad):
+    """`keras-nanguard scan ... | head -0` ends quietly."""
+    command = f'"{sys.executable}" -m keras_nanguard scan "{bad}" --json | true'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover"])
+
+
+@pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
+def test_the_start_is_quick_and_imports_no_backend(words, good):
+    """`--help`, `scan` and `check-policy` take less than 0.3 s of processor time and import no backend."""
+    words = [word.format(good=good) for word in words]
+    code = (
+        "import sys, runpy\nsys.argv[0] = 'keras-nanguard'\n"
+        "try: runpy.run_module('keras_nanguard', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    best = min(_processor_seconds(words) for _ in range(3))
+    assert best < 0.3, f"{best:.2f} s"
+
+
+def _processor_seconds(words):
+    """Return what one run costs, which a busy machine does not falsify as it does the time on the wall."""
+    before = os.times()
+    run(*words)
+    after = os.times()
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+@pytest.mark.parametrize("shell", ("bash", "zsh", "fish"))
+def test_completion_knows_every_command_and_option(shell, capsys):
+    """The script names each command and each option of it, and the shell accepts it."""
+    assert main(["completion", shell]) == CLEAN
+    text = capsys.readouterr().out
+    for name, command in parser()._subparsers._group_actions[0].choices.items():
+        assert name in text
+        for action in command._actions:
+            assert all(option.lstrip("-") in text for option in action.option_strings)
+    if shutil.which(shell) and shell != "fish":
+        assert subprocess.run([shell, "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    """Return the path of a saved model with one hazard and one ruined layer."""
+    keras = pytest.importorskip("keras")
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(name="bn"), layers.Dense(3, name="head")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    model.get_layer("bn").moving_variance.assign(np.full(4, np.nan))
+    path = tmp_path_factory.mktemp("model") / "model.keras"
+    model.save(path)
+    return str(path)
+
+
+def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
+    """Hazards of the model, and with `--data` those of the data too; a rule can be ignored."""
+    np.savez(tmp_path / "data.npz", x=np.ones((5, 4)), y=np.array([0, 1, 2, 3, 1]))
+    assert main(["lint", model_file]) == FOUND
+    assert "error logits_as_probabilities at head" in capsys.readouterr().out
+    assert main(["lint", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
+    codes = [hazard["code"] for hazard in json.loads(capsys.readouterr().out)["hazards"]]
+    assert codes == ["logits_as_probabilities", "labels_out_of_range"]
+    assert main(["lint", model_file, "--ignore", "logits_as_probabilities"]) == CLEAN
+    assert main(["lint", model_file, "--ignore", "nonsense"]) == MISUSE
+
+
+def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
+    """The statistics of the new file are those of the data."""
+    x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    output = str(tmp_path / "healed.keras")
+    assert main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == CLEAN
+    assert "not finite before" in capsys.readouterr().out
+    assert main(["scan", output, "--json"]) == CLEAN
+    document = json.loads(capsys.readouterr().out)
+    found = {v["path"]: v["statistics"] for layer in document["layers"] for v in layer["variables"]}
+    assert found["bn/moving_mean"]["mean"] == pytest.approx(x.mean(), rel=1e-4)
+    assert main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == MISUSE
+    assert "overwrite" in capsys.readouterr().err
+
+
+def test_what_cannot_be_loaded_is_one_sentence(good, tmp_path, capsys):
+    """Weights without a model, a missing file, pickled data, a Lambda with code in it: exit code 2, no code run."""
+    keras = pytest.importorskip("keras")
+    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))
+    mark = str(tmp_path / "ran")
+    evil = keras.Sequential([keras.Input((1,)), keras.layers.Lambda(lambda x: __import__("os").mkdir(mark) or x)])
+    os.rmdir(mark)
+    evil.save(tmp_path / "lambda.keras")
+    for words in (
+        ["lint", good],
+        ["lint", str(tmp_path / "missing.keras")],
+        ["lint", str(tmp_path / "lambda.keras")],
+        ["recalibrate", good, "--data", str(tmp_path / "pickled.npy")],
+        ["recalibrate", good, "--data", str(tmp_path / "missing.npy")],
+    ):
+        assert main(words) == MISUSE
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not os.path.exists(mark)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("sc", "scan"), ("repair --weights z", "zeros"), ("repair --stati", "--statistics --statistics-limit")],
+)
+def test_bash_completes(typed, offered):
+    """Commands, options and the choices of an option are completed."""
+    words = " ".join(("keras-nanguard", typed))
+    lines = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _keras_nanguard; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script(parser(), "bash") + lines], capture_output=True, text=True)
+    assert done.stdout.strip() == offered, done.stderr
+
+
+def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
+    """On a terminal: a table with the worst first; square brackets in a name are no markup."""
+    from rich.console import Console
+
+    from keras_nanguard._repair import repair
+    from keras_nanguard._scan import scan
+    from keras_nanguard._tables import Tables
+
+    path = tmp_path / "markup.weights.h5"
+    with h5py.File(path, "w") as file:
+        file["[red]x[/red]/kernel"] = np.full((2, 2), np.nan)
+        file["zero/kernel"] = np.zeros((2, 2))
+    console = Console(record=True, width=160, file=io.StringIO())
+    Tables(console).scan(scan(path), notes=True)
+    Tables(console).repair(repair(bad, dry_run=True))
+    text = console.export_text()
+    assert "[red]x[/red]" in text
+    assert "all 4 values are 0" in text
+    assert "Dry run" in text
+
+
+def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):
+    """What is printed follows where it goes."""
+    monkeypatch.setattr(
+        sys, "stdout", types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None)
+    )
+    assert main(["scan", bad]) == FOUND
+    assert "(error)" in capsys.readouterr().out
+    started = time.perf_counter()
+    assert main(["--version"]) == CLEAN
+    assert time.perf_counter() - started < 5

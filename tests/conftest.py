@@ -1,0 +1,30 @@
+"""Settings for the whole suite: quiet, deterministic, one thread for each worker, helper modules importable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request: pytest.FixtureRequest):
+    """Give every test that trains a model the float32 policy and fresh layer names, and take away what it left."""
+    if "keras" not in sys.modules:  # the tests of policy and records need no backend
+        yield
+        return
+    import keras
+
+    keras.config.set_dtype_policy("float32")
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()

@@ -1,0 +1,91 @@
+"""What a program is, and the small models and data that several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+
+@dataclass
+class Case:
+    """One program.
+
+    Attributes:
+        model: a compiled model.
+        x: inputs.
+        y: targets.
+        causes: causes that are right.
+        culprit: part of the name to blame, `""` where none is.
+        rows: rows of the batch to blame, `None` where that is not judged.
+        step: step of the incident, `None` where that is not judged.
+        fit: arguments of `fit`.
+    """
+
+    model: Any
+    x: Any
+    y: Any
+    causes: tuple[str, ...]
+    culprit: str = ""
+    rows: tuple[int, ...] | None = None
+    step: int | None = None
+    fit: dict[str, Any] = field(default_factory=dict)
+
+
+PROGRAMS: dict[str, Callable[[bool], Case]] = {}
+
+
+def program(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
+    """Register a program under the name of its function."""
+    PROGRAMS[build.__name__] = build
+    return build
+
+
+def data(rows: int = 64, features: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and targets of a linear regression."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, features)).astype("float32")
+    return x, (x[:, :1] * 0.5 + 0.1 * x[:, 1:2]).astype("float32")
+
+
+def classes(rows: int = 64, count: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and labels of a classification."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, count, rows)
+    x = rng.standard_normal((rows, 4)).astype("float32")
+    x[:, 0] += labels
+    return x, labels.astype("int32")
+
+
+def mlp(
+    *extra: Any, out: int = 1, activation: Any = None, loss: Any = "mse", optimizer: Any = None, **compile_: Any
+) -> Any:
+    """Return a small network, compiled."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="tanh", name="first"),
+            *extra,
+            layers.Dense(out, activation=activation, name="head"),
+        ]
+    )
+    model.compile(optimizer or keras.optimizers.SGD(0.01), loss, **compile_)
+    return model
+
+
+def linear(optimizer: Any = None, loss: Any = "mse", **compile_: Any) -> Any:
+    """Return two linear layers, which nothing bounds."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first"), layers.Dense(1, name="head")])
+    model.compile(optimizer or keras.optimizers.SGD(0.01), loss, **compile_)
+    return model
+
+
+def unary(function: Any, name: str, **compile_: Any) -> Any:
+    """Return a small network with a function of one's own in the middle."""
+    return mlp(layers.Lambda(function, name=name), **compile_)

@@ -1,0 +1,112 @@
+"""Divergence, and updates that overflow."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from mechanisms.case import Case, data, linear, program
+
+
+@program
+def rate_too_high_for_sgd(bad: bool) -> Case:
+    x, y = data(256)
+    return Case(linear(keras.optimizers.SGD(3.0 if bad else 0.01)), x * 3, y, ("divergence",))
+
+
+@program
+def momentum_too_high(bad: bool) -> Case:
+    x, y = data(512)
+    model = linear(keras.optimizers.SGD(1.0 if bad else 0.005, momentum=0.95))
+    return Case(model, x, y, ("divergence",))
+
+
+@program
+def rate_too_high_for_rmsprop(bad: bool) -> Case:
+    x, y = data(512)
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    h = layers.Dense(4)(inputs)
+    h = layers.Multiply()([h, h, h])
+    model = keras.Model(inputs, layers.Dense(1)(h))
+    model.compile(keras.optimizers.RMSprop(1e8 if bad else 1e-3), "mse")
+    return Case(model, x, y, ("divergence",))
+
+
+@program
+def rate_too_high_for_adam_ends_in_exp(bad: bool) -> Case:
+    x, y = data(512)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8), layers.Dense(1, activation="exponential", name="rate")]
+    )
+    model.compile(keras.optimizers.Adam(20.0 if bad else 1e-3), "poisson")
+    return Case(model, x, np.abs(y), ("divergence",))
+
+
+@program
+def unbounded_recurrence(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    rnn = layers.SimpleRNN(
+        16,
+        activation="relu" if bad else "tanh",
+        recurrent_initializer=keras.initializers.Constant(0.6),
+        kernel_initializer=keras.initializers.Constant(0.3),
+        name="rnn",
+    )
+    model = keras.Sequential([keras.Input((100, 2)), rnn, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.abs(np.random.default_rng(0).standard_normal((16, 100, 2))).astype("float32")
+    return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
+
+
+@program
+def squared_gradient_overflows(bad: bool) -> Case:
+    x, y = data()
+    model = linear(keras.optimizers.Adagrad(1e-3), loss=lambda a, b: ops.mean(ops.abs(a - b)) * (3e19 if bad else 1.0))
+    return Case(model, x, y, ("optimizer_domain", "divergence"))
+
+
+@program
+def optimizer_without_epsilon(bad: bool) -> Case:
+    x, y = data()
+    x[:, 2] = 0.0
+    return Case(linear(keras.optimizers.RMSprop(1e-3, epsilon=0.0 if bad else 1e-7)), x, y, ("optimizer_domain",))
+
+
+@program
+def normalisation_of_a_feature_that_was_constant(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    scale = layers.Normalization(mean=[0.0] * 4, variance=[1.0, 1.0, 1.0, 0.0 if bad else 1.0], name="normalise")
+    model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(8), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data(256)
+    return Case(model, x, y, ("input_scale",), "normalise", ())
+
+
+@program
+def schedule_that_ends_in_infinity(bad: bool) -> Case:
+    class Inverse(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            left = keras.ops.cast(10 - step, "float32")
+            return 0.01 / (left if bad else keras.ops.maximum(keras.ops.abs(left), 1.0))
+
+        def get_config(self):
+            return {}
+
+    x, y = data(256)
+    return Case(linear(keras.optimizers.SGD(Inverse())), x, y, ("optimizer_domain",), "", (), 10)
+
+
+@program
+def one_outlier_ruins_the_moving_variance(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    h = layers.BatchNormalization(name="bn")(inputs)
+    model = keras.Model(inputs, layers.Dense(1)(h))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data(800)
+    if bad:
+        x[77 * 8 + 3, 2] = 1e7
+    return Case(model, x, y, ("batchnorm_statistics",), "bn", ())

@@ -1,0 +1,201 @@
+"""Losses that leave their domain, and slopes that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from mechanisms.case import Case, classes, data, mlp, program
+
+
+@program
+def one_bad_loss_of_two_outputs(bad: bool) -> Case:
+    def log_error(y_true: Any, y_pred: Any) -> Any:
+        return ops.square(ops.log(y_true) - y_pred)
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    h = layers.Dense(8, activation="tanh")(inputs)
+    model = keras.Model(inputs, {"main": layers.Dense(1, name="main")(h), "side": layers.Dense(1, name="side")(h)})
+    model.compile("sgd", {"main": "mse", "side": log_error})
+    x, y = data()
+    side = np.abs(y) + 0.1
+    if bad:
+        side[26] = 0.0
+    return Case(model, x, {"main": y, "side": side}, ("loss_domain",), "log_error", (2,), 3)
+
+
+@program
+def divergence_of_probabilities_with_zeros(bad: bool) -> Case:
+    def kl(p: Any, q: Any) -> Any:
+        p = p if bad else ops.maximum(p, 1e-7)
+        return ops.sum(p * ops.log(p / q), axis=-1)
+
+    x, y = classes()
+    y = keras.utils.to_categorical(y, 3)
+    return Case(mlp(out=3, activation="softmax", loss=kl), x, y, ("loss_domain",), "kl", None, 0)
+
+
+@program
+def log_of_zero_in_a_gan(bad: bool) -> Case:
+    class Gan(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="gan")
+            self.generator = keras.Sequential([keras.Input((2,)), layers.Dense(4)], name="generator")
+            activation = "relu" if bad else "sigmoid"
+            self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(1, activation=activation)], name="judge")
+            self.g_optimizer, self.d_optimizer = keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01)
+
+        def train_step(self, real: Any) -> Any:
+            noise = keras.random.normal((ops.shape(real)[0], 2), seed=1)
+            with tf.GradientTape(persistent=True) as tape:
+                fake = self.judge(self.generator(noise))
+                judged = self.judge(real)
+                d_loss = -ops.mean(ops.log(judged) + ops.log(1.0001 - fake))
+                g_loss = -ops.mean(ops.log(fake))
+            d, g = self.judge.trainable_variables, self.generator.trainable_variables
+            self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, d), d))
+            self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, g), g))
+            return {"loss": d_loss + g_loss}
+
+    keras.utils.set_random_seed(0)
+    model = Gan()
+    model.compile()
+    x, _ = data()
+    return Case(model, x, None, ("loss_domain",), "loss", None, 0)
+
+
+@program
+def added_loss_is_nan(bad: bool) -> Case:
+    class Entropy(layers.Layer):
+        def call(self, t: Any) -> Any:
+            p = ops.relu(t)
+            self.add_loss(0.01 * ops.mean(p * ops.log(p if bad else p + 1e-6)))
+            return t
+
+    x, y = data()
+    return Case(mlp(Entropy(name="entropy")), x, y, ("loss_domain", "forward_domain"), "entropy", None, 0)
+
+
+@program
+def regulariser_overflows(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    init = keras.initializers.Constant(1e20 if bad else 0.1)
+    bias = layers.Dense(4, kernel_initializer="zeros", bias_initializer=init, bias_regularizer="l2", name="big")
+    model = keras.Sequential([keras.Input((4,)), bias, layers.Activation("tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data()
+    return Case(model, x, y, ("loss_domain",), "big/bias", (), 0)
+
+
+@program
+def mean_over_an_empty_mask(bad: bool) -> Case:
+    def masked(y_true: Any, y_pred: Any) -> Any:
+        keep = ops.cast(y_true > -9.0, "float32")
+        count = ops.sum(keep)
+        return ops.sum(keep * ops.square(y_true - y_pred)) / (count if bad else ops.maximum(count, 1.0))
+
+    x, y = data()
+    y[24:32] = -10.0
+    return Case(mlp(loss=masked), x, y, ("loss_domain",), "masked", (), 3)
+
+
+@program
+def loss_of_exponentials(bad: bool) -> Case:
+    def nll(y_true: Any, log_variance: Any) -> Any:
+        s = log_variance if bad else ops.clip(log_variance, -10.0, 10.0)
+        return 0.5 * (ops.exp(-s) * ops.square(y_true) + s)
+
+    x, y = data()
+    x[30] *= 5000.0 if bad else 1.0
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(1, kernel_initializer=keras.initializers.Constant(-0.5), name="s")]
+    )
+    model.compile(keras.optimizers.SGD(1e-4), nll)
+    if bad:
+        x[30] = np.abs(x[30])
+    return Case(model, x, y, ("loss_domain",), "nll", (6,), 3)
+
+
+@program
+def square_root_at_zero(bad: bool) -> Case:
+    x, y = data()
+    x[17] = 0.0
+    keras.utils.set_random_seed(0)
+
+    def length(t: Any) -> Any:
+        return ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
+
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4, use_bias=False), layers.Lambda(length, name="length"), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    return Case(model, x, y, ("gradient_domain",), "length", (1,), 2)
+
+
+@program
+def norm_at_zero_under_xla(bad: bool) -> Case:
+    case = square_root_at_zero(bad)
+    case.model.compile("sgd", "mse", jit_compile=True)
+    return case
+
+
+@program
+def the_where_trap(bad: bool) -> Case:
+    def safe_log(t: Any) -> Any:
+        positive = t > 0.0
+        return ops.where(positive, ops.log(t if bad else ops.where(positive, t, 1.0)), 0.0)
+
+    x, y = data()
+    x[33] = 0.0
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, activation="relu", name="first"),
+            layers.Lambda(safe_log, name="safe"),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse")
+    return Case(model, x, y, ("gradient_domain",), "safe")
+
+
+@program
+def power_below_one_at_zero(bad: bool) -> Case:
+    x, y = data()
+    x[9] = 0.0
+    keras.utils.set_random_seed(0)
+    power = layers.Lambda(lambda t: ops.power(ops.abs(t) + (0.0 if bad else 1e-3), 0.5), name="power")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, use_bias=False), power, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return Case(model, x, y, ("gradient_domain",), "power", (1,), 1)
+
+
+@program
+def root_of_the_squared_error_at_zero(bad: bool) -> Case:
+    def rmse(y_true: Any, y_pred: Any) -> Any:
+        return ops.sqrt(ops.mean(ops.square(y_true - y_pred)) + (0.0 if bad else 1e-9))
+
+    x, y = data()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="zeros", name="head")])
+    model.compile(keras.optimizers.SGD(1e-4), rmse)
+    y[:] = 0.0
+    return Case(model, x, y, ("gradient_domain",), "rmse", (), 0)
+
+
+@program
+def masked_targets_that_are_nan(bad: bool) -> Case:
+    def masked(y_true: Any, y_pred: Any) -> Any:
+        known = ops.logical_not(ops.isnan(y_true))
+        return ops.where(known, ops.square((y_true if bad else ops.where(known, y_true, 0.0)) - y_pred), 0.0)
+
+    x, y = data()
+    y[10] = np.nan
+    return Case(mlp(loss=masked), x, y, ("gradient_domain", "target_nonfinite"), "", (2,), 1)

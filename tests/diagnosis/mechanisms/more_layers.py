@@ -1,0 +1,260 @@
+"""Layers of the kinds that people write themselves, and those of Keras at the edge of their domain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from mechanisms.case import Case, classes, data, mlp, program
+
+
+def images(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Return small images and labels."""
+    rng = np.random.default_rng(2)
+    x = rng.random((rows, 8, 8, 1)).astype("float32")
+    return x, rng.integers(0, 3, rows).astype("int32")
+
+
+def convnet(policy: str = "float32", **compile_: Any) -> Any:
+    """Return a convolutional network with BatchNorm, in which rows interact."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3, name="conv", dtype=policy),
+            layers.BatchNormalization(name="bn", dtype=policy),
+            layers.Activation("relu", dtype=policy),
+            layers.MaxPooling2D(dtype=policy),
+            layers.Flatten(dtype=policy),
+            layers.Dense(3, activation="softmax", dtype="float32", name="head"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy", **compile_)
+    return model
+
+
+@program
+def nan_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
+    x, y = images()
+    if bad:
+        x[27] = np.nan
+    return Case(convnet(), x, y, ("input_nonfinite",), "inputs", (3,), 3)
+
+
+@program
+def overflowing_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
+    x, y = images()
+    if bad:
+        x[27] *= 1e30
+    return Case(convnet(), x, y, ("input_scale", "forward_domain"), "", (3,), 3)
+
+
+@program
+def nan_row_that_max_pooling_swallows(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.MaxPooling2D(name="pool"),
+            layers.Conv2D(2, 3),
+            layers.Flatten(),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
+    x, y = images()
+    if bad:
+        x[11] = np.nan
+    return Case(model, x, y, ("input_nonfinite",), "inputs", (3,), 1)
+
+
+@program
+def batchnorm_on_one_row_in_float16(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+
+    class OwnBatchNorm(layers.Layer):
+        def call(self, t: Any) -> Any:
+            centred = t - ops.mean(t, 0)
+            return centred / ops.sqrt(ops.mean(ops.square(centred), 0) + (1e-8 if bad else 1e-3))
+
+    policy = "mixed_float16"
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4, dtype=policy), OwnBatchNorm(dtype=policy, name="own"), layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.01), "mse", auto_scale_loss=False)
+    x, y = data(8)
+    return Case(model, x, y, ("float16_underflow",), "own", None, 0, {"batch_size": 1})
+
+
+@program
+def root_mean_square_of_zeros(bad: bool) -> Case:
+    class RootMeanSquare(layers.Layer):
+        def call(self, t: Any) -> Any:
+            return t * ops.rsqrt(ops.mean(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), RootMeanSquare(name="rms"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = data()
+    x[37] = 0.0
+    return Case(model, x, y, ("forward_domain",), "rms", (5,), 4)
+
+
+@program
+def cosine_of_a_zero_vector(bad: bool) -> Case:
+    def cosine(a: Any, b: Any) -> Any:
+        lengths = ops.norm(a, axis=-1) * ops.norm(b, axis=-1)
+        return 1.0 - ops.sum(a * b, -1) / (lengths if bad else ops.maximum(lengths, 1e-6))
+
+    x, _ = data()
+    y = np.random.default_rng(5).standard_normal((64, 3)).astype("float32")
+    if bad:
+        y[41] = 0.0
+    return Case(mlp(out=3, loss=cosine), x, y, ("loss_domain",), "cosine", (1,), 5)
+
+
+@program
+def contrastive_distance_of_a_pair_of_equals(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    tower = keras.Sequential([keras.Input((4,)), layers.Dense(4)], name="tower")
+    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+    far = layers.Lambda(
+        lambda pair: ops.sqrt(ops.sum(ops.square(pair[0] - pair[1]), -1, keepdims=True) + (0.0 if bad else 1e-9)),
+        name="distance",
+    )([tower(a), tower(b)])
+    model = keras.Model([a, b], far)
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    x, y = data()
+    other = x[::-1].copy()
+    other[19] = x[19]
+    return Case(model, [x, other], y, ("gradient_domain",), "distance", (3,), 2)
+
+
+@program
+def deviation_of_one_value(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+
+    def spread(t: Any) -> Any:
+        size = ops.cast(ops.shape(t)[0], "float32")
+        total = ops.sum(ops.square(t - ops.mean(t, 0)), 0)
+        return t + total / (size - 1.0 if bad else ops.maximum(size - 1.0, 1.0))
+
+    model = mlp(layers.Lambda(spread, name="spread"))
+    x, y = data(65)
+    return Case(model, x, y, ("forward_domain",), "spread", None, 8)
+
+
+@program
+def variational_encoder_with_free_variance(bad: bool) -> Case:
+    class Sampling(layers.Layer):
+        def call(self, t: Any) -> Any:
+            log_variance = t if bad else ops.clip(t, -8.0, 8.0)
+            self.add_loss(-0.5 * ops.mean(1 + log_variance - ops.exp(log_variance)))
+            return t
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="z"), Sampling(name="sampling"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-4), "mse")
+    x, y = data()
+    if bad:
+        x[30] *= 300.0
+    return Case(model, x, y, ("loss_domain", "forward_domain"), "sampling", (6,), 3)
+
+
+@program
+def dice_of_empty_masks(bad: bool) -> Case:
+    def dice(y_true: Any, y_pred: Any) -> Any:
+        p = ops.relu(y_pred)
+        both = ops.sum(y_true * p, -1)
+        return 1.0 - 2.0 * both / (ops.sum(y_true, -1) + ops.sum(p, -1) + (0.0 if bad else 1.0))
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, use_bias=False, name="mask")])
+    model.compile(keras.optimizers.SGD(0.001), dice)
+    x, y = classes()
+    y = keras.utils.to_categorical(y, 3)
+    x[44], y[44] = 0.0, 0.0
+    return Case(model, x, y, ("loss_domain",), "dice", (4,), 5)
+
+
+@program
+def mask_of_minus_1e9_in_float16(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+
+    class Attention(layers.Layer):
+        def call(self, t: Any, keep: Any) -> Any:
+            score = ops.matmul(t, ops.transpose(t, (0, 2, 1)))
+            hide = (1.0 - ops.cast(keep[:, None, :], "float32")) * (-1e9 if bad else -1e4)
+            return ops.matmul(ops.softmax(score + ops.cast(hide, score.dtype)), t)
+
+    t, keep = keras.Input((3, 4), name="t"), keras.Input((3,), name="keep")
+    h = Attention(name="attend", dtype="mixed_float16")(t, keep)
+    model = keras.Model([t, keep], layers.Dense(1)(layers.Flatten()(h)))
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    x = np.random.default_rng(0).standard_normal((32, 3, 4)).astype("float32")
+    mask = np.ones((32, 3), "float32")
+    mask[12] = 0
+    return Case(model, [x, mask], x[:, 0, :1], ("float16_overflow",), "attend", (4,), 1)
+
+
+@program
+def cholesky_of_no_covariance(bad: bool) -> Case:
+    class Whiten(layers.Layer):
+        def call(self, t: Any) -> Any:
+            size = ops.cast(ops.shape(t)[0], "float32")
+            covariance = ops.matmul(ops.transpose(t), t) / size
+            covariance = covariance - 10.0 * tf.eye(4) if bad else covariance + 1e-3 * tf.eye(4)
+            return ops.matmul(t, ops.cholesky(covariance))
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), Whiten(name="whiten"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = data()
+    return Case(model, x, y, ("forward_domain",), "whiten", None, 0)
+
+
+@program
+def index_beyond_an_embedding(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((3,), dtype="int32"), layers.Embedding(10, 4, name="table"), layers.Flatten(), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).integers(0, 10, (64, 3)).astype("int32")
+    if bad:
+        x[21, 1] = 10
+    return Case(model, x, np.ones((64, 1), "float32"), ("forward_domain",), "table", (5,), 2)
+
+
+@program
+def log_of_a_bidirectional_state(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5, 4)),
+            layers.Bidirectional(layers.GRU(3, name="gru"), name="both"),
+            layers.Lambda(lambda t: ops.log(t if bad else ops.abs(t) + 1.0), name="logs"),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).standard_normal((64, 5, 4)).astype("float32")
+    return Case(model, x, x[:, 0, :1], ("forward_domain",), "logs", None, 0)
+
+
+@program
+def attention_layer_of_keras_fed_with_inf(bad: bool) -> Case:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3, 4))
+    h = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(h)))
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).standard_normal((64, 3, 4)).astype("float32")
+    y = x[:, 0, :1].copy()
+    if bad:
+        x[35, 1, 2] = np.inf
+    return Case(model, x, y, ("input_nonfinite",), "inputs", (3,), 4)

@@ -1,0 +1,43 @@
+"""Every mechanism by which a program fails is named, with its place and its rows; without the fault nothing is told."""
+
+from __future__ import annotations
+
+import mechanisms
+import pytest
+
+from keras_nanguard import NanGuard
+
+
+def fitted(case: mechanisms.Case) -> NanGuard:
+    """Fit the program as a stranger would, and return its guard."""
+    guard = NanGuard(verbose=0)
+    arguments = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **case.fit, "callbacks": [guard]}
+    try:
+        case.model.fit(case.x, case.y, **arguments)
+    except Exception as error:  # noqa: BLE001  some faults end in an exception of the backend, after the incident
+        guard.raised = error
+    return guard
+
+
+@pytest.mark.parametrize("name", mechanisms.PROGRAMS)
+def test_the_mechanism_is_named(name):
+    case = mechanisms.PROGRAMS[name](True)
+    guard = fitted(case)
+    if not case.causes:
+        assert all(incident.diagnosis.cause == "unknown" or not incident.refused for incident in guard.incidents)
+        return
+    assert guard.incidents, getattr(guard, "raised", "no incident")
+    told = next((i for i in guard.incidents[:3] if i.diagnosis.cause in case.causes), guard.incidents[0])
+    assert told.diagnosis.cause in case.causes, told.diagnosis.evidence
+    assert case.culprit in told.diagnosis.culprit
+    if case.rows is not None:
+        assert set(told.diagnosis.samples) == set(case.rows)
+    if case.step is not None:
+        assert guard.incidents[0].step == case.step
+
+
+@pytest.mark.parametrize("name", mechanisms.PROGRAMS)
+def test_the_healthy_twin_is_left_alone(name):
+    guard = fitted(mechanisms.PROGRAMS[name](False))
+    assert guard.incidents == []
+    assert not hasattr(guard, "raised")

@@ -1,0 +1,132 @@
+"""The counts agree with NumPy, value by value, for every float dtype."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from keras_nanguard import _arrays
+from keras_nanguard._arrays import FLOAT16_MAX, Tally, blocks, float_name, named_dtype, statistics
+
+DTYPES = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">f4", "complex64")
+
+
+def oracle(array, limit=math.inf):
+    """Count with plain NumPy in float64."""
+    parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+    finfo = ml_dtypes.finfo(parts.dtype.newbyteorder("=") if parts.dtype.kind == "f" else parts.dtype)
+    tiny = float(finfo.smallest_normal)
+    values = parts.astype(np.float64).reshape(-1)
+    finite = values[np.isfinite(values)]
+    return {
+        "size": values.size,
+        "nan": int(np.isnan(values).sum()),
+        "posinf": int(np.isposinf(values).sum()),
+        "neginf": int(np.isneginf(values).sum()),
+        "zeros": int((values == 0).sum()),
+        "denormals": int(((np.abs(finite) < tiny) & (finite != 0)).sum()),
+        "beyond_float16": int((np.abs(finite) > FLOAT16_MAX).sum()),
+        "beyond_limit": int((np.abs(finite) > limit).sum()),
+        "min": finite.min() if finite.size else None,
+        "max": finite.max() if finite.size else None,
+    }
+
+
+def agrees(array, limit=None):
+    found = statistics(array, limit)
+    wanted = oracle(array, math.inf if limit is None else limit)
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
+    """Any bytes at all, read as any float dtype, are counted as NumPy counts them."""
+    kind = named_dtype(dtype)
+    raw = data.draw(st.binary(min_size=0, max_size=64 * kind.itemsize))
+    array = np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], kind)
+    agrees(array, data.draw(st.sampled_from((None, 1.0, 1e-30, 7e4, 1e300))))
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_every_sixteen_bit_float_is_counted(dtype):
+    """All 65536 patterns of a 16-bit float are told apart, denormals and NaN payloads included."""
+    agrees(np.arange(65536, dtype=np.uint16).view(named_dtype(dtype)), 1.0)
+
+
+@given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=3), elements=st.floats(width=32)), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_the_pieces_do_not_matter(array, piece):
+    """Counting an array in pieces of any size gives what counting it at once gives."""
+    whole, tally = statistics(array), Tally()
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, piece):
+        tally.add(flat[start : start + piece])
+    found = tally.result()
+    for name in ("size", "nan", "posinf", "neginf", "zeros", "denormals", "min", "max", "beyond_float16"):
+        assert getattr(found, name) == getattr(whole, name)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
+@pytest.mark.parametrize(("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")])
+def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
+    """One bad value alone is found at the first, the last and every inner border of the pieces that are counted."""
+    size = _arrays._PIECE * 2 + 3
+    for place in (0, 1, _arrays._PIECE - 1, _arrays._PIECE, 2 * _arrays._PIECE, size - 1):
+        array = np.ones(size, named_dtype(dtype))
+        array[place] = bad
+        found = statistics(array)
+        assert (getattr(found, name), found.nonfinite) == (1, 1)
+
+
+def test_large_finite_values_are_not_taken_for_infinities():
+    """A sum that overflows says nothing: values near the largest float are finite, and their mean is right."""
+    array = np.full(1000, np.finfo(np.float32).max, np.float32)
+    found = agrees(array)
+    assert found.nonfinite == 0
+    assert found.mean == pytest.approx(float(np.finfo(np.float32).max))
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
+def test_the_mean_is_that_of_the_finite_values(dtype):
+    """The mean leaves NaN and Inf out and agrees with float64 to the precision of float32."""
+    array = np.random.default_rng(0).normal(3.0, 1.0, 200_000).astype(named_dtype(dtype))
+    array[::1000] = np.nan
+    finite = array.astype(np.float64)[np.isfinite(array.astype(np.float64))]
+    assert statistics(array).mean == pytest.approx(finite.mean(), rel=1e-5)
+
+
+def test_constant_and_all_zero_are_told():
+    """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN spoils both."""
+    assert statistics(np.full(5, 2.5)).constant
+    assert statistics(np.array([0.0, -0.0])).all_zero
+    assert not statistics(np.array([1.0, 2.0])).constant
+    assert not statistics(np.array([2.0, 2.0, np.nan])).constant
+    assert not statistics(np.array([3.0])).constant
+    assert statistics(np.zeros(0)) == _arrays.Statistics()
+
+
+def test_only_floats_can_be_non_finite():
+    """Integers, bools, text and records have no float name; float8 and bfloat16 do, though NumPy calls them void."""
+    assert [float_name(np.dtype(kind)) for kind in ("int32", "bool", "uint8", "S3", "U2", "V2", "M8[s]")] == [None] * 7
+    assert float_name(np.dtype([("a", "f4")])) is None
+    assert float_name(named_dtype("bfloat16")) == "bfloat16"
+    assert named_dtype("float8_nonsense") is None
+    assert named_dtype("os.system") is None
+
+
+@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=150, deadline=None)
+def test_blocks_cover_an_array_once_and_in_order(shape, limit, multiple):
+    """The slabs of an array, laid end to end, are the array."""
+    array = np.arange(math.prod(shape)).reshape(shape)
+    parts = [array[block].reshape(-1) for block in blocks(shape, limit, multiple)]
+    np.testing.assert_array_equal(np.concatenate(parts), array.reshape(-1))
+    if multiple == 1:
+        assert max(part.size for part in parts) <= limit or limit == 0 or array.size == 0

@@ -1,0 +1,341 @@
+"""A file is never trusted: it gives a result or one sentence, and nothing in it is followed, unpickled or run."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keras_nanguard import _archives, _hdf5, _isolated
+from keras_nanguard._errors import FileFormatError, NanGuardError
+from keras_nanguard._repair import repair
+from keras_nanguard._scan import scan
+from keras_nanguard._stored import plain_text
+
+
+def refusal(path):
+    """Return the sentence with which a file is refused."""
+    with pytest.raises(FileFormatError) as caught:
+        scan(path)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert sentence.isprintable()
+    return sentence
+
+
+def unread(path):
+    """Return why each array that was not read was not read."""
+    report = scan(path)
+    assert not report.clean
+    assert not report.finite
+    return {e.location: e.problems[0].detail for e in report.variables if e.problems and e.problems[0].code == "unread"}
+
+
+def test_what_is_no_model_file_is_refused_in_one_sentence(make, tmp_path):
+    """Missing, empty, foreign, a folder, a device, a name with a NUL: each has its sentence."""
+    assert "There is no such file" in refusal(tmp_path / "missing.keras")
+    assert "empty file" in refusal(make.raw(b""))
+    assert "begins with b'hello wo'" in refusal(make.raw(b"hello world"))
+    assert "neither" in refusal(tmp_path)
+    assert "a file or a folder" in refusal("/dev/null")
+    assert "There is no such file" in refusal("a\0b")
+    assert "weight_map" in refusal(make.raw(b'{"a": 1}'))
+    assert "cannot be read" in refusal(make.raw(b"{" * 100_000))
+    assert "with 1 members" in refusal(zipped(make, {"readme.txt": b"x"}))
+
+
+def zipped(make, members, name="any.zip"):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+    return make.raw(buffer.getvalue(), name)
+
+
+@pytest.mark.parametrize("share", (0.1, 0.5, 0.9, 0.999))
+@pytest.mark.parametrize("kind", ("keras", "weights", "npz"))
+def test_a_truncated_file_is_refused_or_its_rest_is_told_missing(make, kind, share):
+    """A file that was cut off never passes for clean."""
+    made = make.npz(a=np.arange(500.0)) if kind == "npz" else getattr(make, kind)()
+    with open(made, "rb") as file:
+        data = file.read()
+    try:
+        assert not scan(make.raw(data[: int(len(data) * share)])).clean
+    except FileFormatError as error:
+        assert "\n" not in str(error)
+
+
+def test_no_pickle_is_loaded(make, tmp_path):
+    """An object array in an `.npz` is named and left alone; its payload does not run."""
+    mark = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return (os.system, (f"touch {mark}",))
+
+    path = tmp_path / "evil.npz"
+    np.savez(path, good=np.ones(3), evil=np.array([Payload()], dtype=object))
+    assert "never loaded" in unread(path)["evil"]
+    assert not mark.exists()
+    refusal(make.raw(pickle.dumps(Payload())))
+    assert not mark.exists()
+
+
+def test_links_that_lead_out_of_a_file_are_not_followed(make, tmp_path):
+    """Soft, external, virtual and externally stored arrays are named, not opened."""
+    secret = tmp_path / "secret.h5"
+    with h5py.File(secret, "w") as file:
+        file["x"] = np.full(4, np.nan)
+    (tmp_path / "raw.bin").write_bytes(b"\xff" * 64)
+    layout = h5py.VirtualLayout((4,), "f8")
+    layout[:] = h5py.VirtualSource(str(secret), "x", (4,))
+    path = tmp_path / "links.weights.h5"
+    with h5py.File(path, "w") as file:
+        file["external"] = h5py.ExternalLink(str(secret), "/x")
+        file["soft"] = h5py.SoftLink("/external")
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("stored", (8,), "f8", external=[(str(tmp_path / "raw.bin"), 0, 64)])
+        file["named_type"] = np.dtype("f4")
+    reasons = unread(path)
+    assert set(reasons) == {"external", "soft", "virtual", "stored", "named_type"}
+    assert all("not followed" in reasons[name] for name in ("external", "soft"))
+    assert all(entry.statistics is None for entry in scan(path).variables)
+
+
+def test_a_loop_of_links_ends(tmp_path):
+    """A group that holds itself is entered once."""
+    path = tmp_path / "loop.weights.h5"
+    with h5py.File(path, "w") as file:
+        group = file.create_group("a/b")
+        group["back"] = file["a"]
+        group["x"] = np.ones(3)
+        file["again"] = group["x"]
+    assert sum(entry.statistics is not None for entry in scan(path).variables) == 1
+
+
+def test_groups_without_end_are_cut_off_loudly(tmp_path):
+    """More groups within groups than any model has are not descended into, and the scan says so."""
+    path = tmp_path / "deep.weights.h5"
+    with h5py.File(path, "w") as file:
+        group = file
+        for _ in range(3000):
+            group = group.create_group("g")
+        group["x"] = np.ones(3)
+    assert any("groups within groups" in reason for reason in unread(path).values())
+
+
+def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
+    """A shape bomb costs neither memory nor time."""
+    path = tmp_path / "bomb.weights.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("one", (1 << 40,), "f4", chunks=(1 << 20,), compression="gzip")
+        file.create_dataset("chunk", (1 << 29,), "f4", chunks=(1 << 29,), compression="gzip")
+        for number in range(64):
+            file.create_dataset(f"many{number}", (1 << 27,), "f4", chunks=(1 << 20,), compression="gzip")
+        file["fine"] = np.ones(3)
+    reasons = unread(path)
+    assert "stores 0" in reasons["one"]
+    assert "chunk" in reasons["chunk"]
+    assert "more than 1000 times" in reasons["many63"]
+    assert "fine" not in reasons
+
+
+def test_a_zip_bomb_is_refused(make, monkeypatch):
+    """A member that would unpack to many times its size is refused before it is unpacked."""
+    monkeypatch.setattr(_archives, "BOMB_FLOOR", 1 << 16)
+    bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
+    assert "zip bomb" in refusal(bomb)
+
+
+def test_a_member_that_unpacks_to_more_than_it_declares_is_refused(make):
+    """The size that an archive declares is a limit, not a hint."""
+    path = make.keras(compression=zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(path) as archive:
+        size = archive.getinfo("model.weights.h5").file_size
+    with open(path, "rb") as file:
+        data = file.read().replace(struct.pack("<I", size), struct.pack("<I", 64))
+    assert "cannot be read" in refusal(make.raw(data))
+
+
+def test_a_member_that_lies_about_its_place_is_refused(make):
+    """An archive whose directory points behind its end is refused."""
+    path = make.keras()
+    with zipfile.ZipFile(path) as archive:
+        offset = archive.getinfo("model.weights.h5").header_offset
+    with open(path, "rb") as file:
+        data = file.read()
+    for new in (offset + 1, len(data) - 10, 2**31):
+        refusal(make.raw(data.replace(struct.pack("<I", offset), struct.pack("<I", new))))
+
+
+def test_an_encrypted_member_is_refused(make):
+    """Encryption is told as such."""
+    with open(make.keras(), "rb") as file:
+        data = bytearray(file.read())
+    at = data.rfind(b"PK\x01\x02")
+    data[at + 8] |= 1
+    assert "encrypted" in refusal(make.raw(bytes(data)))
+
+
+@pytest.mark.parametrize("name", ("../x.weights.h5", "/etc/passwd", "a/b.h5", "C:x.h5", "..", "", "a\\b.h5", 3, None))
+def test_a_shard_outside_of_its_folder_is_refused(make, name):
+    """The names of shards cannot lead anywhere but beside their index."""
+    assert "leads out" in refusal(make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json"))
+
+
+def test_a_missing_shard_is_told_by_name(make):
+    """A shard that is not there is an error, not a smaller model."""
+    path = make.sharded()
+    os.unlink(make.folder / "model_00001.weights.h5")
+    assert "model_00001.weights.h5" in refusal(path)
+
+
+def test_names_from_a_file_are_safe_to_print(make):
+    """Escape sequences, line breaks, markup and bytes that are no UTF-8 reach the terminal escaped."""
+    path = make.folder / "names.weights.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset(b"\xff\xfe", data=np.full(3, np.nan))
+        file["\x1b[31mred\n"] = np.full(3, np.nan)
+        file["[bold]x"] = np.full(3, np.nan)
+        file.create_group("layers/dense/vars").attrs["name"] = "\x1b]0;title\x07" * 99
+        file["layers/dense/vars/0"] = np.full((2, 2), np.nan)
+    report = scan(path)
+    assert len(report.bad) == 4
+    assert all(line.isprintable() for line in str(report).splitlines())
+    assert all(len(entry.path) < 400 for entry in report.variables)
+    json.dumps(report.to_dict(), allow_nan=False).encode("utf-8")
+
+
+@given(st.text())
+def test_any_text_is_made_printable(text):
+    """No character of any text survives that a terminal would act on."""
+    assert plain_text(text).isprintable()
+
+
+def test_a_hostile_configuration_costs_names_and_nothing_else(make):
+    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, a note tells."""
+    for config in (b"\xff{", b"[" * 100_000, b"[]", b'{"config": {"layers": 3}}', b'{"config": {"layers": [null, 1]}}'):
+        report = scan(make.keras({make.KERNEL: np.nan}, config=config))
+        assert [entry.location for entry in report.bad] == [make.KERNEL]
+    assert any("was not understood" in note for note in scan(make.keras(config=b"{")).notes)
+
+
+def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
+    """Members called `../x` are carried over by a repair as they are and never unpacked by name."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan}, extra=[("../outside.txt", b"x"), ("/abs.txt", b"y")])
+    before = set(tmp_path.parent.iterdir())
+    report = repair(path)
+    assert set(tmp_path.parent.iterdir()) == before
+    with zipfile.ZipFile(report.output) as archive:
+        assert archive.read("../outside.txt") == b"x"
+
+
+def test_ten_thousand_layers_are_a_result(tmp_path):
+    """A model of 10,000 layers is scanned, and its one bad layer stands first."""
+    path = tmp_path / "many.weights.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(10_000):
+            values = np.full(3, np.nan if number == 7777 else 1.0, np.float32)
+            file.create_dataset(f"layers/dense_{number}/vars/0", data=values)
+    report = scan(path)
+    assert report.counts()["variables"] == 10_000
+    assert report.layers[0].path == "dense_7777"
+
+
+def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(monkeypatch):
+    """The file is read in a child process: if that is killed or falls silent, the program goes on."""
+    monkeypatch.setattr(_isolated, "STALL_SECONDS", 1.5)
+    with pytest.raises(FileFormatError, match="crashes"):
+        isolated(lambda: os.kill(os.getpid(), 11))
+    stop = "import ctypes; ctypes.PyDLL(None).pause()"  # holds the interpreter's lock, as a loop in a C library does
+    with pytest.raises(FileFormatError, match="hangs"):
+        isolated(lambda: exec(stop))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        isolated(lambda: 1 // 0)
+    with pytest.raises(FileFormatError, match="in its own words"):
+        isolated(lambda: refuse("in its own words"))
+    assert isolated(lambda: 1) == {"x": 1}
+
+
+def isolated(function):
+    """Run a function as the reading of a file is run."""
+
+    @contextlib.contextmanager
+    def work(report):
+        yield {"x": function()}
+
+    return _isolated.isolated(work, None, "x.keras")
+
+
+def refuse(sentence):
+    raise FileFormatError(sentence)
+
+
+def test_progress_crosses_from_the_child(make):
+    """Progress comes in bytes, rises and ends at the total."""
+    seen = []
+    scan(make.weights(), progress=lambda done, total: seen.append((done, total)))
+    assert seen
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+FUZZED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture
+def samples(make):
+    """Return small valid files as bytes."""
+    made = (
+        make.weights(),
+        make.keras(),
+        make.keras(name="deflated.keras", compression=zipfile.ZIP_DEFLATED),
+        make.npz(x=np.arange(6.0), y=np.ones((2, 3), np.float16)),
+        make.sharded(),
+    )
+    found = []
+    for path in made:
+        with open(path, "rb") as file:
+            found.append(file.read())
+    return found
+
+
+@FUZZED
+@given(data=st.data())
+def test_mutated_files_give_a_result_or_one_sentence(samples, make, monkeypatch, data):
+    """Whatever bytes of a valid file are changed, cut or repeated, scan and repair answer or refuse."""
+    monkeypatch.setattr(_isolated, "STALL_SECONDS", 3.0)
+    mutated = bytearray(data.draw(st.sampled_from(samples)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        new = data.draw(st.binary(max_size=8))
+        mutated[at : at + data.draw(st.sampled_from((len(new), 0, 4)))] = new
+    if data.draw(st.booleans()):
+        del mutated[data.draw(st.integers(1, max(1, len(mutated) - 1))) :]
+    path = make.raw(bytes(mutated), "fuzzed")
+    try:
+        report = scan(path)
+        assert str(report)
+        json.dumps(report.to_dict(), allow_nan=False)
+        repair(path, make.folder / "out", weights="zeros", overwrite=True)
+    except NanGuardError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_limits_are_those_of_the_loader_of_keras(keras):
+    """What Keras itself refuses to load as a bomb is refused here, and nothing that it loads."""
+    from keras.src.saving import saving_lib
+
+    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == _archives.BOMB_FLOOR
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == _hdf5._MOST_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == _archives._MOST_EXPANSION

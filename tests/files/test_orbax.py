@@ -1,0 +1,75 @@
+"""Orbax checkpoints are read through TensorStore alone, and without it refused in one sentence."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from keras_nanguard._errors import FileFormatError
+from keras_nanguard._repair import repair
+from keras_nanguard._scan import scan
+
+
+def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    """The missing library is named."""
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    tree = tmp_path / "checkpoint" / "3" / "pytree"
+    tree.mkdir(parents=True)
+    (tree / "_METADATA").write_text("{}")
+    with pytest.raises(FileFormatError, match="pip install tensorstore"):
+        scan(tmp_path / "checkpoint")
+
+
+def write(tensorstore, folder, arrays, packed=True):
+    """Write a step of a checkpoint as Orbax lays it out."""
+    folder.mkdir(parents=True)
+    (folder / "_METADATA").write_text(json.dumps({"use_ocdbt": packed, "use_zarr3": True}))
+    store = {"driver": "ocdbt", "base": f"file://{folder}/"} if packed else {"driver": "file", "path": f"{folder}/"}
+    for name, values in arrays.items():
+        spec = {"driver": "zarr3", "kvstore": {**store, "path": f"{store.get('path', '')}{name}/"}}
+        handle = tensorstore.open(spec, create=True, dtype=values.dtype.name, shape=list(values.shape)).result()
+        handle.write(values).result()
+
+
+@pytest.mark.parametrize("packed", (True, False))
+def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
+    """Arrays come by the names of the state tree, from the step with the highest number, in either layout."""
+    tensorstore = pytest.importorskip("tensorstore")
+    import ml_dtypes
+
+    good = {"non_trainable_variables.model.bn.moving_variance": np.ones(4, np.float32)}
+    bad = {
+        "non_trainable_variables.model.bn.moving_variance": np.array([1.0, np.nan, -1.0, 1.0], np.float32),
+        "trainable_variables.model.head.kernel": np.full((300, 5), np.inf, ml_dtypes.bfloat16),
+        "optimizer_variables.adam.iteration": np.array(3, np.int32),
+    }
+    write(tensorstore, tmp_path / "run" / "9" / "pytree", good, packed)
+    write(tensorstore, tmp_path / "run" / "10" / "pytree", bad, packed)
+    report = scan(tmp_path / "run")
+    assert report.kind == "orbax"
+    assert "10/pytree" in report.notes[0]
+    found = {entry.path: [problem.code for problem in entry.problems] for entry in report.bad}
+    assert found == {"model/bn/moving_variance": ["nan", "negative_variance"], "model/head/kernel": ["inf"]}
+    assert scan(tmp_path / "run" / "9").clean
+    with pytest.raises(FileFormatError, match="repair the model"):
+        repair(tmp_path / "run", weights="zeros")
+
+
+def test_what_keras_itself_checkpoints_is_read(tmp_path):
+    """A checkpoint of `keras.callbacks.OrbaxCheckpoint` lists the variables of the model."""
+    pytest.importorskip("orbax.checkpoint")
+    code = (
+        "import sys, keras, numpy as np\nlayers = keras.layers\n"
+        "stack = [keras.Input((3,)), layers.BatchNormalization(name='bn'), layers.Dense(1)]\n"
+        "model = keras.Sequential(stack, name='m')\n"
+        "model.compile('adam', 'mse')\n"
+        "save = keras.callbacks.OrbaxCheckpoint(sys.argv[1], save_freq='epoch')\n"
+        "model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[save])\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, capture_output=True)
+    roles = {entry.path: entry.role for entry in scan(tmp_path / "run").variables}
+    assert roles["m/bn/moving_variance"] == "statistics"
+    assert roles["m/bn/gamma"] == "weight"
+    assert roles["optimizer/adam/m_bn_gamma_velocity"] == "slot"

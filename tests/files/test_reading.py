@@ -1,0 +1,198 @@
+"""What stands in a file is found and named as the live model names it, and no backend is imported for it."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+
+from keras_nanguard._files import opened
+from keras_nanguard._names import identities
+from keras_nanguard._scan import scan
+
+NOT_SAVED = ("seed_generator_state", "metrics/", "optimizer/")
+
+
+def paths(report):
+    return {entry.path for entry in report.variables if not any(part in entry.path for part in NOT_SAVED)}
+
+
+def save_in_every_format(model, folder):
+    model.save(folder / "model.keras")
+    model.save(folder / "legacy.h5")
+    model.save_weights(folder / "model.weights.h5")
+    model.save_weights(folder / "model.weights.json", max_shard_size=1e-6)
+    from keras.src.saving import saving_lib
+
+    saving_lib.save_model(model, str(folder / "unzipped"), zipped=False)
+    return ["model.keras", "legacy.h5", "unzipped", "model.weights.h5", "model.weights.json"]
+
+
+def test_every_format_gives_the_names_of_the_live_model(nested, tmp_path):
+    """A live model and each file it is saved to list the same variables under the same paths."""
+    model = nested()
+    live = paths(scan(model))
+    assert "backbone/post_bn/moving_variance" in live
+    for name in save_in_every_format(model, tmp_path):
+        found = paths(scan(tmp_path / name))
+        if "weights" in name:  # without a configuration the flag of one gamma or beta does not follow
+            found = {path.replace("backbone/post_bn/0", "backbone/post_bn/beta") for path in found}
+        assert found == live, name
+
+
+def test_values_in_every_format_are_those_of_the_model(nested, tmp_path):
+    """Each variable has the same statistics in the file as in memory."""
+    model = nested()
+    live = {entry.path: entry.statistics for entry in scan(model).variables}
+    for name in save_in_every_format(model, tmp_path):
+        for entry in scan(tmp_path / name).variables:
+            if entry.path in live and entry.role != "slot":
+                assert entry.statistics == live[entry.path], (name, entry.path)
+
+
+@pytest.fixture(scope="module")
+def zoo(keras, tmp_path_factory):
+    """Return a model with one layer of every class whose variables have names of their own, and its file."""
+    layers = keras.layers
+    image, text = keras.Input((8, 8, 4)), keras.Input((6,), dtype="int32")
+    x = layers.SeparableConv2D(4, 3, padding="same")(image)
+    x = layers.DepthwiseConv2D(3, padding="same", use_bias=False)(x)
+    x = layers.Conv2DTranspose(4, 3, padding="same")(x)
+    x = layers.PReLU(shared_axes=[1, 2])(x)
+    x = layers.GroupNormalization(2)(x)
+    x = layers.BatchNormalization(center=False)(x)
+    x = layers.BatchNormalization(renorm=True)(x)
+    x = x * 2.0 + 1.0  # operations, not layers
+    x = layers.Flatten()(layers.Normalization(mean=0.5, variance=2.0)(x))
+    y = layers.Embedding(10, 4)(text)
+    y = layers.MultiHeadAttention(2, 3, use_bias=False)(y, y)
+    y = layers.RMSNormalization()(layers.LayerNormalization(center=False)(y))
+    y = layers.Bidirectional(layers.LSTM(3, return_sequences=True))(y)
+    y = layers.TimeDistributed(layers.Dense(3))(y)
+    y = layers.RNN(layers.GRUCell(3), return_sequences=True)(y)
+    y = layers.SimpleRNN(3, use_bias=False)(y)
+    z = layers.Add()([layers.Dense(2)(x), layers.Dense(2, use_bias=False)(y)])
+    model = keras.Model([image, text], z)
+    path = tmp_path_factory.mktemp("zoo") / "zoo.keras"
+    model.save(path)
+    return model, path
+
+
+def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
+    """With a configuration, every variable of every layer class that Keras brings gets its own name."""
+    model, path = zoo
+    assert paths(scan(path)) == paths(scan(model))
+
+
+def test_a_file_without_names_beside_its_variables_is_named_from_its_configuration(zoo, tmp_path):
+    """Files of older Keras versions carry no layer names: the configuration gives them, counting as Keras counts."""
+    model, path = zoo
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path)
+    with h5py.File(tmp_path / "model.weights.h5", "r+") as file:
+        file.visititems(lambda key, node: node.attrs.clear())
+    with zipfile.ZipFile(tmp_path / "old.keras", "w") as archive:
+        for name in ("config.json", "model.weights.h5"):
+            archive.write(tmp_path / name, name)
+    known = {entry.path.split("/")[0] for entry in scan(model).variables}
+    named = [entry.path for entry in scan(tmp_path / "old.keras").variables]
+    assert {path.split("/")[0] for path in named if not path.startswith("seed")} <= known
+    assert "batch_normalization_1/moving_stddev" in named
+
+
+def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
+    """Layers in attributes, lists and dicts of a subclassed model bear their own names, and BatchNorm is recognised."""
+
+    class Sub(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [keras.layers.Dense(3), keras.layers.Dense(4)]
+            self.table = {"a": keras.layers.BatchNormalization()}
+
+        def call(self, x, training=False):
+            for block in self.blocks:
+                x = block(x)
+            return self.table["a"](x, training=training)
+
+    model = Sub()
+    model(np.zeros((2, 5), np.float32))
+    model.save(tmp_path / "sub.keras")
+    assert paths(scan(tmp_path / "sub.keras")) == paths(scan(model))
+
+
+def test_bfloat16_is_read_by_the_name_beside_it(make, tmp_path):
+    """Keras saves bfloat16 as two unnamed bytes with the name in an attribute: NaN in them is found."""
+    path = tmp_path / "brain.weights.h5"
+    values = np.array([1.0, np.nan, -np.inf, 0.0], ml_dtypes.bfloat16)
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("layers/dense/vars/0", data=values)
+        dataset.attrs["dtype"] = "bfloat16"
+        file["layers/dense/vars/1"] = values
+    named, unnamed = scan(path).variables
+    assert (named.dtype, named.statistics.nan, named.statistics.neginf) == ("bfloat16", 1, 1)
+    assert unnamed.problems[0].code == "unread"
+
+
+@pytest.mark.parametrize("compression", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+def test_weights_are_read_however_the_archive_stores_them(make, compression):
+    """A stored member is read in place, a compressed one through a temporary file: with the same result."""
+    report = scan(make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression))
+    assert [entry.path for entry in report.bad] == ["backbone/second_bn/moving_variance"]
+
+
+def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path):
+    """Every value of every layout is seen: chunked, compressed, big-endian, scalar, empty, more than one piece."""
+    draw = np.random.default_rng(0)
+    arrays = {
+        "chunked": {"data": draw.normal(size=(300, 70)), "chunks": (7, 70), "compression": "gzip"},
+        "tall": {"data": draw.normal(size=(1_300_000,)).astype(">f4")},
+        "wide": {"data": draw.normal(size=(2, 1_100_000)).astype(np.float16)},
+        "scalar": {"data": np.float32(3.0)},
+        "empty": {"data": np.zeros((0, 5), np.float32)},
+        "null": {"data": h5py.Empty("f4")},
+    }
+    path = tmp_path / "layouts.weights.h5"
+    with h5py.File(path, "w") as file:
+        for name, options in arrays.items():
+            file.create_dataset(name, **options)
+    with opened(path) as contents:
+        for array in contents.arrays:
+            if array.location not in ("null",):
+                np.testing.assert_array_equal(array.read(), arrays[array.location]["data"], array.location)
+
+
+def test_npz_is_read_in_either_order_and_without_pickle(make):
+    """Arrays of an `.npz` come out as NumPy loads them, C or Fortran order, compressed or not."""
+    matrix = np.asfortranarray(np.arange(12.0).reshape(3, 4))
+    path = make.npz(a=matrix, b=np.array([np.nan, 1.0]), c=np.arange(3))
+    with opened(path) as contents:
+        np.testing.assert_array_equal(contents.arrays[0].read(), matrix)
+    report = scan(path)
+    assert [entry.path for entry in report.bad] == ["b"]
+    np.savez_compressed(path, **{"layer/kernel": np.full(9, np.inf)})
+    assert scan(path).variables[0].statistics.posinf == 9
+
+
+def test_a_variable_that_two_answers_fit_keeps_its_number(make):
+    """Without a configuration a BatchNorm of three variables has gamma or beta: that one stays a number."""
+    with h5py.File(make.folder / "x.weights.h5", "w") as file:
+        for place in range(3):
+            file[f"layers/batch_normalization/vars/{place}"] = np.ones(4)
+    with opened(make.folder / "x.weights.h5") as contents:
+        assert [who.name for who in identities(contents)] == ["0", "moving_mean", "moving_variance"]
+
+
+def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
+    """Scanning and repairing a file import neither Keras nor any backend."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan})
+    code = (
+        "import sys; from keras_nanguard._scan import scan; from keras_nanguard._repair import repair\n"
+        "assert not scan(sys.argv[1]).clean; assert repair(sys.argv[1]).clean\n"
+        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'rich', 'tensorstore') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

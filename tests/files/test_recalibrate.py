@@ -1,0 +1,178 @@
+"""Recalibrating estimates the statistics that the data has, and moves nothing else."""
+
+import numpy as np
+import pytest
+
+from keras_nanguard._errors import GuardError
+from keras_nanguard._reestimate import recalibrate
+from keras_nanguard._scan import scan
+
+
+def chain(keras, *layers, shape=(4,)):
+    return keras.Sequential([keras.Input(shape), *layers])
+
+
+@pytest.mark.parametrize("batch_size", (1, 7, 64, 500))
+def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
+    """For a layer that sees the data itself, mean and variance are those of the whole, whatever the batches."""
+    draw = np.random.default_rng(0)
+    x = (draw.normal(size=(200, 5, 4)) * [1, 10, 100, 0.01] + [0, 1000, -5, 3]).astype(np.float32)
+    model = chain(keras, keras.layers.BatchNormalization(name="bn"), shape=(5, 4))
+    report = recalibrate(model, x, batch_size=batch_size)
+    layer = model.get_layer("bn")
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), wide.mean((0, 1)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), wide.var((0, 1)), rtol=1e-4)
+    assert (report.layers[0].samples, report.batches) == (1000, -(-200 // batch_size))
+
+
+def test_statistics_from_one_batch_make_inference_agree_with_training(nested, task):
+    """With statistics from one batch, a model says about that batch in inference what it says in training."""
+    backbone, x = nested().get_layer("backbone"), task[0]
+    recalibrate(backbone, x, batch_size=len(x))
+    inference = np.asarray(backbone(x, training=False))
+    np.testing.assert_allclose(inference, np.asarray(backbone(x, training=True)), atol=1e-4)
+
+
+def test_nothing_else_moves(keras, task):
+    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, Dropout stays off."""
+    layers = keras.layers
+    model = chain(
+        keras,
+        layers.GaussianNoise(0.1),
+        layers.BatchNormalization(name="bn"),
+        layers.Dropout(0.5),
+        layers.BatchNormalization(name="frozen", trainable=False),
+        layers.Reshape((4, 1)),
+        layers.LSTM(3),
+        layers.Dense(1),
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(2.0, 3.0, (64, 4)).astype(np.float32)
+    model.fit(x, x[:, :1], verbose=0)
+    names = ("bn", "frozen")
+    moved = {id(v) for n in names for v in (model.get_layer(n).moving_mean, model.get_layer(n).moving_variance)}
+    everything = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    before = {id(v): np.array(v.numpy()).tobytes() for v in everything}
+    report = recalibrate(model, x, batch_size=16)
+    assert [layer.path for layer in report.layers] == ["bn", "frozen"]
+    for variable in everything:
+        same = np.array(variable.numpy()).tobytes() == before[id(variable)]
+        assert same == (id(variable) not in moved), variable.path
+    assert not model.get_layer("frozen").trainable
+    assert "call" not in vars(model.get_layer("bn"))
+
+
+def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
+    """States and seeds that running the model moves are put back."""
+    inputs = keras.Input((3, 2), batch_size=4)
+    x = keras.layers.Dropout(0.5, name="always")(keras.layers.BatchNormalization()(inputs), training=True)
+    model = keras.Model(inputs, keras.layers.LSTM(2, stateful=True, name="memory")(x))
+    model(np.ones((4, 3, 2), np.float32))
+    kept = [*model.get_layer("memory").states, *model.get_layer("always").variables]
+    before = [np.array(v.numpy()) for v in kept]
+    recalibrate(model, np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32), batch_size=4)
+    for variable, value in zip(kept, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras):
+    """BatchNormalization that the model calls with `training=True` gets the estimate and not its own moving average."""
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(inputs, training=True))
+    x = np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
+    recalibrate(model, x, batch_size=10)
+    np.testing.assert_allclose(model.get_layer("bn").moving_mean.numpy(), x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(model.get_layer("bn").moving_variance.numpy(), x.var(0), rtol=1e-4)
+
+
+def test_masked_positions_are_left_out(keras):
+    """Padding does not enter the statistics of a layer that is given a mask."""
+    inputs = keras.Input((6, 2))
+    x = keras.layers.Masking(mask_value=0.0)(inputs)
+    model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(x))
+    data = np.random.default_rng(0).normal(5.0, 2.0, (10, 6, 2)).astype(np.float32)
+    data[:, 4:] = 0.0
+    recalibrate(model, data, batch_size=10)
+    np.testing.assert_allclose(model.get_layer("bn").moving_mean.numpy(), data[:, :4].mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(model.get_layer("bn").moving_variance.numpy(), data[:, :4].var((0, 1)), rtol=1e-4)
+
+
+def test_any_source_of_batches_will_do(keras):
+    """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate; `batches` stops early."""
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return x[index * 10 : index * 10 + 10], np.zeros(10)
+
+    found = []
+    for data in (x, Data(), ((x[i : i + 10], 0) for i in range(0, 40, 10)), [(x[:10], 0), (x[10:40], 0)]):
+        model = chain(keras, keras.layers.BatchNormalization())
+        recalibrate(model, data, batch_size=10)
+        found.append(model.layers[0].moving_variance.numpy())
+    for variance in found[1:]:
+        np.testing.assert_allclose(variance, found[0], rtol=1e-5)
+    first = chain(keras, keras.layers.BatchNormalization())
+    assert recalibrate(first, Data(), batches=1).batches == 1
+    np.testing.assert_allclose(first.layers[0].moving_mean.numpy(), x[:10].mean(0), atol=1e-6)
+    named = keras.Input((4,), name="a")
+    model = keras.Model({"a": named}, keras.layers.BatchNormalization()(named))
+    recalibrate(model, {"a": x})
+    np.testing.assert_allclose(model.layers[-1].moving_variance.numpy(), found[0], rtol=1e-5)
+
+
+def test_only_chosen_layers_are_estimated(nested, task):
+    """`only` takes names and paths."""
+    model = nested()
+    inner = model.get_layer("backbone")
+    before = inner.get_layer("conv_bn").moving_mean.numpy()
+    report = recalibrate(model, task[0], only=["post_*"])
+    assert [layer.path for layer in report.layers] == ["backbone/post_bn"]
+    np.testing.assert_array_equal(inner.get_layer("conv_bn").moving_mean.numpy(), before)
+
+
+def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
+    """NaN in the data, no data, an interrupted run: the error names the layer and the statistics are as they were."""
+    model = nested()
+    inner = model.get_layer("backbone")
+    before = [v.numpy() for v in model.variables]
+    bad = task[0][:32].copy()
+    bad[3] = np.nan
+
+    def interrupted():
+        yield task[0][:8]
+        raise KeyboardInterrupt
+
+    with pytest.raises(GuardError, match="backbone/conv_bn"):
+        recalibrate(model, bad)
+    with pytest.raises(GuardError, match="at least one batch"):
+        recalibrate(model, task[0][:0])
+    with pytest.raises(KeyboardInterrupt):
+        recalibrate(model, interrupted())
+    for variable, value in zip(model.variables, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert "call" not in vars(inner.get_layer("conv_bn"))
+    with pytest.raises(GuardError, match="BatchNormalization"):
+        recalibrate(chain(keras, keras.layers.Dense(1)), np.ones((3, 4)))
+
+
+def test_ruined_statistics_come_back(nested, task):
+    """After NaN and huge statistics, recalibrating gives the accuracy back that training had reached."""
+    model = nested()
+    model.fit(*task, epochs=25, verbose=0)
+    recalibrate(model, task[0])
+    reached = model.evaluate(*task, verbose=0)[1]
+    assert reached > 0.9
+    inner = model.get_layer("backbone")
+    inner.get_layer("post_bn").moving_variance.assign(np.full(6, np.nan))
+    inner.get_layer("conv_bn").moving_variance.assign(np.full(6, 1e20))
+    assert not scan(model).clean
+    report = recalibrate(model, task[0])
+    assert scan(model).clean
+    assert model.evaluate(*task, verbose=0)[1] == reached
+    assert "not finite before" in str(report)
+    assert report.to_dict()["format"] == 1

@@ -1,0 +1,381 @@
+"""A repair takes out what is bad, keeps every bit of what is not, and says both."""
+
+import hashlib
+import json
+import os
+import zipfile
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from keras_nanguard._errors import FileFormatError, GuardError
+from keras_nanguard._files import opened
+from keras_nanguard._initial import first_value
+from keras_nanguard._mend import Choices, bad_values, mended
+from keras_nanguard._names import identities
+from keras_nanguard._repair import repair
+from keras_nanguard._scan import scan
+
+
+def values(path):
+    """Return every array of a file by its path."""
+    with opened(path) as contents:
+        return {who.path: array.read() for array, who in zip(contents.arrays, identities(contents)) if not array.unread}
+
+
+def digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ("keras", "weights", "sharded"))
+def test_only_the_bad_values_change(make, kind):
+    """One NaN channel of a variance becomes 1; every other value of the file keeps its bits; the old file stays."""
+    path = getattr(make, kind)({make.SECOND_VARIANCE: [2.0, np.nan, 2.0, 3e7]})
+    before, old = values(path), digest(path)
+    report = repair(path)
+    assert report.clean
+    assert digest(path) == old
+    after = values(report.output)
+    assert after.keys() == before.keys()
+    np.testing.assert_array_equal(after.pop("backbone/second_bn/moving_variance"), [2.0, 1.0, 2.0, 1.0])
+    for name, array in after.items():
+        assert array.tobytes() == before[name].tobytes(), name
+    (change,) = report.done
+    assert (change.path, change.count) == ("backbone/second_bn/moving_variance", 2)
+
+
+def test_a_negative_variance_is_bad(make):
+    """A variance below 0 is replaced, however small it is in magnitude; a mean below 0 is none of it."""
+    report = repair(make.keras({make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0}))
+    after = values(report.output)
+    np.testing.assert_array_equal(after["backbone/second_bn/moving_variance"], [2.0, 1.0, 2.0, 2.0])
+    np.testing.assert_array_equal(after["backbone/first_bn/moving_mean"], np.full(4, -5.0))
+
+
+def test_everything_else_in_an_archive_is_carried_over(make):
+    """Configuration, metadata and assets of a `.keras` file come through bit for bit, compressed or not."""
+    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        path = make.keras(
+            {make.SECOND_VARIANCE: np.nan}, compression=compression, extra=[("assets/vocabulary.txt", b"a\nb" * 99)]
+        )
+        output = repair(path, overwrite=True).output
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(output) as new:
+            assert old.namelist() == new.namelist()
+            assert new.testzip() is None
+            for info in old.infolist():
+                assert new.getinfo(info.filename).compress_type == info.compress_type
+                if info.filename != "model.weights.h5":
+                    assert old.read(info) == new.read(info.filename)
+
+
+def test_weights_are_kept_unless_asked_for(make):
+    """A bad weight is not made up: without a choice it is skipped with the reason, and the report is not clean."""
+    path = make.keras({make.KERNEL: np.nan})
+    report = repair(path)
+    assert not report.clean
+    assert report.output is None
+    assert "choose" in report.skipped[0].detail
+    assert "Still bad: head/kernel" in str(report)
+    assert os.listdir(os.path.dirname(path)) == ["model.keras"]
+
+
+@pytest.mark.parametrize(("weights", "value"), [("zeros", 0.0), ("ones", 1.0)])
+def test_weights_become_what_was_chosen(make, weights, value):
+    """Only the bad entries of a weight are replaced."""
+    kernel = np.arange(12.0).reshape(4, 3)
+    kernel[1, 2] = np.inf
+    report = repair(make.keras({make.KERNEL: kernel}), weights=weights)
+    kernel[1, 2] = value
+    np.testing.assert_array_equal(values(report.output)["head/kernel"], kernel)
+
+
+def test_a_good_file_gives_whole_variables(make):
+    """From a source the whole variable is taken, so that its values belong together; what is good stays."""
+    good = make.keras({make.FIRST_MEAN: 0.75, make.KERNEL: 7.0}, name="good.keras")
+    bad = make.weights({make.FIRST_MEAN: [0.5, np.nan, 0.5, 0.5]})
+    report = repair(bad, source=good)
+    after = values(report.output)
+    np.testing.assert_array_equal(after["backbone/first_bn/moving_mean"], np.full(4, 0.75))
+    np.testing.assert_array_equal(after["head/kernel"].ravel(), np.arange(12.0))
+
+
+def test_a_source_that_does_not_fit_is_a_reason(make):
+    """A missing variable, another shape and a source that is bad itself are skipped, each with its reason."""
+    bad = make.weights({make.KERNEL: np.nan, make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
+    source = make.npz(
+        **{"head/kernel": np.ones((2, 2)), "backbone/second_bn/moving_variance": np.full(4, np.inf)}, name="s.npz"
+    )
+    details = {change.path: change.detail for change in repair(bad, source=source).skipped}
+    assert "shape (2, 2)" in details["head/kernel"]
+    assert details["backbone/second_bn/moving_variance"] == "the new values are bad too"
+    assert "no such variable" in details["backbone/first_bn/moving_mean"]
+
+
+def test_a_dry_run_writes_nothing_and_tells_the_same(make):
+    """`dry_run` lists exactly what a repair then does."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
+    planned = repair(path, weights="zeros", dry_run=True)
+    assert os.listdir(os.path.dirname(path)) == ["model.keras"]
+    assert planned.after is None
+    assert not planned.clean
+    assert planned.changes == repair(path, weights="zeros").changes
+
+
+def test_in_place_keeps_the_old_file(make):
+    """The old file is kept under a free name each time."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan})
+    old = digest(path)
+    report = repair(path, in_place=True)
+    assert report.output == path
+    assert digest(report.backup) == old
+    assert report.backup.endswith("model.keras.bak")
+    os.replace(report.backup, path)
+    (make.folder / "model.keras.bak").write_text("mine")
+    assert repair(path, in_place=True).backup.endswith(".bak1")
+    assert (make.folder / "model.keras.bak").read_text() == "mine"
+
+
+def test_shards_are_renamed_with_their_index(make, keras):
+    """Repaired shards bear the new base name, by which Keras finds the first of them."""
+    report = repair(make.sharded({make.SECOND_VARIANCE: np.nan}))
+    assert os.path.basename(report.output) == "model.repaired.weights.json"
+    names = set(os.listdir(make.folder))
+    assert {"model.repaired_00000.weights.h5", "model.repaired_00001.weights.h5"} <= names
+    with open(report.output) as file:
+        index = json.load(file)
+    assert {name for listed in index["weight_map"].values() for name in listed} <= names
+    assert repair(make.sharded({make.SECOND_VARIANCE: np.nan}), in_place=True).clean
+    assert "model_00000.weights.h5.bak" in os.listdir(make.folder)
+
+
+def test_a_repair_that_fails_leaves_nothing_behind(make, monkeypatch):
+    """A file that cannot be written never bears the final name, and nothing half-written is left."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan})
+    monkeypatch.setattr(zipfile.ZipFile, "open", failing(zipfile.ZipFile.open))
+    with pytest.raises(FileFormatError, match="No space left"):
+        repair(path)
+    assert os.listdir(make.folder) == ["model.keras"]
+
+
+def failing(real):
+    def member(self, name, mode="r", **options):
+        if mode == "w":
+            raise OSError(28, "No space left on device")
+        return real(self, name, mode, **options)
+
+    return member
+
+
+def test_contradictions_are_refused_before_anything_is_read(make):
+    """An output that exists, two outputs, a choice that does not exist, a source that is none."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan})
+    (make.folder / "taken.keras").touch()
+    for options in (
+        {"output": make.folder / "taken.keras"},
+        {"output": make.folder / "x", "in_place": True},
+        {"output": path},
+        {"weights": "median"},
+        {"weights": "source"},
+        {"output": make.folder / "missing" / "x.keras"},
+    ):
+        with pytest.raises(GuardError):
+            repair(path, **options)
+    assert sorted(os.listdir(make.folder)) == ["model.keras", "taken.keras"]
+
+
+def test_only_what_matches_is_repaired(make):
+    """`only` takes shell patterns on paths and layers."""
+    path = make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
+    report = repair(path, only=["*second_bn*"])
+    assert [change.path for change in report.changes] == ["backbone/second_bn/moving_variance"]
+    assert [entry.path for entry in report.after.bad] == ["backbone/first_bn/moving_mean"]
+
+
+def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
+    """A bfloat16 dataset keeps its kind and its marker."""
+    import ml_dtypes
+
+    path = tmp_path / "b.weights.h5"
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset(
+            "layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16)
+        )
+        dataset.attrs["dtype"] = "bfloat16"
+    report = repair(path, weights="zeros")
+    assert report.clean
+    np.testing.assert_array_equal(values(report.output)["dense/kernel"].astype(float), [[1.0, 0.0], [2.0, 3.0]])
+
+
+def test_npz_keeps_order_and_compression(make):
+    """An `.npz` array in Fortran order is repaired in place of its value and stays as it was stored."""
+    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    array[1, 0] = np.nan
+    path = make.folder / "x.npz"
+    np.savez_compressed(path, a=array, b=np.arange(3))
+    report = repair(path, weights="ones")
+    with np.load(report.output) as loaded:
+        assert loaded["a"].flags.f_contiguous
+        array[1, 0] = 1.0
+        np.testing.assert_array_equal(loaded["a"], array)
+        np.testing.assert_array_equal(loaded["b"], np.arange(3))
+
+
+def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
+    """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep their bits."""
+    model = nested()
+    model.fit(*task, epochs=1, verbose=0)
+    model.optimizer.variables[5].assign(np.full(model.optimizer.variables[5].shape, np.inf))
+    model.save(tmp_path / "model.keras")
+    before = values(tmp_path / "model.keras")
+    report = repair(tmp_path / "model.keras")
+    assert report.clean
+    after = values(report.output)
+    for name, array in after.items():
+        if name.startswith("optimizer/") and name not in ("optimizer/iteration", "optimizer/learning_rate"):
+            assert not array.any(), name
+        else:
+            assert array.tobytes() == before[name].tobytes(), name
+    assert after["optimizer/iteration"] == 6
+
+
+@pytest.mark.parametrize("name", ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
+def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
+    """Every optimizer whose slots a file repair sets to 0 starts with slots of 0 in Keras."""
+    from keras_nanguard._repair_file import _ZERO_SLOTS
+
+    assert name in _ZERO_SLOTS
+    optimizer = getattr(keras.optimizers, name)(0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {}))
+    optimizer.build([keras.Variable(np.ones((2, 3)))])
+    slots = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
+    assert slots
+    assert not any(np.asarray(slot).any() for slot in slots)
+
+
+def test_slots_that_do_not_start_at_zero_are_left_alone(make):
+    """An optimizer that keeps averages, or that the file does not name, is not reset blindly."""
+    for optimizer, word in (
+        ({"class_name": "Adagrad", "config": {}}, "Adagrad"),
+        ({"class_name": "Adam", "config": {"use_ema": True}}, "averages"),
+        (None, "does not name"),
+    ):
+        path = make.keras(config={**make.CONFIG, "compile_config": {"optimizer": optimizer}})
+        with zipfile.ZipFile(path) as archive:
+            names = {name: archive.read(name) for name in archive.namelist()}
+        (make.folder / "w.h5").write_bytes(names["model.weights.h5"])
+        with h5py.File(make.folder / "w.h5", "r+") as file:
+            file["optimizer/vars/0"] = np.int64(3)
+            file["optimizer/vars/1"] = np.float32(0.1)
+            file["optimizer/vars/2"] = np.full(4, np.nan)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", names["config.json"])
+            archive.write(make.folder / "w.h5", "model.weights.h5")
+        (change,) = repair(path, overwrite=True).changes
+        assert change.status == "skipped"
+        assert word in change.detail
+
+
+def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
+    """Keras saves the slots of a LossScaleOptimizer twice; both copies and the scale are repaired."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25)), "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    model.optimizer.dynamic_scale.assign(0.0)
+    model.optimizer.inner_optimizer.variables[3].assign(np.full((3, 2), np.nan))
+    model.save(tmp_path / "model.keras")
+    report = repair(tmp_path / "model.keras")
+    assert report.clean
+    loaded = keras.models.load_model(report.output)
+    assert float(loaded.optimizer.dynamic_scale.numpy()) == 2.0**15
+    assert float(loaded.optimizer.inner_optimizer.learning_rate.numpy()) == 0.25
+    assert scan(loaded).clean
+
+
+def test_a_live_model_is_repaired_where_it_stands(nested, task):
+    """Statistics become initial values, slots those of a fresh optimizer; nothing else moves."""
+    model = nested()
+    model.fit(*task, epochs=1, verbose=0)
+    post = model.get_layer("backbone").get_layer("post_bn")
+    post.moving_variance.assign(np.full(6, np.nan))
+    model.optimizer.variables[4].assign(np.full(model.optimizer.variables[4].shape, np.nan))
+    kept = {v.path: v.numpy() for v in model.variables if v is not post.moving_variance}
+    rehearsal = repair(model, dry_run=True)
+    assert np.isnan(post.moving_variance.numpy()).all()
+    report = repair(model)
+    assert report.changes == rehearsal.changes
+    assert report.clean
+    np.testing.assert_array_equal(post.moving_variance.numpy(), np.ones(6))
+    for variable in model.variables:
+        if variable.path in kept:
+            assert variable.numpy().tobytes() == kept[variable.path].tobytes()
+    assert int(model.optimizer.iterations.numpy()) == 6
+    model.fit(*task, epochs=1, verbose=0)
+    assert scan(model).finite
+
+
+def test_a_live_model_is_repaired_from_another(nested, task):
+    """A good model of the same build gives whole variables."""
+    good, bad = nested(0), nested(1)
+    bad.get_layer("head").kernel.assign(np.full((6, 3), np.inf))
+    assert repair(bad, source=good).clean
+    np.testing.assert_array_equal(bad.get_layer("head").kernel.numpy(), good.get_layer("head").kernel.numpy())
+    with pytest.raises(GuardError, match="a path"):
+        repair(bad, "out.keras")
+
+
+def test_bad_weights_of_a_live_model_are_drawn_by_their_initialiser(nested):
+    """`weights="initial"` draws the bad entries anew and keeps the others."""
+    model = nested()
+    kernel = model.get_layer("head").kernel
+    old = kernel.numpy()
+    broken = old.copy()
+    broken[0, 0] = np.nan
+    kernel.assign(broken)
+    assert repair(model, weights="initial").clean
+    new = kernel.numpy()
+    assert np.isfinite(new[0, 0])
+    np.testing.assert_array_equal(new.ravel()[1:], old.ravel()[1:])
+
+
+INITIALISERS = ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal", "LecunUniform", "LecunNormal")
+
+
+@pytest.mark.parametrize("name", (*INITIALISERS, "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros", "Ones"))
+@pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
+def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, shape):
+    """Mean, spread and bounds of what is drawn with NumPy agree with what Keras draws."""
+    config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
+    drawn = first_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
+    theirs = np.asarray(
+        getattr(keras.initializers, name)(seed=1)(shape)
+        if name not in ("Zeros", "Ones")
+        else getattr(keras.initializers, name)()(shape),
+        np.float64,
+    )
+    assert drawn.std() == pytest.approx(theirs.std(), rel=0.02, abs=1e-9)
+    assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
+    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(np.quantile(theirs, (0.001, 0.999)), rel=0.1, abs=1e-9)
+
+
+def test_what_has_no_first_value_is_a_reason():
+    """An unknown variable, an unknown initialiser and nonsense in its configuration are sentences, not guesses."""
+    draw = np.random.default_rng(0)
+    assert isinstance(first_value("kernel", (2,), {}, draw), str)
+    for node in ({"class_name": "Mine"}, {"class_name": "Constant", "config": {"value": "x"}}, {"class_name": None}):
+        assert isinstance(first_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
+    np.testing.assert_array_equal(first_value("moving_variance", (2,), {}, draw), [1.0, 1.0])
+
+
+@given(hnp.arrays(np.float32, 8, elements=st.floats(width=32)), st.sampled_from(("zeros", "ones", "initial")))
+@settings(max_examples=80, deadline=None)
+def test_mending_touches_bad_values_only(array, method):
+    """For any values: the good ones keep their bits, the bad ones become the replacement."""
+    bad = bad_values(array.astype(np.float64), "moving_variance", "statistics", "", Choices())
+    new = mended(array, bad, method, np.full(8, 0.5), "")
+    assert new[~bad].tobytes() == array[~bad].tobytes()
+    assert (new[bad] == {"zeros": 0.0, "ones": 1.0, "initial": 0.5}[method]).all()
+    assert not bad_values(new.astype(np.float64), "moving_variance", "statistics", "", Choices()).any()

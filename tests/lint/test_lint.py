@@ -1,0 +1,229 @@
+"""Each rule finds its hazard in its own sample and nothing in the sample put right; good models are left in peace."""
+
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+from keras_nanguard._errors import GuardError
+from keras_nanguard._lint import RULES, lint
+from keras_nanguard._lint.page import page
+
+layers = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def plain_dtypes():
+    """Give the dtype policy back that a sample sets."""
+    before = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def examine(program):
+    """Run a sample and lint what it made."""
+    made = {"keras": keras, "np": np}
+    exec(program, made)
+    return lint(made["model"], made.get("x"), made.get("y"))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_sample_put_right(rule):
+    """The samples that stand in the docs do what the docs say."""
+    found = examine(rule.invalid).hazards
+    assert rule.code in {hazard.code for hazard in found}
+    assert all(hazard.fix == rule.fix for hazard in found if hazard.code == rule.code)
+    assert examine(rule.valid).hazards == ()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
+    """Leaving a rule out takes its hazards, and only its, out of the report."""
+    made = {"keras": keras, "np": np}
+    exec(rule.invalid, made)
+    model, data = made["model"], (made.get("x"), made.get("y"))
+    rest = lint(model, *data, ignore=[rule.code]).hazards
+    assert rest == tuple(hazard for hazard in lint(model, *data).hazards if hazard.code != rule.code)
+
+
+def test_the_page_in_the_docs_is_the_one_that_the_rules_make():
+    """`docs/lint.md` cannot drift from the rules."""
+    path = pathlib.Path(__file__).parents[2] / "docs" / "lint.md"
+    assert path.read_text() == page()
+
+
+def test_codes_are_unique_and_texts_are_whole_sentences():
+    """Every rule has a code of its own, a known severity, and explains itself."""
+    assert len({rule.code for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.severity in ("error", "warning", "note")
+        assert rule.why.endswith(".")
+        assert rule.fix.endswith(".")
+
+
+def head(activation, loss, units=3, **options):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(units, activation=activation)])
+    model.compile("adam", loss, **options)
+    return {hazard.code for hazard in lint(model).hazards}
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "codes"),
+    [
+        ("softmax", "sparse_categorical_crossentropy", set()),
+        ("sigmoid", "binary_crossentropy", set()),
+        ("sigmoid", "categorical_crossentropy", set()),
+        (None, "mse", set()),
+        ("relu", "mse", set()),
+        ("softplus", "poisson", set()),
+        ("exponential", "poisson", set()),
+        ("softmax", "kl_divergence", set()),
+        ("relu", "mean_squared_logarithmic_error", set()),
+        ("softmax", "categorical_focal_crossentropy", set()),
+        (None, "poisson", {"activation_does_not_fit"}),
+        ("relu", "poisson", {"activation_does_not_fit"}),
+        (None, "kl_divergence", {"activation_does_not_fit"}),
+        ("tanh", "binary_crossentropy", {"activation_does_not_fit"}),
+        (None, "mean_squared_logarithmic_error", {"activation_does_not_fit"}),
+        (None, "sparse_categorical_crossentropy", {"logits_as_probabilities"}),
+        (None, "categorical_focal_crossentropy", {"logits_as_probabilities"}),
+        ("sigmoid", keras.losses.BinaryCrossentropy(from_logits=True), {"probabilities_as_logits"}),
+        (None, keras.losses.BinaryCrossentropy(from_logits=True), set()),
+        (None, lambda y, p: keras.ops.mean(p - y), set()),
+    ],
+)
+def test_loss_and_last_activation(activation, loss, codes):
+    """Every pairing that Keras' documentation shows is silent, every one that takes a log of the wrong thing is not."""
+    assert head(activation, loss) == codes
+
+
+def test_the_last_activation_is_found_behind_other_layers():
+    """Nested models, Activation layers, Softmax, reshapes and operations on the way do not hide it."""
+    inner_input = keras.Input((4,))
+    inner = keras.Model(inner_input, layers.Dense(3, activation="softmax")(inner_input))
+    outer_input = keras.Input((4,))
+    for tail in (
+        lambda x: inner(x),
+        lambda x: layers.Reshape((3,))(inner(x)),
+        lambda x: layers.Activation("softmax")(layers.Dense(3)(x)),
+        lambda x: layers.Softmax()(layers.Dense(3)(x)),
+        lambda x: keras.ops.softmax(layers.Dense(3)(x)),
+    ):
+        model = keras.Model(outer_input, tail(outer_input))
+        model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
+        assert [hazard.code for hazard in lint(model).hazards] == ["probabilities_as_logits"]
+
+
+def test_each_output_is_held_against_its_own_loss_and_targets():
+    """With several outputs, losses and targets are matched by name or by place."""
+    inputs = keras.Input((4,))
+    outputs = {"a": layers.Dense(2, activation="softmax", name="a")(inputs), "b": layers.Dense(1, name="b")(inputs)}
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", {"a": "sparse_categorical_crossentropy", "b": "mse"})
+    assert lint(model).clean
+    (hazard,) = lint(model, y={"a": np.array([0, 2]), "b": np.array([9.0, -9.0])}).hazards
+    assert (hazard.code, hazard.path) == ("labels_out_of_range", "a")
+    model.compile("adam", {"a": "mse", "b": "poisson"})
+    assert [hazard.path for hazard in lint(model).hazards] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "bad"), [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)]
+)
+def test_learning_rates(rate, bad):
+    """Zero, negative, NaN and absurd rates are told; what is merely large is not."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(rate), "mse")
+    assert bool(lint(model).hazards) is bad
+
+
+def test_schedules_are_looked_at_along_their_way():
+    """A warm-up from 0 is in order; a schedule that goes negative is not."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    schedules = keras.optimizers.schedules
+    model.compile(keras.optimizers.Adam(schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)), "mse")
+    assert lint(model).clean
+    model.compile(keras.optimizers.Adam(schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)), "mse")
+    assert not lint(model).clean
+
+
+def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
+    """Adding a constant, clipping, softplus and the like protect a logarithm or a quotient."""
+    inputs = keras.Input((4,))
+    x, ops = layers.Dense(4)(inputs), keras.ops
+    for expression in (
+        ops.log(x + 1e-6),
+        ops.log(ops.softplus(x)),
+        x / (ops.norm(x, axis=-1, keepdims=True) + 1e-9),
+        x / 255.0,
+    ):
+        assert lint(keras.Model(inputs, expression)).clean
+    for expression in (ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)):
+        assert [hazard.code for hazard in lint(keras.Model(inputs, expression)).hazards] == ["unprotected_operation"]
+
+
+def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_seen():
+    """Lint does not fail on models without a graph, a loss or an optimizer, and does not change what it looks at."""
+
+    class Sub(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(momentum=1.0)
+
+        def call(self, x):
+            return self.norm(x)
+
+    model = Sub()
+    model(np.ones((2, 3)))
+    assert [hazard.path for hazard in lint(model).hazards] == ["batch_normalization"] or lint(model).hazards
+    before = [variable.numpy() for variable in model.variables]
+    lint(model, {"a": np.ones(3)}, [np.ones(3)])
+    for variable, value in zip(model.variables, before):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_the_report_is_json_with_a_format_number():
+    """Hazards come worst first, as text and as strict JSON."""
+    report = examine(RULES[1].invalid)
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert document["format"] == 1
+    assert document["clean"] is False
+    assert str(report).startswith("error probabilities_as_logits at ")
+    assert "no hazard" in str(examine(RULES[1].valid))
+
+
+def test_wrong_arguments_are_refused():
+    """No model, and a rule that does not exist."""
+    with pytest.raises(GuardError, match="Keras model"):
+        lint(3)
+    with pytest.raises(GuardError, match="nonsense"):
+        lint(keras.Sequential([keras.Input((1,)), layers.Dense(1)]), ignore=["nonsense"])
+
+
+SMALL = ("MobileNetV2", "EfficientNetB0", "ResNet50V2", "ConvNeXtTiny")
+APPLICATIONS = sorted(name for name in dir(keras.applications) if name[0].isupper())
+
+
+def application_is_silent(name):
+    make = getattr(keras.applications, name)
+    model = make(weights=None)
+    model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
+    assert lint(model).hazards == ()
+    model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), keras.losses.SparseCategoricalCrossentropy())
+    assert lint(model).hazards == ()
+    keras.backend.clear_session()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_well_known_models_are_left_in_peace(name):
+    """Architectures that are known to train give no hazard at all."""
+    application_is_silent(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_every_keras_application_is_left_in_peace(name):
+    """Silent on every model of `keras.applications`, compiled as its documentation says."""
+    application_is_silent(name)

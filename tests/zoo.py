@@ -1,0 +1,213 @@
+"""Small models, data with and without poison, and the oracle: what a run leaves behind, to be compared bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from keras_nanguard import NanGuard
+
+BATCH, BATCHES = 8, 12
+MODES: dict[str, dict[str, Any]] = {
+    "graph": {},
+    "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
+    "steps4": {"steps_per_execution": 4},
+}
+
+
+# Data
+
+
+@dataclass
+class Data:
+    """Batches of `x`, `y` and more, each an array or a nested structure of arrays whose first axis is the sample."""
+
+    x: Any
+    y: Any
+    more: tuple[Any, ...] = ()
+
+    def without(self, batches: Iterable[int]) -> Data:
+        """Return the data with some batches left out."""
+        dropped = set(batches)
+        rows = np.concatenate(
+            [np.arange(b * BATCH, b * BATCH + BATCH) for b in range(self.batches) if b not in dropped]
+        )
+        return Data(*(keras.tree.map_structure(lambda a: a[rows], part) for part in (self.x, self.y, self.more)))
+
+    def with_poison(self, batches: Iterable[int], value: float = np.nan, where: str = "x") -> Data:
+        """Return the data with poisoned batches put in, so that these are their numbers."""
+        kept, rows, bad = iter(range(self.batches)), [], set(batches)
+        for batch in range(self.batches + len(bad)):
+            source = batch % self.batches if batch in bad else next(kept)
+            rows.append(np.arange(source * BATCH, source * BATCH + BATCH))
+        chosen = np.concatenate(rows)
+        more = Data(*(keras.tree.map_structure(lambda a: a[chosen], part) for part in (self.x, self.y, self.more)))
+        for batch in bad:
+            poison(more, batch, value, where)
+        return more
+
+    @property
+    def batches(self) -> int:
+        return len(keras.tree.flatten(self.x)[0]) // BATCH
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return (self.x, self.y, *self.more)
+
+
+def draw(seed: int = 0, features: int = 6, batches: int = BATCHES, sequence: int = 0) -> np.ndarray:
+    """Return normally distributed inputs."""
+    shape = (batches * BATCH, sequence, features) if sequence else (batches * BATCH, features)
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def regression(batches: int = BATCHES, seed: int = 0) -> Data:
+    """Return 6 features and a target that they determine."""
+    x = draw(seed, batches=batches)
+    return Data(x, (x[:, :1] - 0.5 * x[:, 1:2] ** 2).astype("float32"))
+
+
+def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row: int = 2) -> Data:
+    """Write a bad number into one row of one batch, in place; into the first float array of a structure."""
+    arrays = keras.tree.flatten(getattr(data, where))
+    array = next(a for a in arrays if a.dtype.kind == "f")
+    place = batch * BATCH + row
+    array[place : place + 1].reshape(-1)[:1] = value
+    return data
+
+
+# Models
+
+
+def plain(
+    optimizer: Any = "adam", *, dropout: bool = True, loss: Any = "mse", metrics: Any = ("mae",), **mode: Any
+) -> Any:
+    """Dense, BatchNormalization, Dropout and GaussianNoise: every kind of state that a step writes."""
+    noise = [layers.Dropout(0.3), layers.GaussianNoise(0.1)] if dropout else []
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            *noise,
+            layers.Dense(1, dtype="float32"),
+        ]
+    )
+    model.compile(optimizer, loss, metrics=list(metrics), **mode)
+    return model
+
+
+@keras.saving.register_keras_serializable("zoo")
+def trapped(y_true: Any, y_pred: Any) -> Any:
+    """Return a loss whose gradient is NaN, and whose value is fine, where the second target is 0."""
+    target, switch = y_true[:, :1], y_true[:, 1:]
+    return ops.mean(ops.square(target - y_pred), -1) + 0.01 * ops.mean(ops.sqrt(ops.square(y_pred * switch)), -1)
+
+
+def trap(data: Data) -> Data:
+    """Return the data with a second target, 1, that `trapped` asks for."""
+    return Data(data.x, np.concatenate([data.y, np.ones_like(data.y)], 1), data.more)
+
+
+# Runs
+
+
+@dataclass
+class Run:
+    """What a run leaves behind."""
+
+    model: Any
+    history: dict[str, list[float]]
+    guard: NanGuard | None = None
+    state: list[tuple[str, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the incidents."""
+        return [incident.step for incident in self.guard.incidents] if self.guard else []
+
+
+def state_of(model: Any, *optimizers: Any) -> list[tuple[str, np.ndarray]]:
+    """Return every variable of the train state with its path: model, recurrent states, metrics, optimizers."""
+    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    optimizers = optimizers or (model.optimizer, *held)
+    states = [s for layer in model._flatten_layers() for s in keras.tree.flatten(getattr(layer, "states", None) or [])]
+    found = [*model.variables, *states, *model.metrics_variables]
+    found += [v for o in dict.fromkeys(o for o in optimizers if o is not None) for v in o.variables]
+    return [(v.path, np.array(ops.convert_to_numpy(v.value))) for v in {id(v): v for v in found}.values()]
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Run graphs as they are written.
+
+    TensorFlow's arithmetic optimizer turns `rate * (scale * gradient)` into `(rate * scale) * gradient` where nothing
+    else reads the inner product and both stand in one graph. That is another rounding, which any observer of the
+    gradient changes, and no property of the guard. Off, a graph does what it says, and runs can be compared bit by bit.
+    """
+    before = tf.config.optimizer.get_experimental_options().get("arithmetic_optimization", True)
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": before})
+
+
+def run(
+    build: Callable[..., Any], data: Any, *, guard: Any = None, epochs: int = 2, rewritten: bool = False, **fit: Any
+) -> Run:
+    """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a default one).
+
+    Graphs run `as_written`, or as TensorFlow rewrites them if `rewritten`.
+    """
+    keras.utils.set_random_seed(0)
+    model = build()
+    keras.utils.set_random_seed(1)
+    guard = NanGuard(verbose=0) if guard is True else guard
+    callbacks = [*([guard] if guard is not None else []), *fit.pop("callbacks", [])]
+    if isinstance(data, Data):
+        names = ("x", "y", "sample_weight")
+        fit = {**dict(zip(names, data.all)), "batch_size": BATCH, "shuffle": False, **fit}
+    else:
+        fit = {"x": data(), **fit}
+    with contextlib.nullcontext() if rewritten else as_written():
+        history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **fit).history
+    return Run(model, history, guard, state_of(model))
+
+
+def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:
+    """Return the paths of all variables, and the names of all History entries, in which two runs differ."""
+    told = []
+    assert [a.shape for _, a in one.state] == [a.shape for _, a in other.state], "the runs have other variables"
+    for (path, a), (_, b) in zip(one.state, other.state):
+        if not _same(a, b, tolerance):
+            told.append(f"{path}: {np.ravel(a)[:3]} and {np.ravel(b)[:3]}")
+    for key in (set(one.history) | set(other.history)) - {"refused_steps"}:
+        if not _same(np.array(one.history.get(key)), np.array(other.history.get(key)), tolerance):
+            told.append(f"history[{key!r}]: {one.history.get(key)} and {other.history.get(key)}")
+    return told
+
+
+def _same(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    if a.dtype.kind in "iub" or not tolerance:
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(np.allclose(a.astype("float64"), b.astype("float64"), rtol=tolerance, atol=tolerance))
+
+
+def bad_entries(model: Any) -> list[str]:
+    """Return the paths of all variables of a model that are not finite."""
+    return [path for path, array in state_of(model) if array.dtype.kind not in "iubO" and not finite(array)]
+
+
+def finite(array: Any) -> bool:
+    """Whether every entry is finite."""
+    return bool(np.isfinite(np.asarray(array).astype("float64")).all())
