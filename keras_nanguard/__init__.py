@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._version import __version__
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose.examine import diagnose
-    from keras_nanguard._guard import NanGuard
-    from keras_nanguard._incident import Decision, Diagnosis, Finding, Incident, Outcome
-    from keras_nanguard._model import NanGuardModel
-    from keras_nanguard._policy import Policy
-    from keras_nanguard._replay import replay
+    from keras_nanguard._diagnose.examine import diagnose as diagnose
+    from keras_nanguard._guard import NanGuard as NanGuard
+    from keras_nanguard._incident import Decision as Decision
+    from keras_nanguard._incident import Diagnosis as Diagnosis
+    from keras_nanguard._incident import Finding as Finding
+    from keras_nanguard._incident import Incident as Incident
+    from keras_nanguard._incident import Outcome as Outcome
+    from keras_nanguard._lint import lint as lint
+    from keras_nanguard._model import NanGuardModel as NanGuardModel
+    from keras_nanguard._policy import Policy as Policy
+    from keras_nanguard._reestimate import recalibrate as recalibrate
+    from keras_nanguard._repair import repair as repair
+    from keras_nanguard._replay import replay as replay
+    from keras_nanguard._scan import scan as scan
 
 _HOMES = {
     "NanGuard": "_guard",
@@ -30,7 +38,11 @@ _HOMES = {
     "Decision": "_incident",
     "Outcome": "_incident",
     "diagnose": "_diagnose.examine",
+    "lint": "_lint",
+    "recalibrate": "_reestimate",
+    "repair": "_repair",
     "replay": "_replay",
+    "scan": "_scan",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from keras_nanguard._arrays import float_name
 from keras_nanguard._errors import FileFormatError, expected
-from keras_nanguard._hdf5 import Window, open_hdf5, stored_arrays
+from keras_nanguard._hdf5 import open_hdf5, stored_arrays
 from keras_nanguard._stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
+from keras_nanguard._window import Window
 
 __all__ = ["WEIGHTS", "read_archive", "read_json", "refuse_bomb"]
 
@@ -111,9 +112,7 @@ def _window(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str, stack: E
         return Window(raw.fileno(), _data_start(raw, info), info.file_size)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if info.file_size > free:
-        raise FileFormatError(
-            f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and {tempfile.gettempdir()} has {free}."
-        )
+        raise FileFormatError(f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and {tempfile.gettempdir()} has {free}.")
     unpacked = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
     with archive.open(info) as member:  # ends after `file_size` bytes, whatever the compressed data holds
         shutil.copyfileobj(member, unpacked, _READ_BYTES)
@@ -139,9 +138,7 @@ def refuse_bomb(info: zipfile.ZipInfo) -> None:
     if info.flag_bits & 1:
         raise FileFormatError(f"{plain_text(info.filename)} is encrypted, which no Keras file is.")
     if info.file_size > BOMB_FLOOR and info.file_size > _MOST_EXPANSION * max(1, info.compress_size):
-        raise FileFormatError(
-            f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb."
-        )
+        raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
 
 
 def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
@@ -167,9 +164,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
         return _npy_pieces(archive, info, dtype, offset)
 
     shown = name or plain_text(dtype, 40)
-    return StoredArray(
-        location, shown, shape, size, name is not None, "", pieces, info.filename, "F" if fortran else "C"
-    )
+    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, "F" if fortran else "C")
 
 
 def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
@@ -182,9 +177,7 @@ def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]
     return shape, fortran, dtype, member.tell()
 
 
-def _npy_pieces(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int
-) -> Iterator[NDArray[Any]]:
+def _npy_pieces(archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int) -> Iterator[NDArray[Any]]:
     block_bytes = max(dtype.itemsize, _READ_BYTES // max(1, dtype.itemsize) * dtype.itemsize)
     left = info.file_size - offset
     with archive.open(info) as member:

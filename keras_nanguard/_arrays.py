@@ -172,9 +172,7 @@ class Tally:
     def __init__(self, limit: float | None = None, scratch: Scratch | None = None):
         self._scratch = scratch or Scratch()
         self._limit = math.inf if limit is None else float(limit)
-        self._counts = dict.fromkeys(
-            ("size", "nan", "posinf", "neginf", "zeros", "denormals", "beyond_float16", "beyond_limit"), 0
-        )
+        self._counts = dict.fromkeys(("size", "nan", "posinf", "neginf", "zeros", "denormals", "beyond_float16", "beyond_limit"), 0)
         self._min = math.inf
         self._max = -math.inf
         self._sum = 0.0
@@ -192,12 +190,12 @@ class Tally:
     def _add(self, flat: NDArray[Any], tiny: float) -> None:
         values = _widened(flat, self._scratch)
         self._counts["size"] += values.size
-        low, high = float(values.min()), float(values.max())
+        low, high = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
         if not (math.isfinite(low) and math.isfinite(high)):
             values = self._without_nonfinite(values)
             if values.size == 0:
                 return
-            low, high = float(values.min()), float(values.max())
+            low, high = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
         self._add_finite(values, low, high, tiny)
 
     def result(self) -> Statistics:
@@ -221,7 +219,7 @@ class Tally:
 
     def _add_finite(self, values: NDArray[Any], low: float, high: float, tiny: float) -> None:
         self._min, self._max = min(self._min, low), max(self._max, high)
-        total = float(values.sum())
+        total = float(np.add.reduce(values))
         if not math.isfinite(total):
             total = float((values.astype(np.float64) / values.size).sum()) * values.size
         self._sum += total
@@ -261,7 +259,7 @@ def _near_zero(values: NDArray[Any], tiny: float, scratch: Scratch) -> tuple[int
     unsigned = np.uint32 if values.dtype.itemsize == 4 else np.uint64
     magnitudes = np.left_shift(values.view(unsigned), 1, out=scratch.take(1, unsigned, values.size))
     floor = _magnitude(tiny, values.dtype)
-    if magnitudes.min() >= floor:
+    if np.minimum.reduce(magnitudes) >= floor:
         return 0, 0
     zeros = int(np.count_nonzero(magnitudes == 0))
     return zeros, int(np.count_nonzero(magnitudes < floor)) - zeros

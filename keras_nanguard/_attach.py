@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._errors import GuardError
-from keras_nanguard._session import Session, require_compiled
+from keras_nanguard._session import Session
+from keras_nanguard._sightings import require_compiled
 from keras_nanguard._step import _tensorflow
 
 __all__ = ["Attachment"]

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_scan, _repair, _recalibrate, _lint, _check_policy, _demo, _completion):
+    for add in (_scan, _repair, _recalibrate, _lint, _check_policy, _replay, _demo, _completion):
         add(commands)
     return root
 
@@ -101,16 +101,10 @@ def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command.add_argument("path", metavar="FILE", help=_FILES)
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.EXT)")
     command.add_argument("--statistics", choices=("initial", "source", "keep"), help="for bad statistics (initial)")
-    command.add_argument(
-        "--weights", choices=("initial", "zeros", "ones", "source", "keep"), help="for bad weights (keep)"
-    )
+    command.add_argument("--weights", choices=("initial", "zeros", "ones", "source", "keep"), help="for bad weights (keep)")
     command.add_argument("--slots", choices=("reset", "source", "keep"), help="for bad optimizer slots (reset)")
-    command.add_argument(
-        "--source", metavar="FILE", help="a good file of the same model; statistics and weights come from it by default"
-    )
-    command.add_argument(
-        "--only", action="append", metavar="PATTERN", default=[], help="only variables whose path matches: '*bn*'"
-    )
+    command.add_argument("--source", metavar="FILE", help="a good file of the same model; statistics and weights come from it by default")
+    command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only variables whose path matches: '*bn*'")
     _limits(command)
     command.add_argument("--in-place", action="store_true", help="replace the file; the old one stays as FILE.bak")
     command.add_argument("--dry-run", action="store_true", help="list what would change and write nothing")
@@ -127,9 +121,7 @@ def _recalibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.keras)")
     command.add_argument("--batches", type=int, metavar="NUMBER", help="batches to run (all there are)")
     command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="rows in a batch (32)")
-    command.add_argument(
-        "--only", action="append", metavar="PATTERN", default=[], help="only layers whose path matches: '*bn*'"
-    )
+    command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only layers whose path matches: '*bn*'")
     command.add_argument("--overwrite", action="store_true", help="allow the output to exist")
     _json(command)
 
@@ -150,6 +142,20 @@ def _check_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _json(command)
 
 
+def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    says = "run the bad step of an incident's bundle again and say why it is bad"
+    command = _command(commands, "replay", says, _commands.replay)
+    command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident, as Incident.bundle names it")
+    command.add_argument("--model", metavar="FILE", help="a .keras file, where the bundle holds no configuration")
+    modes = command.add_mutually_exclusive_group()
+    for mode in ("eager", "graph", "xla"):
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"run it in {mode} mode")
+    command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
+    command.add_argument("--device", metavar="NAME", help="where to run: CPU:0, GPU:0")
+    command.add_argument("--plain", action="store_true", help="leave out the trials with one thing changed")
+    _json(command)
+
+
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     says = "train a small network on troubled data, with and without the guard"
     _command(commands, "demo", says, _commands.demo)
@@ -163,9 +169,7 @@ def _completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _limits(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=float, metavar="NUMBER", help="magnitude that no value may exceed")
-    command.add_argument(
-        "--statistics-limit", type=float, metavar="NUMBER", help="magnitude that no moving statistic may exceed (1e6)"
-    )
+    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help="magnitude that no moving statistic may exceed (1e6)")
 
 
 def _json(command: argparse.ArgumentParser) -> None:

@@ -113,6 +113,25 @@ def check_policy(given: argparse.Namespace) -> int:
     return CLEAN
 
 
+def replay(given: argparse.Namespace) -> int:
+    """Run the step of a bundle again; a step that goes bad again is a finding."""
+    from keras_nanguard._replay import replay as run
+
+    found = run(
+        given.bundle,
+        given.model,
+        mode=given.mode or "eager",
+        dtype=given.dtype,
+        device=given.device,
+        counterfactuals=not given.plain,
+    )
+    if given.json:
+        _print_json(found.to_dict())
+    else:
+        print(found)
+    return FOUND if found.result == "bad" else CLEAN
+
+
 def demo(given: argparse.Namespace) -> int:
     """Run the demonstration."""
     from keras_nanguard._errors import GuardError

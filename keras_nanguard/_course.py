@@ -108,7 +108,7 @@ class Course:
             raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
         Ledger.from_dict(data["ledger"])
         try:
-            return cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})
+            return cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
         except TypeError as error:
             raise FileFormatError(f"The course of a run has a malformed field: {error}") from error
 

@@ -7,6 +7,7 @@ becomes evidence of the cause `unknown`.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from keras_nanguard import _state
@@ -25,19 +26,25 @@ __all__ = ["Explainer"]
 FULL = 3
 """Incidents of one streak that are diagnosed in full; those that follow with the same findings take over the result."""
 
+MOST_FULL = 20
+"""Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
+
 
 class Explainer:
     """Diagnoses the incidents of one session.
 
     Attributes:
         evidence: what the last diagnosis was decided from.
+        full: whether the last incident was diagnosed in full.
     """
 
     def __init__(self) -> None:
         self.evidence: Evidence | None = None
+        self.full = True
         self._signature: Any = None
         self._repeats = self._last_step = 0
-        self._diagnosis: Diagnosis | None = None
+        self._known: dict[Any, Diagnosis] = {}
+        self._full: Counter[Any] = Counter()
 
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
@@ -50,7 +57,7 @@ class Explainer:
         """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
         from keras_nanguard import _bundle
 
-        if report is None or report.batch is None or not incident.refused or self._repeats > FULL:
+        if report is None or report.batch is None or not incident.refused or not self.full:
             return None
         layers = table(self.evidence.table if self.evidence is not None else ())
         try:
@@ -68,24 +75,26 @@ class Explainer:
 
     def _explained(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings if f.site != "inputs"))
-        again = signature == self._signature and incident.step - self._last_step <= 2
+        again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step
-        if self._repeats > FULL and self._diagnosis is not None:
-            return self._taken_over(report)
+        known = self._known.get(signature)
+        self.full = known is None or (self._repeats <= FULL and self._full[signature] < MOST_FULL)
+        if known is not None and not self.full:
+            return self._taken_over(known, report)
+        self._full[signature] += 1
         self.evidence = gather(session, incident, report)
-        self._diagnosis = conclude(self.evidence)
-        return self._diagnosis
+        self._known[signature] = conclude(self.evidence)
+        return self._known[signature]
 
-    def _taken_over(self, report: Any) -> Diagnosis:
-        """Return the last diagnosis for one more incident of the same streak; bad rows are counted anew."""
-        assert self._diagnosis is not None
+    def _taken_over(self, known: Diagnosis, report: Any) -> Diagnosis:
+        """Return an earlier diagnosis for one more incident with the same findings; bad rows are counted anew."""
         rows: tuple[int, ...] = ()
-        if report is not None and self._diagnosis.cause in ("input_nonfinite", "target_nonfinite"):
+        if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
             found = batches.bad(report.batch, batches.ROLES)
             rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
-        note = f"Taken over from the steps before: {self._repeats} in a row with the same findings."
-        return dataclasses.replace(self._diagnosis, samples=rows, evidence=(note, *self._diagnosis.evidence))
+        note = "Taken over from an earlier step with the same findings, of which there have been many."
+        return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
 
 
 def gather(session: Any, incident: Incident, report: Any) -> Evidence:
@@ -103,6 +112,7 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         step=incident.step,
         refused=incident.refused,
         sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
+        value=next((f.value for f in incident.findings if f.value is not None), None),
         state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
         state_fresh=fresh,
         mode=_mode(session),

@@ -14,9 +14,10 @@ from typing import Any
 
 from keras_nanguard._archives import WEIGHTS, read_archive, read_json
 from keras_nanguard._errors import FileFormatError, expected
-from keras_nanguard._hdf5 import SIGNATURE, Window, attribute_text, open_hdf5, stored_arrays
+from keras_nanguard._hdf5 import SIGNATURE, attribute_text, open_hdf5, stored_arrays
 from keras_nanguard._orbax import is_orbax, read_orbax
 from keras_nanguard._stored import Contents, StoredArray, plain_text, readable
+from keras_nanguard._window import Window
 
 __all__ = ["opened", "shard_names"]
 
@@ -97,9 +98,7 @@ def _folder(path: str) -> Contents:
         return contents
     if is_orbax(path):
         return read_orbax(path)
-    raise FileFormatError(
-        expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", f"It holds neither {WEIGHTS} nor a checkpoint.")
-    )
+    raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", f"It holds neither {WEIGHTS} nor a checkpoint."))
 
 
 def shard_names(path: str) -> list[str]:
@@ -115,15 +114,11 @@ def shard_names(path: str) -> list[str]:
         FileFormatError: if it is no such index, or a name in it leads out of its folder.
     """
     if os.path.getsize(path) > _MOST_JSON:
-        raise FileFormatError(
-            f"{plain_text(path)} is no index of sharded weights: it has more than {_MOST_JSON} bytes."
-        )
+        raise FileFormatError(f"{plain_text(path)} is no index of sharded weights: it has more than {_MOST_JSON} bytes.")
     index = json.loads(Path(path).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
-        raise FileFormatError(
-            expected("an index of sharded weights", f"{plain_text(path)} without weight_map", f"Name one of {_KINDS}.")
-        )
+        raise FileFormatError(expected("an index of sharded weights", f"{plain_text(path)} without weight_map", f"Name one of {_KINDS}."))
     found: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if isinstance(listed, list) else [listed]:
@@ -133,9 +128,7 @@ def shard_names(path: str) -> list[str]:
 
 def _inside(name: Any) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or set(name) & set("/\\:"):
-        raise FileFormatError(
-            expected("shards beside their index", f"the shard name {plain_text(name)!r}", "It leads out of the folder.")
-        )
+        raise FileFormatError(expected("shards beside their index", f"the shard name {plain_text(name)!r}", "It leads out of the folder."))
     return name
 
 

@@ -34,9 +34,7 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 """Standard deviation of a unit normal cut off at two, by which Keras divides."""
 
 
-def first_value(
-    name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator
-) -> NDArray[Any] | str:
+def first_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
     """Return first values for a variable, or the sentence why there are none.
 
     Args:
@@ -62,9 +60,7 @@ def first_value(
         return f"its initialiser {kind!r} is not understood ({error})"
 
 
-def _drawn(
-    kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator
-) -> NDArray[Any] | str:
+def _drawn(kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
     if kind in ("Zeros", "Ones"):
         return np.full(shape, float(kind == "Ones"))
     if kind == "Constant":
@@ -86,9 +82,7 @@ def _drawn(
     return f"its initialiser {kind!r} is not one that is known here"
 
 
-def _scaled(
-    shape: tuple[int, ...], scale: float, mode: str, distribution: str, draw: np.random.Generator
-) -> NDArray[Any]:
+def _scaled(shape: tuple[int, ...], scale: float, mode: str, distribution: str, draw: np.random.Generator) -> NDArray[Any]:
     """Draw with variance `scale / fan` (`keras.initializers.VarianceScaling`)."""
     fan_in, fan_out = _fans(shape)
     fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]

@@ -114,9 +114,7 @@ def _impossible(name: str, role: str, found: Statistics) -> list[Problem]:
     return []
 
 
-def _large(
-    role: str, layer_class: str, found: Statistics, float16: bool, limit: float | None, statistics_limit: float
-) -> list[Problem]:
+def _large(role: str, layer_class: str, found: Statistics, float16: bool, limit: float | None, statistics_limit: float) -> list[Problem]:
     if role == "other" or found.min is None or found.max is None:
         return []
     largest, problems = max(-found.min, found.max), []

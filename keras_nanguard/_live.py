@@ -72,9 +72,7 @@ def live_variables(model: Any) -> list[LiveVariable]:
     if not is_model(model):
         raise GuardError(expected("a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."))
     if not getattr(model, "built", True):
-        raise GuardError(
-            expected("a built model", f"model={model.name}", "Call it on data once, or call build() with input shapes.")
-        )
+        raise GuardError(expected("a built model", f"model={model.name}", "Call it on data once, or call build() with input shapes."))
     seen: set[int] = set()
     found = list(_walk(model, (), seen))
     for name, optimizer in optimizers(model):

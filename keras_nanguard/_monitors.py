@@ -32,8 +32,8 @@ NEVER = 50
 LEAP = 1e3
 """Factor between two looks by which a settled moving variance has been ruined."""
 
-SETTLED = 30
-"""Good steps after which a moving variance has come so near to its place that it grows by far less than `LEAP`."""
+SETTLED = 10
+"""Good steps after which a moving variance is no more than a factor of 20 below its place, at the usual momentum."""
 
 ZEROS = 30
 """Steps in a row without any gradient, although there is a loss, after which nothing is learned."""
@@ -47,11 +47,14 @@ class Monitors:
 
     Attributes:
         due: step of the next look.
+        statistics: the sum over the moving statistics that the last step measured (see `Verdict`).
+        ceiling: a sum from which the next look does not wait.
     """
 
     def __init__(self, checks: Any):
         self.checks = checks
         self.due: float = LOOKS[0]
+        self.statistics, self.ceiling = 0.0, math.inf
         self._told: set[str] = set()
         self._weights: Mapping[int, np.ndarray[Any, Any]] = {}
         self._weights_of = 0
@@ -61,6 +64,7 @@ class Monitors:
     def look(self, session: Any) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
         step = session.step
+        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if session.good >= SETTLED else math.inf
         self.due = next((at for at in LOOKS if at > step), step + EVERY)
         if session.rollbacks != self._rollbacks:
             self._rollbacks, self._weights, self._variances = session.rollbacks, {}, {}

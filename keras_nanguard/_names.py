@@ -40,9 +40,7 @@ _RECURRENT = (("kernel", ""), ("recurrent_kernel", ""), ("bias", "use_bias"))
 _AFFINE = (("gamma", "scale"), ("beta", "center"))
 
 _VARIABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(
-        ("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D"), _KERNEL
-    ),
+    **dict.fromkeys(("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D"), _KERNEL),
     **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _KERNEL),
     **dict.fromkeys(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell"), _RECURRENT),
     **dict.fromkeys(("LayerNormalization", "GroupNormalization"), _AFFINE),
@@ -229,9 +227,7 @@ def _is_optimizer(parts: Sequence[str], arrays: Sequence[StoredArray]) -> bool:
     return first.location.endswith("vars/0") and first.shape == () and first.dtype in ("int32", "int64")
 
 
-def _optimizer_names(
-    arrays: Sequence[StoredArray], config: Mapping[str, Any], own: str, labels: Sequence[str]
-) -> list[str]:
+def _optimizer_names(arrays: Sequence[StoredArray], config: Mapping[str, Any], own: str, labels: Sequence[str]) -> list[str]:
     """Return names for the scalars with which an optimizer begins; its slots keep their numbers.
 
     A plain optimizer begins with its step count and, unless a schedule sets it, its learning rate. A

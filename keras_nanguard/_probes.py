@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["counts", "is_float", "is_finite", "widen"]
+__all__ = ["counts", "is_finite", "is_float", "largest", "widen"]
 
 _FLOATS = frozenset(
     {
@@ -67,3 +67,9 @@ def counts(array: Any) -> tuple[int, int, int]:
     if array.dtype.kind not in "fc":
         return 0, 0, int(array.size)
     return int(np.isnan(array).sum()), int(np.isinf(array).sum()), int(array.size)
+
+
+def largest(array: Any) -> float:
+    """Return the largest magnitude of an array that is finite, 0 for one that is empty or no float."""
+    array = widen(array)
+    return float(np.max(np.abs(array))) if array.dtype.kind in "fc" and array.size else 0.0

@@ -71,9 +71,7 @@ class RecalibrateReport:
         return "\n".join(lines)
 
 
-def recalibrate(
-    model: Any, data: Any, batches: int | None = None, *, batch_size: int = 32, only: Sequence[str] = ()
-) -> RecalibrateReport:
+def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size: int = 32, only: Sequence[str] = ()) -> RecalibrateReport:
     """Estimate the moving statistics of BatchNormalization anew, from data run through the model.
 
     Weights, optimizer, metrics, seeds, states and every other variable keep their bits. Dropout and noise stay off.
@@ -100,9 +98,7 @@ def recalibrate(
     """
     layers = _batchnorms(model, only)
     if not layers:
-        raise GuardError(
-            expected("a model with BatchNormalization", f"model={model.name}", "There is none to estimate.")
-        )
+        raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is none to estimate."))
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
     others = [live for live in live_variables(model) if _may_move(live, estimates.values())]
     kept = [(live.variable, live.read()) for live in others]
@@ -221,9 +217,7 @@ def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
         try:
             found = [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in (mean, variance)]
         except Exception as error:
-            message = expected(
-                "a model that runs eagerly", f"{path} within a compiled function", "Undo the compilation."
-            )
+            message = expected("a model that runs eagerly", f"{path} within a compiled function", "Undo the compilation.")
             raise GuardError(message) from error
         estimate.merge(found[0], found[1], count)
         estimate.assign(mean, variance)

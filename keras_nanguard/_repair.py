@@ -171,9 +171,7 @@ def repair(
     return _file(path, final, choices, donors, only, dry_run, np.random.default_rng(seed))
 
 
-def _live(
-    model: Any, choices: Choices, donors: Callable[[str], NDArray[Any] | str], only: Sequence[str], dry_run: bool
-) -> RepairReport:
+def _live(model: Any, choices: Choices, donors: Callable[[str], NDArray[Any] | str], only: Sequence[str], dry_run: bool) -> RepairReport:
     before = scan(model, **choices.limits)
     bad = [entry.path for entry in before.bad if _selected(entry, only)]
     changes = repair_model(model, bad, choices, donors, dry_run)
@@ -181,9 +179,7 @@ def _live(
     return RepairReport(before.source, None, None, dry_run, tuple(changes), before, after)
 
 
-def _final_name(
-    path: str, output: str | os.PathLike[str] | None, in_place: bool, overwrite: bool, dry_run: bool
-) -> str:
+def _final_name(path: str, output: str | os.PathLike[str] | None, in_place: bool, overwrite: bool, dry_run: bool) -> str:
     if in_place and output is not None:
         raise GuardError(expected("either in_place or output", f"both, output={os.fspath(output)!r}", "Drop one."))
     final = path if in_place else os.fspath(output) if output is not None else beside(path)

@@ -90,11 +90,7 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
         fresh = type(optimizer).from_config(optimizer.get_config())
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         fresh.build(inner._trainable_variables)
-        averages = dict(
-            zip(
-                map(id, getattr(inner, "_model_variables_moving_average", ())), inner._trainable_variables, strict=False
-            )
-        )
+        averages = dict(zip(map(id, getattr(inner, "_model_variables_moving_average", ())), inner._trainable_variables, strict=False))
         for (path, variable), start in zip(paths.items(), fresh.variables, strict=True):
             if variable.name in ("iteration", "learning_rate") and path not in wanted:
                 continue

@@ -190,9 +190,7 @@ def _archive(path: str, target: str, replacements: Replacements) -> None:
                 _member(old, info, new, replacements, folder)
 
 
-def _member(
-    old: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, replacements: Replacements, folder: str
-) -> None:
+def _member(old: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, replacements: Replacements, folder: str) -> None:
     refuse_bomb(info)
     copy = zipfile.ZipInfo(info.filename, info.date_time)
     copy.compress_type, copy.external_attr = info.compress_type, info.external_attr

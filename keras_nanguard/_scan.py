@@ -63,9 +63,7 @@ def scan(
     return ScanReport(str(model_or_path.name), "model", variables)
 
 
-def _scan_file(
-    path: str, limit: float | None, statistics_limit: float, progress: Callable[[int, int], None] | None
-) -> ScanReport:
+def _scan_file(path: str, limit: float | None, statistics_limit: float, progress: Callable[[int, int], None] | None) -> ScanReport:
     @contextmanager
     def work(report: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
         with opened(path) as contents:
@@ -153,9 +151,7 @@ class _Looker:
                 limit=self._limit,
                 statistics_limit=self._statistics_limit,
             )
-        return ScannedVariable(
-            identity.path, identity.layer, identity.name, identity.role, location, dtype, shape, found, problems
-        )
+        return ScannedVariable(identity.path, identity.layer, identity.name, identity.role, location, dtype, shape, found, problems)
 
 
 def _float16(identity: Identity) -> bool:

@@ -120,8 +120,7 @@ class ScanReport:
             "counts": self.counts(),
             "notes": list(self.notes),
             "layers": [
-                {"path": layer.path, "severity": layer.severity, "variables": [_plain(v) for v in layer.variables]}
-                for layer in self.layers
+                {"path": layer.path, "severity": layer.severity, "variables": [_plain(v) for v in layer.variables]} for layer in self.layers
             ],
         }
 

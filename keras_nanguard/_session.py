@@ -19,11 +19,15 @@ from keras_nanguard._incident import SITES, Finding, Incident
 from keras_nanguard._monitors import Monitors
 from keras_nanguard._policy import Ledger, Policy, decide
 from keras_nanguard._rates import Rate
+from keras_nanguard._sightings import has_nan, in_batch
 from keras_nanguard._snapshot import Ring
 from keras_nanguard._step._verdict import Report, Verdict
 from keras_nanguard._trend import Trend
 
 __all__ = ["Session"]
+
+HUGE = 1e30
+"""Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
 
 
 class Session:
@@ -96,7 +100,7 @@ class Session:
             resumed.restore(self)
         anatomy = self.anatomy()
         tolerated = [v for v in anatomy.constants if not _probes.is_finite(_state.view(v))]
-        tolerated = [v for v in tolerated if not _has_nan(v)]
+        tolerated = [v for v in tolerated if not has_nan(v)]
         self.tolerated = {id(v) for v in tolerated}
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
@@ -168,7 +172,10 @@ class Session:
         if findings:
             self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(Verdict.of(row)))
         self.step += 1
+        if statistics > self.monitors.ceiling:
+            self._due = self.monitors.due = self.step
         if self.step >= self._due:
+            self.monitors.statistics = statistics
             self._keep()
 
     def _attend(self, verdict: Verdict) -> None:
@@ -176,6 +183,7 @@ class Session:
         if self._births is not None:
             self._complete_first()
         self.last_refused = verdict.refused
+        self.monitors.statistics = verdict.statistics
         if self.transaction.counted:
             self._after_many(verdict)
             return
@@ -248,7 +256,7 @@ class Session:
             self.overflows += 1
             return
         findings = report.findings() if report is not None else Report(verdict, (), ()).findings()
-        findings = [*_in_batch(report), *self._scan("state"), *findings]
+        findings = [*in_batch(report), *self._scan("state"), *findings]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
@@ -286,7 +294,7 @@ class Session:
             return
         self.streak = 1
         report = reports[-1] if reports else None
-        findings = [*_in_batch(report), *(report.findings() if report else ()), *self._scan("weights")]
+        findings = [*in_batch(report), *(report.findings() if report else ()), *self._scan("weights")]
         findings = findings or Report(verdict, (), ()).findings()
         self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
@@ -304,7 +312,15 @@ class Session:
                 if nan or (inf and id(variable) not in self.tolerated):
                     told = "state" if site == "state" else own
                     findings.append(Finding(told, "nonfinite", variable.path, nan, inf, size))
+                elif site == "state" and (own != "statistics" or _state.is_statistic(variable)):
+                    findings += self._out_of_range(own, variable, size)
         return findings
+
+    def _out_of_range(self, own: str, variable: Any, size: int) -> list[Finding]:
+        """Return a finding for a variable that is finite, and so large that the next sum over it is not."""
+        largest = _probes.largest(_state.view(variable))
+        limit = getattr(self.policy.limits_for(variable.path), own).max_abs or HUGE
+        return [Finding("state", "out_of_range", variable.path, 0, 0, size, largest)] if largest > limit else []
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
         values = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
@@ -400,44 +416,3 @@ class Session:
 
 _HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
 """Actions that put another state in the place of the one that steps have run on."""
-
-
-def _has_nan(variable: Any) -> bool:
-    return _probes.counts(_state.view(variable))[0] > 0
-
-
-def _in_batch(report: Report | None) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step."""
-    if report is None or report.batch is None:
-        return []
-    if len(report.batch) != 1:
-        parts = {"inputs": report.batch}
-    else:
-        data = report.batch[0]
-        data = data if isinstance(data, tuple) else (data,)
-        parts = {"inputs": data[:1], "targets": data[1:]}
-    findings = []
-    for site, part in parts.items():
-        for name, array in _state.named_arrays(part):
-            nan, inf, size = _probes.counts(array)
-            if nan or inf:
-                findings.append(Finding(site, "nonfinite", name, nan, inf, size))
-    return findings
-
-
-def require_compiled(model: Any) -> None:
-    """Raise where the model cannot be trained.
-
-    Raises:
-        GuardError: if the model is not compiled, or was compiled without an optimizer.
-    """
-    if not getattr(model, "compiled", False):
-        raise GuardError(
-            f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which is not compiled. "
-            "Call model.compile(optimizer, loss) before fit."
-        )
-    if not _state.find_optimizers(model):
-        raise GuardError(
-            f"Expected a model with an optimizer. Received: model={model.name!r} with optimizer="
-            f"{getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or use guard.watch(model, *optimizers)."
-        )

@@ -34,11 +34,7 @@ class Tables:
         """Print what a scan found, worst first."""
         wanted = ("error", "warning", "note") if notes else ("error", "warning")
         rows = [
-            (entry, found)
-            for layer in report.layers
-            for entry in layer.variables
-            for found in entry.problems
-            if found.severity in wanted
+            (entry, found) for layer in report.layers for entry in layer.variables for found in entry.problems if found.severity in wanted
         ]
         table = Table("layer", "variable", "problem", "dtype", "range", box=None, pad_edge=False, header_style="bold")
         for entry, found in rows[:_MOST_ROWS]:
@@ -78,9 +74,7 @@ class Tables:
         if report.hazards:
             self._console.print(table)
         count = len(report.hazards)
-        self._line(
-            f"{report.model}: {count} hazards." if count else str(report), "green" if report.clean else "bold red"
-        )
+        self._line(f"{report.model}: {count} hazards." if count else str(report), "green" if report.clean else "bold red")
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

@@ -13,7 +13,7 @@ os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import pytest
+import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -74,20 +74,20 @@ def _multi() -> Any:
     return keras.optimizers.MultiOptimizer(chosen)
 
 
-O = keras.optimizers
+Opt = keras.optimizers
 SETTINGS: dict[str, Callable[[], Any]] = {
-    "clipnorm": lambda: O.Adam(0.01, clipnorm=0.1),
-    "global-clipnorm": lambda: O.Adam(0.01, global_clipnorm=0.1),
-    "clipvalue": lambda: O.SGD(0.01, momentum=0.9, clipvalue=0.05),
-    "ema": lambda: O.SGD(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4),
-    "accumulation": lambda: O.Adam(0.01, gradient_accumulation_steps=4),
-    "schedule": lambda: O.Adam(O.schedules.PiecewiseConstantDecay([5, 9], [0.05, 0.02, 0.01])),
-    "weight-decay": lambda: O.RMSprop(0.01, momentum=0.5, centered=True, weight_decay=0.01),
-    "amsgrad": lambda: O.Adam(0.01, amsgrad=True),
-    "callable-rate": lambda: O.SGD(lambda: 0.01),
-    "loss-scale-factor": lambda: O.Adam(0.01, loss_scale_factor=8.0),
-    "loss-scale-by-hand": lambda: O.LossScaleOptimizer(
-        O.SGD(0.01, momentum=0.9), initial_scale=64.0, dynamic_growth_steps=5
+    "clipnorm": lambda: Opt.Adam(0.01, clipnorm=0.1),
+    "global-clipnorm": lambda: Opt.Adam(0.01, global_clipnorm=0.1),
+    "clipvalue": lambda: Opt.SGD(0.01, momentum=0.9, clipvalue=0.05),
+    "ema": lambda: Opt.SGD(0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4),
+    "accumulation": lambda: Opt.Adam(0.01, gradient_accumulation_steps=4),
+    "schedule": lambda: Opt.Adam(Opt.schedules.PiecewiseConstantDecay([5, 9], [0.05, 0.02, 0.01])),
+    "weight-decay": lambda: Opt.RMSprop(0.01, momentum=0.5, centered=True, weight_decay=0.01),
+    "amsgrad": lambda: Opt.Adam(0.01, amsgrad=True),
+    "callable-rate": lambda: Opt.SGD(lambda: 0.01),
+    "loss-scale-factor": lambda: Opt.Adam(0.01, loss_scale_factor=8.0),
+    "loss-scale-by-hand": lambda: Opt.LossScaleOptimizer(
+        Opt.SGD(0.01, momentum=0.9), initial_scale=64.0, dynamic_growth_steps=5
     ),
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):
@@ -117,7 +117,7 @@ def generator(data: zoo.Data) -> Callable[[], Any]:
     def batches():
         while True:
             for i in range(0, data.batches * zoo.BATCH, zoo.BATCH):
-                yield keras.tree.map_structure(lambda a: a[i : i + zoo.BATCH], data.all)
+                yield keras.tree.map_structure(lambda a, i=i: a[i : i + zoo.BATCH], data.all)
 
     return batches
 
@@ -375,11 +375,11 @@ def unlisted(**mode: Any) -> Any:
 def _in(policy: str) -> Callable[..., Any]:
     def build(**mode: Any) -> Any:
         keras.config.set_dtype_policy(policy)
-        optimizer = O.Adam(0.01)
+        optimizer = Opt.Adam(0.01)
         if (
             policy == "mixed_float16"
         ):  # a scale that does not overflow: such a step is refused, where Keras half commits it
-            optimizer = O.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
+            optimizer = Opt.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
         try:
             return zoo.plain(optimizer, **mode)
         finally:

@@ -9,7 +9,19 @@ from programs import PROGRAMS
 BAD = (3, 8)
 """Where the poisoned batches stand."""
 
-CASES = [(name, mode) for name in PROGRAMS for mode in ("graph", "eager")]
+NORMAL = {
+    *(("optimizer-adam", "graph"), ("optimizer-accumulation", "graph"), ("feed-pydataset", "graph")),
+    *(("feed-sample-weight-bad", "graph"), ("model-many-inputs-outputs", "graph"), ("model-stateful-rnn", "graph")),
+    *(("precision-mixed_float16", "graph"), ("step-gan", "graph"), ("step-conditional", "graph")),
+    *(("model-subclassed", "eager"), ("step-own-loss", "eager"), ("optimizer-clipnorm", "eager")),
+}
+"""One of each kind for the normal run; all of them are a campaign."""
+
+CASES = [
+    pytest.param(name, mode, marks=() if (name, mode) in NORMAL else pytest.mark.slow)
+    for name in PROGRAMS
+    for mode in ("graph", "eager")
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -26,3 +38,8 @@ def test_program(name, mode):
     epoch = program.data().batches + len(BAD)
     assert poisoned.steps == [*BAD, *(epoch + batch for batch in BAD)]
     assert zoo.bad_entries(poisoned.model) == []
+
+
+def test_the_normal_run_names_programs():
+    """Every case chosen for the normal run is there."""
+    assert {name for name, _ in NORMAL} <= set(PROGRAMS)

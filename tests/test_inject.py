@@ -152,7 +152,7 @@ def test_bad_arguments(arguments, told):
     ],
 )
 def test_faults_without_a_place(arguments, told):
-    """A fault that has no place in this model, or never happened, is an error rather than a test that proves nothing."""
+    """A fault that has no place in this model, or never happened, is an error: such a test would prove nothing."""
     model = build(run_eagerly=True)
     with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(told)}"), inject(model, **arguments):
         train(model)
@@ -187,7 +187,7 @@ def test_corrupt_refuses(bad):
     """What cannot hold the fault is told of."""
     with pytest.raises(GuardError, match=r"(?s)Expected a keras.Variable of a float dtype.*Received"):
         corrupt(bad)
-    with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received kind='x'"):
+    with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):
         corrupt(bad, "x")
 
 

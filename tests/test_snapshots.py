@@ -347,7 +347,8 @@ class TestFiles:
 
         def build():
             keras.config.set_dtype_policy("bfloat16")
-            model = keras.Sequential([keras.Input((8, 6), batch_size=8), layers.SimpleRNN(3, stateful=True, recurrent_initializer="glorot_uniform"), layers.Dense(1)])
+            rnn = layers.SimpleRNN(3, stateful=True, recurrent_initializer="glorot_uniform")
+            model = keras.Sequential([keras.Input((8, 6), batch_size=8), rnn, layers.Dense(1)])
             model.compile("sgd", "mse")
             keras.config.set_dtype_policy("float32")
             return model

@@ -105,7 +105,7 @@ def test_every_batch_bad(mode):
 
 
 def test_first_step_bad():
-    """A bad first batch is refused as well: slots, statistics and seeds that the first step creates are as if it never ran."""
+    """A bad first batch is refused as well: what the first step creates is as if it had never run."""
     data = zoo.poison(zoo.regression(), 0)
     guarded = zoo.run(zoo.plain, data, guard=True)
     assert zoo.differences(guarded, zoo.run(zoo.plain, data.without([0]))) == []

@@ -39,7 +39,7 @@ def fit(build, data, *callbacks, epochs=1):
 
 
 def test_skipped_update_ruins_batchnorm():
-    """One Inf in mixed_float16: the scaler skips the update, yet stock BatchNorm and the epoch's loss are NaN for ever."""
+    """One Inf in mixed_float16: the scaler skips the update, yet stock BatchNorm and the epoch's loss stay NaN."""
     data = zoo.poison(zoo.regression(), 3, np.inf)
     model, history = fit(half, data)
     assert np.isnan(history["loss"][0])
@@ -97,7 +97,7 @@ def test_unsound_loss_scale_never_comes_back(value):
 
 
 def test_checkpoint_takes_nan_for_the_best(tmp_path):
-    """Stock `ModelCheckpoint(save_best_only=True)` takes a first NaN as best and keeps it; guarded it never sees one."""
+    """Stock `ModelCheckpoint(save_best_only=True)` takes a first NaN as best and keeps it; guarded it sees none."""
     data = zoo.poison(zoo.regression(), 0)
 
     def checkpoint(name):
@@ -114,7 +114,7 @@ def test_checkpoint_takes_nan_for_the_best(tmp_path):
 
 
 def test_rate_under_a_schedule_cannot_be_lowered():
-    """Stock `optimizer.learning_rate = v` raises under a schedule; the guard lowers it and leaves the schedule alone."""
+    """Stock `optimizer.learning_rate = v` raises under a schedule; the guard lowers it and keeps the schedule."""
     build = lambda: zoo.plain(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, 100)))  # noqa: E731
     with pytest.raises(TypeError, match="LearningRateSchedule"):
         build().optimizer.learning_rate = 0.1

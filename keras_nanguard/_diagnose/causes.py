@@ -231,13 +231,19 @@ def _divergence(e: Evidence) -> Verdict | None:
         blown = growth.steps >= 1 and (growth.weights >= 20.0 or (growth.weights >= 2.0 and grown(e)))
     else:
         blown = (how == "overflow" or exploded) and grown(e)
-    if not blown:
+    if not blown and not _moved_too_far(e):
         return None
     if _normalised(e):
         return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
     if e.rescaled == "finite" and _magnitude(e) >= LARGE:
         return Verdict("input_scale", _largest(e), (), 0.75, "rescaled")
     return Verdict("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+
+
+def _moved_too_far(e: Evidence) -> bool:
+    """Whether the first steps moved the weights to where the whole batch overflows, which it did not at the start."""
+    few = e.without_rows == "finite" and len(e.rows) <= e.count / 4
+    return e.at_start == "finite" and e.growth.weights >= 1.5 and kind(e.birth) in ("exp", "overflow") and not few
 
 
 def _normalised(e: Evidence) -> str:

@@ -207,6 +207,7 @@ class Evidence:
         step: number of the step.
         refused: whether it was refused.
         sites: sites and kinds of the findings, in causal order, as `"loss:nonfinite"`.
+        value: the number that the first finding tells, such as the loss of a spike.
         state: paths of variables that were bad before the step, with their roles.
         state_fresh: whether they were bad before training began.
         inputs_bad: bad arrays among the inputs.
@@ -225,11 +226,13 @@ class Evidence:
         loss_parts: name and value of each part of the loss.
         float32: what came of a replay in float32: `"finite"`, `"bad"` or `""`.
         rescaled: what came of a replay with inputs and targets scaled to unit size.
+        at_start: what came of a replay with the first state in place of this one.
         without_rows: what came of a replay without `rows`.
         unscaled: what came of a replay with a loss scale of 1.
         inference: whether outputs in inference mode are finite.
         training: the same in training mode, where both were looked at.
         rows: rows to blame.
+        count: number of rows of the batch.
         low_precision: lowest float dtype that a layer computes in.
         growth: the history.
         optimizers: the optimizers.
@@ -242,6 +245,7 @@ class Evidence:
     step: int = 0
     refused: bool = True
     sites: tuple[str, ...] = ()
+    value: float | None = None
     state: tuple[tuple[str, str], ...] = ()
     state_fresh: bool = False
     inputs_bad: tuple[Constant, ...] = ()
@@ -260,11 +264,13 @@ class Evidence:
     loss_parts: tuple[tuple[str, float], ...] = ()
     float32: str = ""
     rescaled: str = ""
+    at_start: str = ""
     without_rows: str = ""
     unscaled: str = ""
     inference: str = ""
     training: str = ""
     rows: tuple[int, ...] = ()
+    count: int = 0
     low_precision: str = ""
     growth: Growth = Growth()
     optimizers: tuple[OptimizerFacts, ...] = ()

@@ -107,7 +107,7 @@ def _tensor(value: Any) -> Any:
 class _Examiner:
     """One examination of one model."""
 
-    def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any):
+    def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None):
         self.model, self.x = model, x
         self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
         self.anatomy = _state.Anatomy.of(model)
@@ -165,6 +165,9 @@ class _Examiner:
             table=shown.rows,
             notes=tuple(far),
         )
+        if evidence.inputs_bad and 0 < len(evidence.rows) < batches.row_count(self.batch):
+            rest = _Examiner(self.model, *batches.without(self.batch, evidence.rows)[0])
+            evidence = replace(evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad")
         if evidence.low_precision and shown.first:
             evidence = replace(evidence, float32=self._in_float32(shown is step))
         return evidence

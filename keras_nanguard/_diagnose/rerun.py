@@ -72,7 +72,8 @@ class Run:
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put every one of these variables, and every generator of random numbers, back at the end."""
-    natives = [v.value if isinstance(v, keras.Variable) else v for v in (*variables, *_internals.global_seed_variables())]
+    written = (*variables, *_internals.global_seed_variables())
+    natives = [v.value if isinstance(v, keras.Variable) else v for v in written]
     natives = [v for v in natives if hasattr(v, "assign")]
     old = [v.read_value() for v in natives]
     python, numpy = random.getstate(), np.random.get_state()

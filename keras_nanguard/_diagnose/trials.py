@@ -55,6 +55,7 @@ class Trials:
         self._rerun_in_float32()
         self._rerun_unscaled()
         self._find_rows(run)
+        self._replay_at_start(run)
         self._rerun_in_inference(run)
         self._begin_anew_with_scaled_data()
         return self.evidence
@@ -65,6 +66,7 @@ class Trials:
     def look_at_batch(self) -> None:
         """Note what the batch holds."""
         self._add(
+            count=batches.row_count(self.batch),
             inputs_bad=batches.bad(self.batch, ("inputs",)),
             targets_bad=batches.bad(self.batch, ("targets", "sample_weight")),
             inputs=batches.spreads(self.batch, "inputs"),
@@ -123,6 +125,9 @@ class Trials:
         if grown(self.evidence) and kind(run.birth) != "pole":
             return
         found = rows.seen(run, count)
+        if self.evidence.replay == "finite":  # only the compiled step goes bad, and these trials run eagerly
+            self._add(rows=found)
+            return
         if not found and self._may_be_rows(count):
             suspects = self._outliers()
             found = rows.bisected(count, suspects, self._bad_without(count))
@@ -160,6 +165,21 @@ class Trials:
         bad = any(n or i for n, i, _ in _counts(outputs))
         self._add(inference="bad" if bad else "finite")
 
+    def _replay_at_start(self, run: Run) -> None:
+        """Run the batch with the first state: do the first steps make it overflow, or does it do so by itself?"""
+        e = self.evidence
+        if self.start is None or not 0 < e.step <= EARLY or kind(run.birth) not in ("exp", "overflow") or grown(e):
+            return
+        with preserved(self.step.variables()):
+            self._put_back(self.start)
+            self._add(at_start=self.step.run(self.batch).word)
+
+    def _put_back(self, snapshot: Any) -> None:
+        for variable in self.anatomy.restorable:
+            value = snapshot.value(variable)
+            if value is not None:
+                _state.write(variable, value)
+
     def _begin_anew_with_scaled_data(self) -> None:
         """Train a few steps from the first state on this batch, as it is and scaled: does the scale make it blow up?"""
         e = self.evidence
@@ -176,10 +196,7 @@ class Trials:
         """Return how many times the loss grows over a few steps from a snapshot, infinite where it overflows."""
         first = last = math.nan
         with preserved(self.step.variables()):
-            for variable in self.anatomy.restorable:
-                value = snapshot.value(variable)
-                if value is not None:
-                    _state.write(variable, value)
+            self._put_back(snapshot)
             for _ in range(FEW):
                 last = self.step.train(batch)
                 first = last if math.isnan(first) else first

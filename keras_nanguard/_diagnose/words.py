@@ -53,7 +53,11 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
     kinds = dict(site.partition(":")[::2] for site in e.sites)
     if kinds.get("gradients") == "stuck":
         moved = f"{e.first_path} and most other kernels stand still, bit for bit, although the loss is not at rest."
-        yield moved if e.first_path else "For many steps every gradient has been exactly zero, although there is a loss."
+        yield moved if e.first_path else "For many steps every gradient has been exactly 0, although there is a loss."
+    if kinds.get("statistics") == "spike" and e.value is not None:
+        yield f"{e.first_path} has leapt to {e.value:.3g}, more than a thousand times what it was a few steps before."
+    if kinds.get("loss") == "spike" and e.value is not None:
+        yield f"The loss jumped to {e.value:.3g}."
     if kinds.get("statistics") == "stuck":
         yield f"{e.first_path} holds its initial values, although the layer's own weights have moved."
 
@@ -124,6 +128,7 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
         "float32": ("In float32 the same step", e.float32),
         "unscaled": ("With a loss scale of 1 the same step", e.unscaled),
         "rescaled": ("Begun anew with inputs and targets scaled to unit deviation, training", e.rescaled),
+        "start": ("With the weights of the first step the same batch", e.at_start),
         "rows": (f"Without rows {_list(e.rows)} the same step", e.without_rows),
         "inference": ("In inference mode the forward pass", e.inference),
         "training": ("In training mode the forward pass", e.training),

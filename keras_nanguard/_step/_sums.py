@@ -142,10 +142,10 @@ def ends(anatomy: _state.Anatomy, records: Sequence[Any], gradients: Any, dtype:
 
 
 def _large(variables: Sequence[Any]) -> bool:
-    return sum(math.prod(v.shape) * v.dtype.size for v in variables) > PROVEN_BYTES
+    return bool(sum(math.prod(v.shape) * v.dtype.size for v in variables) > PROVEN_BYTES)
 
 
 def _proven(optimizer: Any, variables: Sequence[Any]) -> bool:
     inner = _state.inner(optimizer)
-    known: bool = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
-    return known and all(v.dtype.size >= 4 for v in variables)
+    known = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
+    return bool(known and all(v.dtype.size >= 4 for v in variables))

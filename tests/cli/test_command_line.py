@@ -17,7 +17,7 @@ import pytest
 from keras_nanguard._cli import CLEAN, FOUND, MISUSE, main, parser
 from keras_nanguard._completion import script
 
-COMMANDS = ("scan", "repair", "recalibrate", "lint", "check-policy", "demo", "completion")
+COMMANDS = ("scan", "repair", "recalibrate", "lint", "check-policy", "replay", "demo", "completion")
 
 
 @pytest.fixture
@@ -90,9 +90,7 @@ def test_a_policy_with_faults_is_a_finding_and_a_missing_one_is_misuse(tmp_path,
     assert main(["check-policy", str(tmp_path / "missing.toml")]) == MISUSE
 
 
-@pytest.mark.parametrize(
-    "words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"])
-)
+@pytest.mark.parametrize("words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]))
 def test_misuse_is_told_with_usage_and_exit_code_two(words, capsys):
     """Unknown words and missing arguments, and no abbreviation is guessed."""
     assert main(words) == MISUSE
@@ -270,9 +268,7 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
 
 def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):
     """What is printed follows where it goes."""
-    monkeypatch.setattr(
-        sys, "stdout", types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None)
-    )
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None))
     assert main(["scan", bad]) == FOUND
     assert "(error)" in capsys.readouterr().out
     started = time.perf_counter()

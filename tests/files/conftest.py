@@ -95,11 +95,7 @@ class Maker:
                 shard = f"{name}_{number:05}.weights.h5"
                 with h5py.File(self.folder / shard, "w") as file:
                     whole.copy(f"layers/{top}", file.create_group("layers"), top)
-                    file.visit(
-                        lambda key, shard=shard: (
-                            weight_map.update({f"/{key}": [shard]}) if key.endswith("vars") else None
-                        )
-                    )
+                    file.visit(lambda key, shard=shard: weight_map.update({f"/{key}": [shard]}) if key.endswith("vars") else None)
         path = self.folder / f"{name}.weights.json"
         path.write_text(json.dumps({"metadata": {"total_size": 1.0}, "weight_map": weight_map}))
         os.unlink(source)

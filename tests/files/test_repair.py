@@ -60,9 +60,7 @@ def test_a_negative_variance_is_bad(make):
 def test_everything_else_in_an_archive_is_carried_over(make):
     """Configuration, metadata and assets of a `.keras` file come through bit for bit, compressed or not."""
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        path = make.keras(
-            {make.SECOND_VARIANCE: np.nan}, compression=compression, extra=[("assets/vocabulary.txt", b"a\nb" * 99)]
-        )
+        path = make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression, extra=[("assets/vocabulary.txt", b"a\nb" * 99)])
         output = repair(path, overwrite=True).output
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(output) as new:
             assert old.namelist() == new.namelist()
@@ -107,9 +105,7 @@ def test_a_good_file_gives_whole_variables(make):
 def test_a_source_that_does_not_fit_is_a_reason(make):
     """A missing variable, another shape and a source that is bad itself are skipped, each with its reason."""
     bad = make.weights({make.KERNEL: np.nan, make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
-    source = make.npz(
-        **{"head/kernel": np.ones((2, 2)), "backbone/second_bn/moving_variance": np.full(4, np.inf)}, name="s.npz"
-    )
+    source = make.npz(**{"head/kernel": np.ones((2, 2)), "backbone/second_bn/moving_variance": np.full(4, np.inf)}, name="s.npz")
     details = {change.path: change.detail for change in repair(bad, source=source).skipped}
     assert "shape (2, 2)" in details["head/kernel"]
     assert details["backbone/second_bn/moving_variance"] == "the new values are bad too"
@@ -202,9 +198,7 @@ def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
 
     path = tmp_path / "b.weights.h5"
     with h5py.File(path, "w") as file:
-        dataset = file.create_dataset(
-            "layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16)
-        )
+        dataset = file.create_dataset("layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16))
         dataset.attrs["dtype"] = "bfloat16"
     report = repair(path, weights="zeros")
     assert report.clean
@@ -351,9 +345,7 @@ def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, s
     config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
     drawn = first_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
     theirs = np.asarray(
-        getattr(keras.initializers, name)(seed=1)(shape)
-        if name not in ("Zeros", "Ones")
-        else getattr(keras.initializers, name)()(shape),
+        getattr(keras.initializers, name)(seed=1)(shape) if name not in ("Zeros", "Ones") else getattr(keras.initializers, name)()(shape),
         np.float64,
     )
     assert drawn.std() == pytest.approx(theirs.std(), rel=0.02, abs=1e-9)

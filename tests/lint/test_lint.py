@@ -129,9 +129,7 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     assert [hazard.path for hazard in lint(model).hazards] == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("rate", "bad"), [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)]
-)
+@pytest.mark.parametrize(("rate", "bad"), [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)])
 def test_learning_rates(rate, bad):
     """Zero, negative, NaN and absurd rates are told; what is merely large is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])

@@ -124,11 +124,18 @@ def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
 
 
 def test_divergence_is_met_while_it_is_finite():
-    """Growth by orders of magnitude: back and slower, three times in 2000 steps, then stop."""
-    told = run(
-        "recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in (50, 300, 700, 900)]
-    )
-    assert told == [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
+    """Growth by orders of magnitude: back, then back and slower, three times in 2000 steps, then stop."""
+    steps = (50, 300, 500, 700, 900)
+    told = run("recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in steps])
+    assert told == [["warn", "rollback"]] + [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
+
+
+@pytest.mark.parametrize("kind", ["nonfinite", "out_of_range"])
+def test_a_state_that_someone_damaged_is_healed_at_once(kind):
+    """NaN or absurd numbers that stood in the state before a refused step: back at once, and not for ever."""
+    told = run("recover", [bad(step, "state", "loss", kind=kind) for step in (40, 90, 140, 190)])
+    assert told[0] == ["warn", "rollback"]
+    assert told[1:3] == [["warn", "rollback", "lower_lr"]] * 2 and told[3][-1] == "stop"
 
 
 def test_a_finite_spike_is_told_only():

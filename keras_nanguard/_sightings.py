@@ -1,0 +1,54 @@
+"""What can be seen of a step from the host: its batch, and whether its model can be trained at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._errors import GuardError
+from keras_nanguard._incident import Finding
+from keras_nanguard._step._verdict import Report
+
+__all__ = ["has_nan", "in_batch", "require_compiled"]
+
+
+def has_nan(variable: Any) -> bool:
+    """Whether an entry of the variable is NaN."""
+    return _probes.counts(_state.view(variable))[0] > 0
+
+
+def in_batch(report: Report | None) -> list[Finding]:
+    """Return findings for the inputs and targets of a refused step."""
+    if report is None or report.batch is None:
+        return []
+    if len(report.batch) != 1:
+        parts = {"inputs": report.batch}
+    else:
+        data = report.batch[0]
+        data = data if isinstance(data, tuple) else (data,)
+        parts = {"inputs": data[:1], "targets": data[1:]}
+    findings = []
+    for site, part in parts.items():
+        for name, array in _state.named_arrays(part):
+            nan, inf, size = _probes.counts(array)
+            if nan or inf:
+                findings.append(Finding(site, "nonfinite", name, nan, inf, size))
+    return findings
+
+
+def require_compiled(model: Any) -> None:
+    """Raise where the model cannot be trained.
+
+    Raises:
+        GuardError: if the model is not compiled, or was compiled without an optimizer.
+    """
+    if not getattr(model, "compiled", False):
+        raise GuardError(
+            f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which is not compiled. "
+            "Call model.compile(optimizer, loss) before fit."
+        )
+    if not _state.find_optimizers(model):
+        raise GuardError(
+            f"Expected a model with an optimizer. Received: model={model.name!r} with optimizer="
+            f"{getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or use guard.watch(model, *optimizers)."
+        )

@@ -1,0 +1,188 @@
+"""A bundle holds what it takes to run the bad step again, and one that means harm is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import keras
+import mechanisms
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard, _bundle, replay
+from keras_nanguard._errors import BundleError, GuardError
+
+
+def written(name: str, directory: Path, **compile_):
+    case = mechanisms.PROGRAMS[name](True)
+    guard = NanGuard(verbose=0, directory=directory)
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    return case, next(incident for incident in guard.incidents if incident.bundle)
+
+
+@pytest.fixture(scope="module")
+def overflow(tmp_path_factory):
+    return written("overflowing_row_where_batchnorm_mixes_rows", tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def copy(overflow, tmp_path):
+    return Path(shutil.copytree(overflow[1].bundle, tmp_path / "bundle"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_the_step_goes_bad_again(overflow, mode):
+    _, incident = overflow
+    found = replay(incident.bundle, mode=mode)
+    assert found.reproduced
+    assert (found.diagnosis.cause, found.diagnosis.samples) == (incident.diagnosis.cause, incident.diagnosis.samples)
+    assert "bn" in str(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_counterfactuals_say_what_cures(tmp_path):
+    _, incident = written("rate_too_high_for_sgd", tmp_path)
+    cures = dict(replay(incident.bundle, counterfactuals=True).counterfactuals)
+    assert "bad" in cures["as it was"]
+    assert "with a tenth of the learning rate" in cures
+
+
+def test_float32_cures_what_float16_cannot_hold(tmp_path):
+    case, incident = written("mask_of_minus_1e9_in_float16", tmp_path)
+    assert replay(incident.bundle, case.model).reproduced
+    assert replay(incident.bundle, case.model, dtype="float32").result == "finite"
+
+
+def test_a_bundle_reads_for_a_human_and_runs_for_anyone(overflow):
+    folder = Path(overflow[1].bundle)
+    assert "**input_scale**" in (folder / "README.md").read_text()
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run(
+        [sys.executable, str(folder / "reproduce.py")],
+        capture_output=True, text=True, env={"PYTHONPATH": root, "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": ""},
+    )  # fmt: skip
+    assert "goes bad again" in ran.stdout, ran.stderr
+
+
+def test_the_oldest_bundle_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(_bundle, "MOST_BUNDLES", 2)
+    case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
+    case.x[[5, 21, 37, 53]] = np.nan
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    kept = sorted(path.name for path in (tmp_path / "incidents").iterdir())
+    assert kept == ["incident-00000004-00", "incident-00000006-00"]
+
+
+def test_a_state_beyond_the_limit_is_left_out_and_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(_bundle, "MOST_BYTES", 300)
+    _, incident = written("nan_in_one_input_row", tmp_path)
+    monkeypatch.undo()
+    found = _bundle.read(incident.bundle)
+    assert found.state == []
+    assert "too large" in found.about["notes"][0]
+
+
+def test_a_batch_comes_back_as_it_was(tmp_path):
+    case, incident = written("inf_in_second_input", tmp_path)
+    ((x, y),) = _bundle.read(incident.bundle).batch
+    assert set(x) == {"a", "b"}
+    assert np.array_equal(x["b"], case.x["b"][32:40])
+    assert np.array_equal(y, case.y[32:40])
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)
+    guard = NanGuard(verbose=0)
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    assert guard.incidents[0].bundle is None
+    assert list(tmp_path.iterdir()) == []
+
+
+class Evil:
+    """Writes a file where it is unpickled."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("pwned"),))
+
+
+def test_a_pickle_is_not_loaded(copy, monkeypatch):
+    monkeypatch.chdir(copy)
+    np.savez(copy / "batch.npz", **{"0": np.array([Evil()], dtype=object), "1": np.zeros(2)})
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+    (copy / "batch.npz").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+    assert not (copy / "pwned").exists()
+
+
+def test_a_path_out_of_the_folder_is_not_followed(copy):
+    with zipfile.ZipFile(copy / "batch.npz", "w") as archive:
+        archive.writestr("../../evil.npy", b"x")
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+    assert not (copy.parent.parent / "evil.npy").exists()
+
+
+def test_a_bomb_is_refused(copy, monkeypatch):
+    monkeypatch.setattr(_bundle, "MOST_BYTES", 1000)
+    with (
+        zipfile.ZipFile(copy / "batch.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("0.npy", "w") as member,
+    ):
+        np.lib.format.write_array(member, np.zeros(1 << 20))
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+
+
+def test_python_code_in_a_configuration_is_not_run(tmp_path):
+    _, incident = written("log_of_a_negative_activation", tmp_path)
+    with pytest.raises(BundleError, match="Python code"):
+        replay(incident.bundle)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bundle.json", "[]"),
+        ("bundle.json", "{"),
+        ("bundle.json", '{"format": 99}'),
+        ("incident.json", "{}"),
+        ("bundle.json", None),
+    ],
+)
+def test_a_damaged_bundle_is_refused(copy, name, text):
+    (copy / name).write_text(text) if text is not None else (copy / name).unlink()
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+
+
+def test_another_model_is_refused(overflow):
+    keras.utils.set_random_seed(0)
+    other = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(3)])
+    other.compile("sgd", "mse")
+    with pytest.raises(BundleError):
+        replay(overflow[1].bundle, other)
+
+
+@pytest.mark.parametrize("arguments", [{"mode": "fast"}, {"dtype": "float8"}])
+def test_an_unknown_way_to_run_is_refused(overflow, arguments):
+    with pytest.raises(GuardError):
+        replay(overflow[1].bundle, **arguments)
+
+
+def test_the_command_line_runs_a_bundle_again(overflow, capsys):
+    from keras_nanguard._cli import main
+
+    assert main(["replay", overflow[1].bundle, "--plain", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["result"] == "bad"
+    assert main(["replay", str(Path(overflow[1].bundle).parent)]) == 2

@@ -1,0 +1,93 @@
+"""The cause follows from the evidence alone; what the evidence does not decide stays unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keras_nanguard._diagnose.causes import decide, grown, kind
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.evidence import Birth, Constant, Evidence, Growth, Operand, OptimizerFacts, Spread
+from keras_nanguard._diagnose.words import ADVICE, table
+from keras_nanguard._incident import CAUSES
+
+SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
+LARGE = Operand(1e30, False, False, "float32")
+LOG = Birth(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (ZERO,), "float32", (3,))
+BAD = Evidence(step=7, replay="bad", first="loss", birth=LOG, rows=(3,))
+HALF = replace(BAD, low_precision="float16", float32="finite")
+GROWN = Growth(steps=6, loss=1e9, norm=1e9, weights=1e6)
+ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 0.0, "float16")
+
+TABLE = {
+    "input_nonfinite": replace(
+        BAD, birth=Birth(-1, "batch", "inputs", "forward"), inputs_bad=(Constant("inputs", (2,), 1, 0),)
+    ),
+    "target_nonfinite": replace(BAD, birth=Birth(-1, "batch", "targets", "forward")),
+    "input_scale": replace(
+        BAD, birth=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
+    ),
+    "forward_domain": replace(BAD, birth=replace(LOG, phase="forward", culprit="log")),
+    "loss_domain": BAD,
+    "gradient_domain": replace(BAD, first="gradients", birth=replace(LOG, op="SqrtGrad", phase="backward")),
+    "divergence": replace(BAD, birth=replace(LOG, op="Square", operands=(LARGE,)), growth=GROWN),
+    "float16_overflow": replace(HALF, birth=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
+    "float16_underflow": replace(HALF, birth=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
+    "loss_scale_collapsed": replace(BAD, first="gradients", loss_scale=0.0),
+    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", birth=None, optimizers=(ADAM,)),
+    "state_nonfinite": replace(BAD, state=(("dense/kernel", "weights"),)),
+    "batchnorm_statistics": Evidence(
+        refused=False, sites=("validation:nonfinite",), state=(("bn/moving_variance", "statistics"),)
+    ),
+    "training_flag": Evidence(refused=False, sites=("statistics:stuck",), first_path="bn/moving_mean"),
+    "spike": Evidence(refused=False, sites=("loss:spike",)),
+    "transient": replace(BAD, replay="finite", same_mode="finite", first="", birth=None),
+    "unknown": replace(BAD, replay="finite", same_mode="", first="", birth=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", TABLE)
+def test_the_evidence_decides(cause):
+    assert decide(TABLE[cause]).cause == cause
+
+
+@pytest.mark.parametrize("cause", TABLE)
+def test_every_diagnosis_has_sentences(cause):
+    diagnosis = conclude(TABLE[cause])
+    assert diagnosis.advice
+    assert all(text.endswith((".", ":")) for text in diagnosis.advice)
+    assert diagnosis.evidence or cause in ("spike", "unknown")
+
+
+def test_every_cause_has_advice():
+    assert set(ADVICE) == set(CAUSES)
+
+
+def test_nothing_is_guessed_from_nothing():
+    assert decide(Evidence()).cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("operation", "operands", "expected"),
+    [
+        ("Log", (ZERO,), "pole"),
+        ("RealDiv", (SMALL, ZERO), "pole"),
+        ("RealDiv", (LARGE, SMALL), "overflow"),
+        ("Exp", (Operand(100.0, False, False, "float32"),), "exp"),
+        ("Pow", (ZERO, SMALL), "pole"),
+        ("MatMul", (LARGE, SMALL), "overflow"),
+        ("Mul", (ZERO, Operand(0.0, False, False, "float32", infinite=True)), "pole"),
+    ],
+)
+def test_overflow_is_told_from_a_pole(operation, operands, expected):
+    assert kind(replace(LOG, op=operation, operands=operands)) == expected
+
+
+def test_a_rise_within_the_first_step_is_no_growth():
+    assert not grown(Evidence(growth=Growth(steps=0, loss=1e9)))
+    assert grown(Evidence(growth=Growth(steps=1, loss=1e9)))
+
+
+def test_an_empty_table_has_a_head():
+    assert "layer" in table(())

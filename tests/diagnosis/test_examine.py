@@ -1,0 +1,92 @@
+"""A model that already misbehaves is examined in inference and in training mode."""
+
+from __future__ import annotations
+
+import keras
+import mechanisms
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard, diagnose
+from keras_nanguard._errors import GuardError
+
+
+@pytest.fixture(scope="module")
+def trained():
+    keras.utils.set_random_seed(0)
+    stack = [
+        keras.Input((4,)),
+        layers.Dense(8),
+        layers.BatchNormalization(name="bn"),
+        layers.Dropout(0.2),
+        layers.Dense(1),
+    ]
+    model = keras.Sequential(stack)
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).standard_normal((256, 4)).astype("float32")
+    model.fit(x, x[:, :1], epochs=10, verbose=0)
+    return model, x[:32], x[:32, :1].copy()
+
+
+@pytest.fixture
+def variance(trained):
+    variable = trained[0].get_layer("bn").moving_variance
+    before = np.array(variable.value)
+    yield variable
+    variable.assign(before)
+
+
+def test_a_healthy_model_is_healthy(trained):
+    found = diagnose(*trained)
+    assert found.healthy
+    assert (found.step, found.first_bad("inference"), found.first_bad("training")) == ("finite", "", "")
+    assert "Nothing bad" in str(found)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 1e9])
+def test_one_ruined_moving_variance_is_found(trained, variance, value):
+    broken = np.array(variance.value)
+    broken[2] = value
+    variance.assign(broken)
+    found = diagnose(*trained)
+    assert found.diagnosis.cause == "batchnorm_statistics"
+    assert "bn" in found.diagnosis.culprit
+    assert found.first_bad("training") == ""
+    assert not found.healthy
+
+
+def test_a_bad_row_is_found_without_targets(trained):
+    model, x, _ = trained
+    x = x.copy()
+    x[3] = np.nan
+    found = diagnose(model, x)
+    assert (found.diagnosis.cause, found.diagnosis.samples, found.step) == ("input_nonfinite", (3,), "")
+    assert found.first_bad("inference") == "sequential/dense"
+
+
+def test_a_bad_gradient_shows_in_the_train_step_only():
+    case = mechanisms.PROGRAMS["square_root_at_zero"](True)
+    found = diagnose(case.model, case.x[16:24], case.y[16:24])
+    assert (found.diagnosis.cause, found.step) == ("gradient_domain", "bad")
+    assert found.first_bad("training") == ""
+
+
+def test_labels_out_of_range_are_found():
+    case = mechanisms.PROGRAMS["sparse_label_too_large"](True)
+    found = diagnose(case.model, case.x[16:24], case.y[16:24])
+    assert (found.diagnosis.cause, found.diagnosis.samples) == ("target_out_of_range", (4,))
+
+
+def test_only_models_are_examined():
+    with pytest.raises(GuardError, match="Expected a Keras model"):
+        diagnose("model.keras", np.zeros((1, 4)))
+
+
+def test_bad_statistics_are_told_after_validation(trained, variance):
+    model, x, y = trained
+    variance.assign([np.nan] * 8)
+    guard = NanGuard(verbose=0)
+    model.evaluate(x, y, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].diagnosis.cause == "batchnorm_statistics"
+    assert "bn/moving_variance" in guard.incidents[0].diagnosis.culprit

@@ -1,0 +1,78 @@
+"""What the diagnosis uses of Keras and TensorFlow beyond their public names is still there."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from keras_nanguard import _internals, _state
+from keras_nanguard._diagnose.births import Births
+
+
+def model():
+    inputs = keras.Input((4,), dtype="float16")
+    h = layers.Dense(3, dtype="float16", name="low")(inputs)
+    built = keras.Model(inputs, {"a": layers.Dense(1, name="a")(ops.log(h)), "b": layers.Dense(1, name="b")(h)})
+    built.compile("sgd", {"a": "mse", "b": "mae"}, auto_scale_loss=False)
+    return built
+
+
+def test_operations_losses_and_inputs_are_found():
+    built = model()
+    y = np.zeros((2, 1), "float32")
+    built.train_on_batch(np.ones((2, 4), "float16"), {"a": y, "b": y})
+    assert [op.name.split("_")[0] for op in _internals.operations_of(built)] == ["log"]
+    assert [loss.name for loss in _internals.losses_of(built)][1:] in (
+        ["mse", "mae"],
+        ["mean_squared_error", "mean_absolute_error"],
+    )
+    assert [name for name, _ in _internals.losses_by_output(built)] == ["a", "b"]
+    assert [str(t.dtype) for t in _internals.symbolic_inputs(built)] == ["float16"]
+    assert _internals.output_shapes(built) == [(None, 1), (None, 1)]
+
+
+def test_a_policy_is_exchanged_and_put_back():
+    layer, undo = layers.Dense(2, dtype="mixed_float16"), []
+    _internals.exchange_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
+    assert layer.compute_dtype == "float32"
+    for target, name, value in reversed(undo):
+        object.__setattr__(target, name, value)
+    assert layer.compute_dtype == "float16"
+
+
+def test_the_rate_of_the_last_step_is_told_under_a_schedule():
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5]))
+    variable = keras.Variable([1.0])
+    optimizer.apply([ops.ones(1)], [variable])
+    assert (_internals.rate_before(optimizer), _state.learning_rate(optimizer)) == (1.0, 0.5)
+
+
+def test_tensorflow_tells_of_its_operations():
+    assert Births.available
+    with Births() as births:
+        bad = tf.math.log(tf.zeros(3)) + 1.0
+    birth = births.of(bad)
+    assert (birth.op, birth.inf, birth.operands[0].zero) == ("Log", 3, True)
+    assert "test_internals.py" in birth.line
+    before = births.count
+    tf.math.log(tf.zeros(3))
+    assert births.count == before
+
+
+def test_what_is_masked_away_is_not_blamed():
+    x = tf.constant([0.0, 1.0])
+    with Births() as births:
+        fine = tf.where(x > 0, tf.math.log(x), 0.0)
+        bad = tf.math.sqrt(fine - 1.0)
+    assert births.of(fine) is None
+    assert births.of(bad).op == "Sqrt"
+
+
+def test_an_infinite_constant_is_deliberate():
+    with Births() as births:
+        masked = tf.where([True, True], tf.constant([-np.inf, -np.inf]), 0.0)
+        bad = tf.nn.softmax(masked)
+    assert births.of(masked).source == "constant"
+    assert births.of(bad).op == "Softmax"

@@ -1,0 +1,68 @@
+"""Trouble that stays finite is told, by tests that no healthy run can meet."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._history import History
+
+
+def regression(rate: float, steps: int = 200):
+    keras.utils.set_random_seed(0)
+    hidden = [layers.Dense(50, activation="relu", name="one"), layers.Dense(30, activation="relu", name="two")]
+    model = keras.Sequential([keras.Input((1,)), *hidden, layers.Dense(1, name="out")])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    x = np.linspace(0, 5, 50, dtype="float32")[:, None]
+    guard = NanGuard(verbose=0)
+    model.fit(x, 5 * x**2, batch_size=32, epochs=steps // 2, verbose=0, callbacks=[guard])
+    return guard
+
+
+def test_a_network_that_died_after_a_jump_is_told():
+    (incident,) = regression(0.1).incidents
+    assert {(f.site, f.kind) for f in incident.findings} == {("gradients", "stuck")}
+    assert (incident.refused, incident.diagnosis.cause) == (False, "divergence")
+    assert "stand still" in " ".join(incident.diagnosis.evidence)
+
+
+def test_the_same_network_with_a_sound_rate_is_quiet():
+    assert regression(0.001).incidents == []
+
+
+def test_frozen_and_pretrained_statistics_may_stand_still():
+    keras.utils.set_random_seed(0)
+    base = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.BatchNormalization()], name="base")
+    base.layers[-1].moving_mean.assign([0.1] * 4)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(base(inputs, training=False)))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.random.default_rng(0).standard_normal((800, 4)).astype("float32")
+    guard = NanGuard(verbose=0)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard])
+    assert guard.incidents == []
+
+
+def test_remembering_a_step_costs_less_than_two_microseconds():
+    history, best = History(), 1.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        for step in range(10_000):
+            history.push(step, 1.0, 2.0, 1.0)
+        best = min(best, (time.perf_counter() - begin) / 10_000)
+    assert best < 2e-6
+
+
+def test_history_gives_back_the_last_steps_in_order():
+    history = History()
+    for step in range(300):
+        history.push(step, float(step + 1), 2.0, 2.0)
+    kept = history.before(250)
+    assert [e.step for e in kept] == list(range(172, 250))
+    assert [e.step for e in history.first(3)] == [0, 1, 2]
+    assert kept[0].norm == 1.0
+    assert history.jump(300)[0] == 300.0
