@@ -33,6 +33,9 @@ _CHUNK_CACHE = 64 << 20
 _MOST_EXPANSION = 1000
 """A dataset may declare so many times what it stores: the limit of Keras' own loader (`saving_lib`)."""
 
+_MOST_TEXT = 64 << 20
+"""Bytes of an attribute that are read; the configuration of a model of 10,000 layers takes about 15 MiB."""
+
 _DEEPEST = 128
 """Groups within groups that are looked into; a nested Keras model takes about three a level."""
 
@@ -75,7 +78,7 @@ def attribute_text(node: Any, name: str) -> str | None:
         if not h5py.h5a.exists(identifier, encoded):
             return None
         attribute = h5py.h5a.open(identifier, encoded)
-        if attribute.shape != ():
+        if attribute.shape != () or attribute.get_storage_size() > _MOST_TEXT:
             return None
         held = np.empty((), attribute.dtype)
         attribute.read(held)

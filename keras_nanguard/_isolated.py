@@ -135,7 +135,7 @@ def _answer(reading: int, child: int, progress: Progress | None, name: str) -> d
 
 
 def _reap(child: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):  # someone else waits for all children, as some servers do
-        os.waitpid(child, 0)
+        if os.waitpid(child, os.WNOHANG) == (0, 0):  # it is there and it is ours: its number cannot be another's
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from keras_nanguard._archives import WEIGHTS, refuse_bomb
 from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._files import shard_names
+from keras_nanguard._isolated import isolated
 from keras_nanguard._stored import BOMB_FLOOR, readable
 
 __all__ = ["beside", "kept_aside", "rewritten"]
@@ -105,8 +107,7 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
     scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=folder)
     try:
         target = os.path.join(scratch, os.path.basename(output))
-        with readable(path):
-            writers[kind](path, target, replacements)
+        isolated(partial(_written, writers[kind], path, target, replacements), None, path)
         _flush(scratch)
         yield target
         for name in sorted(os.listdir(scratch), key=lambda name: name == os.path.basename(output)):
@@ -114,6 +115,16 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
         _sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _written(
+    write: Callable[[str, str, Replacements], None], path: str, target: str, replacements: Replacements, _: Any
+) -> Iterator[dict[str, Any]]:
+    """Write in a child process: the HDF5 library may crash over a damaged file that it could read."""
+    with readable(path):
+        write(path, target, replacements)
+    yield {}
 
 
 def _publish(new: str, final: str) -> None:

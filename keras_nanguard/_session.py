@@ -13,21 +13,18 @@ from typing import Any
 from keras_nanguard import _perform, _probes, _state
 from keras_nanguard._aftercare import Aftercare
 from keras_nanguard._course import Course
-from keras_nanguard._errors import GuardError
 from keras_nanguard._history import History
 from keras_nanguard._incident import SITES, Finding, Incident
 from keras_nanguard._monitors import Monitors
 from keras_nanguard._policy import Ledger, Policy, decide
 from keras_nanguard._rates import Rate
-from keras_nanguard._sightings import has_nan, in_batch
+from keras_nanguard._sightings import bad_state, has_nan, in_batch, values
 from keras_nanguard._snapshot import Ring
 from keras_nanguard._step._verdict import Report, Verdict
+from keras_nanguard._survey import survey
 from keras_nanguard._trend import Trend
 
 __all__ = ["Session"]
-
-HUGE = 1e30
-"""Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
 
 
 class Session:
@@ -299,37 +296,10 @@ class Session:
         self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _scan(self, site: str) -> list[Finding]:
-        """Read the whole state; returns a finding for each variable that is not finite.
-
-        With site `state` all of them are told as trouble that was there before the step, else each under its own site.
-        """
-        anatomy = self.anatomy()
-        groups = {"weights": anatomy.trainable, "statistics": anatomy.statistics, "slots": anatomy.slots}
-        findings = []
-        for own, variables in groups.items():
-            for variable in variables:
-                nan, inf, size = _probes.counts(_state.view(variable))
-                if nan or (inf and id(variable) not in self.tolerated):
-                    told = "state" if site == "state" else own
-                    findings.append(Finding(told, "nonfinite", variable.path, nan, inf, size))
-                elif site == "state" and (own != "statistics" or _state.is_statistic(variable)):
-                    findings += self._out_of_range(own, variable, size)
-        return findings
-
-    def _out_of_range(self, own: str, variable: Any, size: int) -> list[Finding]:
-        """Return a finding for a variable that is finite, and so large that the next sum over it is not."""
-        largest = _probes.largest(_state.view(variable))
-        limit = getattr(self.policy.limits_for(variable.path), own).max_abs or HUGE
-        return [Finding("state", "out_of_range", variable.path, 0, 0, size, largest)] if largest > limit else []
+        return survey(self.anatomy(), self.policy, self.tolerated, before_step=site == "state")
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
-        values = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
-        optimizers = self.anatomy().optimizers
-        if optimizers:
-            values["learning_rate"] = _state.learning_rate(optimizers[0])
-        if any(_state.is_loss_scaled(o) for o in optimizers):
-            values["loss_scale"] = verdict.scale
-        return values
+        return values(verdict, self.anatomy().optimizers)
 
     def _raise_incident(
         self,

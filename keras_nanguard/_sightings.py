@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._errors import GuardError
 from keras_nanguard._incident import Finding
-from keras_nanguard._step._verdict import Report
+from keras_nanguard._step._verdict import Report, Verdict
 
-__all__ = ["has_nan", "in_batch", "require_compiled"]
+__all__ = ["bad_state", "has_nan", "in_batch", "require_compiled", "values"]
+
+
+def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int]) -> list[Finding]:
+    """Read the whole state; returns a finding for each variable that is not finite.
+
+    With site `state` all of them are told as trouble that was there before the step, else each under its own site.
+    """
+    groups = {"weights": anatomy.trainable, "statistics": anatomy.statistics, "slots": anatomy.slots}
+    findings = []
+    for own, variables in groups.items():
+        for variable in variables:
+            nan, inf, size = _probes.counts(_state.view(variable))
+            if nan or (inf and id(variable) not in tolerated):
+                findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
+    return findings
+
+
+def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
+    """Return the numbers of one step that an incident carries."""
+    told = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
+    for optimizer in list(optimizers)[:1]:
+        told["learning_rate"] = _state.learning_rate(optimizer)
+    if any(_state.is_loss_scaled(o) for o in optimizers):
+        told["loss_scale"] = verdict.scale
+    return told
 
 
 def has_nan(variable: Any) -> bool:
