@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_scan, _repair, _recalibrate, _lint, _check_policy, _replay, _demo, _completion):
+    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _demo, _completion):
         add(commands)
     return root
 
@@ -132,6 +132,15 @@ def _lint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
     command.add_argument("--data", metavar="FILE", help="an .npz file with inputs (x) and targets (y) to look at too")
     command.add_argument("--ignore", action="append", metavar="RULE", default=[], help="leave a rule out")
+    _json(command)
+
+
+def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    says = "find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad"
+    command = _command(commands, "diagnose", says, _commands.diagnose)
+    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
+    command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file: inputs (x), targets (y)")
+    command.add_argument("--rows", type=int, default=32, metavar="NUMBER", help="rows of the data to run (32)")
     _json(command)
 
 

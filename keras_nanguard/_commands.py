@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ __all__ = [
     "check_policy",
     "completion",
     "demo",
+    "diagnose",
     "lint",
     "recalibrate",
     "repair",
@@ -111,6 +113,31 @@ def check_policy(given: argparse.Namespace) -> int:
     else:
         print(explain(policy))
     return CLEAN
+
+
+def diagnose(given: argparse.Namespace) -> int:
+    """Load a model and look for its first bad layer on the first rows of the data."""
+    from keras_nanguard._loaded import data_arrays, first_rows, load_model
+
+    inputs, targets = data_arrays(given.data)
+    model = load_model(given.path)
+    from keras_nanguard._diagnose.examine import diagnose as examine
+
+    found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
+    if given.json:
+        print(json.dumps(_finite(found.to_dict()), allow_nan=False))
+    else:
+        print(found)
+    return CLEAN if found.healthy else FOUND
+
+
+def _finite(value: Any) -> Any:
+    """Return plain JSON values with NaN and Inf as text, as in every record of this library."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def replay(given: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._rewrite import beside
 from keras_nanguard._stored import READ_FAULTS, plain_text
 
-__all__ = ["data_arrays", "load_model", "save_model"]
+__all__ = ["data_arrays", "first_rows", "load_model", "save_model"]
 
 
 def load_model(path: str) -> Any:
@@ -66,6 +66,13 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     if not arrays:
         raise FileFormatError(expected("inputs in the data", f"{plain_text(path)} without any", "Name an array x."))
     return (arrays["x"] if "x" in arrays else next(iter(arrays.values())) if len(arrays) == 1 else arrays), targets
+
+
+def first_rows(data: Any, count: int) -> Any:
+    """Return the first rows of an array, or of every array in a dict of them; `None` stays `None`."""
+    if isinstance(data, dict):
+        return {name: array[:count] for name, array in data.items()}
+    return None if data is None else data[:count]
 
 
 def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> str:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import h5py
+import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from keras_nanguard._archives import WEIGHTS, refuse_bomb
+from keras_nanguard._arrays import blocks
 from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._files import shard_names
 from keras_nanguard._isolated import isolated
@@ -32,6 +34,8 @@ Replacements = Mapping[str, Callable[[], NDArray[Any]]]
 """New values of an array, by the key under which the file holds it."""
 
 _COPY_BYTES = 4 << 20
+
+_WRITE_VALUES = 1 << 20
 
 
 def beside(path: str) -> str:
@@ -157,10 +161,18 @@ def _hdf5(path: str, target: str, replacements: Replacements) -> None:
 
 
 def _write(dataset: Any, values: NDArray[Any]) -> None:
-    if dataset.dtype.kind == "V":
-        dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, values.view(dataset.dtype), dataset.id.get_type())
-    else:
-        dataset[...] = values
+    """Write values in pieces; bfloat16 goes in as the unnamed bytes that Keras makes of it."""
+    unnamed = dataset.dtype.kind == "V"
+    plain = np.ascontiguousarray(values).view(dataset.dtype) if unnamed else np.ascontiguousarray(values)
+    kind = dataset.id.get_type() if unnamed else None
+    if dataset.shape == ():
+        dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, plain, kind)
+        return
+    for block in blocks(dataset.shape, _WRITE_VALUES):
+        start, count = tuple(part.start for part in block), tuple(part.stop - part.start for part in block)
+        space = dataset.id.get_space()
+        space.select_hyperslab(start, count)
+        dataset.id.write(h5py.h5s.create_simple(count), space, np.ascontiguousarray(plain[block]), kind)
 
 
 def _folder(path: str, target: str, replacements: Replacements) -> None:

@@ -21,7 +21,6 @@ from keras_nanguard._rates import Rate
 from keras_nanguard._sightings import bad_state, has_nan, in_batch, values
 from keras_nanguard._snapshot import Ring
 from keras_nanguard._step._verdict import Report, Verdict
-from keras_nanguard._survey import survey
 from keras_nanguard._trend import Trend
 
 __all__ = ["Session"]
@@ -296,7 +295,7 @@ class Session:
         self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _scan(self, site: str) -> list[Finding]:
-        return survey(self.anatomy(), self.policy, self.tolerated, before_step=site == "state")
+        return bad_state(self.anatomy(), site, self.tolerated, self.policy)
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
         return values(verdict, self.anatomy().optimizers)

@@ -13,10 +13,15 @@ from keras_nanguard._step._verdict import Report, Verdict
 __all__ = ["bad_state", "has_nan", "in_batch", "require_compiled", "values"]
 
 
-def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int]) -> list[Finding]:
+HUGE = 1e30
+"""Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
+
+
+def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int], policy: Any) -> list[Finding]:
     """Read the whole state; returns a finding for each variable that is not finite.
 
-    With site `state` all of them are told as trouble that was there before the step, else each under its own site.
+    With site `state` all of them are told as trouble that was there before the step, finite numbers included that are
+    so large that sums over them are not; else each is told under its own site.
     """
     groups = {"weights": anatomy.trainable, "statistics": anatomy.statistics, "slots": anatomy.slots}
     findings = []
@@ -25,6 +30,11 @@ def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int]) -> 
             nan, inf, size = _probes.counts(_state.view(variable))
             if nan or (inf and id(variable) not in tolerated):
                 findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
+            elif site == "state" and not inf and (own != "statistics" or _state.is_statistic(variable)):
+                limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
+                largest = _probes.largest(_state.view(variable))
+                if largest > limit:
+                    findings.append(Finding("state", "out_of_range", variable.path, 0, 0, size, largest))
     return findings
 
 

@@ -17,7 +17,7 @@ import pytest
 from keras_nanguard._cli import CLEAN, FOUND, MISUSE, main, parser
 from keras_nanguard._completion import script
 
-COMMANDS = ("scan", "repair", "recalibrate", "lint", "check-policy", "replay", "demo", "completion")
+COMMANDS = ("scan", "repair", "recalibrate", "lint", "diagnose", "check-policy", "replay", "demo", "completion")
 
 
 @pytest.fixture
@@ -195,6 +195,16 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
     assert codes == ["logits_as_probabilities", "labels_out_of_range"]
     assert main(["lint", model_file, "--ignore", "logits_as_probabilities"]) == CLEAN
     assert main(["lint", model_file, "--ignore", "nonsense"]) == MISUSE
+
+
+def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
+    """The first bad layer is named, and inference is told from training."""
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32))
+    assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
+    document = json.loads(capsys.readouterr().out)
+    assert "bn" in document["diagnosis"]["culprit"]
+    assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--rows", "8"]) == FOUND
+    assert "In inference mode" in capsys.readouterr().out
 
 
 def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):

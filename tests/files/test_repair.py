@@ -205,6 +205,29 @@ def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
     np.testing.assert_array_equal(values(report.output)["dense/kernel"].astype(float), [[1.0, 0.0], [2.0, 3.0]])
 
 
+def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
+    """An array of more than one piece, a compressed one, a big-endian one and a scalar come out as they should."""
+    path = tmp_path / "layouts.weights.h5"
+    draw = np.random.default_rng(0)
+    arrays = {
+        "large": (draw.normal(size=(1_100_000, 2)).astype(np.float32), {}),
+        "chunked": (draw.normal(size=(301, 70)), {"chunks": (7, 70), "compression": "gzip"}),
+        "big": (draw.normal(size=(9, 3)).astype(">f4"), {}),
+        "scalar": (np.float32(2.0), {}),
+        "half": (draw.normal(size=(50, 4)).astype(np.float16), {}),
+    }
+    with h5py.File(path, "w") as file:
+        for name, (array, options) in arrays.items():
+            broken = np.array(array)
+            broken[(-1,) * broken.ndim] = np.nan
+            file.create_dataset(name, data=broken, **options)
+    after = values(repair(path, weights="ones").output)
+    for name, (array, _) in arrays.items():
+        expected = np.array(array)
+        expected[(-1,) * expected.ndim] = 1.0
+        np.testing.assert_array_equal(after[name], expected, name)
+
+
 def test_npz_keeps_order_and_compression(make):
     """An `.npz` array in Fortran order is repaired in place of its value and stays as it was stored."""
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
