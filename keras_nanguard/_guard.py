@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_nanguard import _probes, _state
-from keras_nanguard._attach import Attachment
+from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._errors import GuardError, GuardInUseError, expected
 from keras_nanguard._fit import Fit
 from keras_nanguard._incident import FORMAT, Finding, Incident
@@ -123,7 +123,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
                 return
             other.detach()
         self.session = self._session(model)
-        self._attachment = Attachment(model, self.session)
+        self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_nanguard import _state
+from keras_nanguard._attach import loop_step
 from keras_nanguard._errors import GuardError, GuardInUseError
 from keras_nanguard._session import Session
 
@@ -93,7 +94,7 @@ class LoopMixin:
                     "Move the loop into the with block."
                 )
             if held.get("session") is not self.session:
-                held["session"], held["run"] = self.session, _LoopStep(function, self.session)
+                held["session"], held["run"] = self.session, loop_step(function, self.session)
             return held["run"](*args, **kwargs)
 
         return guarded
@@ -107,46 +108,3 @@ class LoopMixin:
     def stopped(self) -> bool:
         """Whether the policy has ended training; a loop of your own has to look."""
         return self.session is not None and self.session.stopped
-
-
-class _LoopStep:
-    """One hand-written step, compiled or not, with its transaction."""
-
-    def __init__(self, function: Any, session: Session):
-        self.function, self.session = function, session
-        session.rebuild = self.build
-        self.build()
-
-    def build(self) -> None:
-        """Make the step anew."""
-        import tensorflow as tf
-
-        from keras_nanguard._step import _tensorflow
-
-        compiled = hasattr(self.function, "python_function")
-        body = tf.autograph.to_graph(self.function.python_function) if compiled else self.function
-        old = self.session.transaction
-        transaction = _tensorflow.Transaction(
-            lambda args, kwargs: body(*args, **kwargs),
-            self.session.anatomy,
-            jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
-            born=self.session.born,
-            refuse=self.session.policy.refuse,
-        )
-        if old is not None:
-            transaction.inherit(old)
-        self.session.transaction = transaction
-        self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from keras_nanguard._step._tensorflow import Retrace
-
-        self.session.before()
-        while True:
-            try:
-                outputs, row = self.session.transaction.read(self.run(args, kwargs))
-                break
-            except Retrace:
-                self.build()
-        self.session.after(row)
-        return outputs

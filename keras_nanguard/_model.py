@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._attach import Attachment
+from keras_nanguard._attach import attachment
 from keras_nanguard._guard import NanGuard
 
 __all__ = ["NanGuardModel"]
@@ -86,7 +86,7 @@ class NanGuardModel(keras.Model):
             return super().make_train_function(force=force)
         guard = self.nanguard
         guard.session = guard._session(self)
-        attachment = Attachment(self, guard.session)
-        attachment.in_use = lambda: True
-        attachment.make_with(super().make_train_function)
+        placed = attachment(self, guard.session)
+        placed.in_use = lambda: True
+        placed.make_with(super().make_train_function)
         return self.train_function

@@ -28,9 +28,9 @@ BOTTOM = (
 
 BACKENDS = ("tensorflow", "jax", "torch")
 HOMES = {
-    "tensorflow": ("_step.*", "_diagnose.*", "attach", "loop", "replay"),
-    "torch": ("reestimate", "_step.*"),
-    "jax": ("_step.*",),
+    "tensorflow": ("_step.*", "_attach.*", "_diagnose.*", "replay"),
+    "torch": ("reestimate", "_step.*", "_attach.*", "_diagnose.*"),
+    "jax": ("_step.*", "_attach.*", "_diagnose.*"),
 }
 """Where a backend may be imported."""
 

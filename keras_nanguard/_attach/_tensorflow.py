@@ -1,89 +1,23 @@
-"""Putting the transaction around a model's train step, and taking it off again.
-
-Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for each
-execution, on the main thread. Both are replaced on the instance only, so a saved, cloned or pickled model knows nothing
-of it.
-"""
+"""The transaction around a train step on TensorFlow: of a Keras trainer, and of a loop that has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_nanguard import _state
-from keras_nanguard._errors import GuardError
+from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._session import Session
-from keras_nanguard._sightings import require_compiled
 from keras_nanguard._step import _tensorflow
 
-__all__ = ["Attachment"]
-
-_NAMES = ("make_train_function", "train_step")
+__all__ = ["LoopStep", "ModelAttachment"]
 
 
-class Attachment:
-    """The transaction of one session around one model's `fit` and `train_on_batch`.
+class ModelAttachment(Attachment):
+    """Stands in for the train function of a Keras trainer."""
 
-    Args:
-        model: a compiled model.
-        session: the host's half.
-    """
-
-    def __init__(self, model: Any, session: Session):
-        self.model, self.session = model, session
-        self.attached = self.lasting = False
-        self.in_use: Callable[[], bool] = lambda: False
-        self._before: dict[str, Any] = {}
-        self.logs: Any = None
-        session.rebuild = self.rebuild
-
-    def attach(self) -> None:
-        """Stand in for the model's own train function until `detach`."""
-        require_supported_backend()
-        self.attached = True
-        self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
-        self.body = self.model.train_step
-        self._make = self.model.make_train_function
-        _state.set_instance(self.model, "make_train_function", self.make)
-        self.model.train_function = None
-
-    def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
-        if not self.attached:
-            return
-        self.attached = False
-        for name in _NAMES:
-            _state.unset_instance(self.model, name)
-        for name, value in self._before.items():
-            _state.set_instance(self.model, name, value)
-        self.model.train_function = None
-        self.session.end()
-
-    def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is guarded for good."""
-        require_supported_backend()
-        require_compiled(self.model)
-        self.body, self._make, self.lasting = self.model.train_step, make, True
-        self._build()
-
-    def make(self, force: bool = False) -> Any:
-        """Stand in for `Model.make_train_function`; left over from a fit that never began, it stands aside."""
-        if not self.in_use():
-            self.detach()
-            self.model.make_train_function(force=force)
-            return self.model.train_function
-        require_compiled(self.model)
-        if self.model.train_function is None or force:
-            self._build()
-        return self.model.train_function
-
-    def rebuild(self) -> None:
-        """Compile the step anew, after something was changed that it has built in."""
-        if (self.attached or self.lasting) and self.model.train_function is not None:
-            self._build()
+    logs: Any = None
 
     def _build(self) -> None:
         model, session = self.model, self.session
@@ -167,15 +101,38 @@ class Attachment:
                 self._build()
 
 
-def require_supported_backend() -> None:
-    """Raise where the running backend is not supported.
+class LoopStep:
+    """One hand-written step, compiled or not, with its transaction."""
 
-    Raises:
-        GuardError: for every backend but TensorFlow.
-    """
-    backend = keras.backend.backend()
-    if backend != "tensorflow":
-        raise GuardError(
-            f"Expected the TensorFlow backend. Received: backend={backend!r}. The guarded step is written for "
-            "TensorFlow so far; set KERAS_BACKEND=tensorflow."
+    def __init__(self, function: Any, session: Session):
+        self.function, self.session = function, session
+        session.rebuild = self.build
+        self.build()
+
+    def build(self) -> None:
+        """Make the step anew."""
+        compiled = hasattr(self.function, "python_function")
+        body = tf.autograph.to_graph(self.function.python_function) if compiled else self.function
+        old = self.session.transaction
+        transaction = _tensorflow.Transaction(
+            lambda args, kwargs: body(*args, **kwargs),
+            self.session.anatomy,
+            jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
+            born=self.session.born,
+            refuse=self.session.policy.refuse,
         )
+        if old is not None:
+            transaction.inherit(old)
+        self.session.transaction = transaction
+        self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.before()
+        while True:
+            try:
+                outputs, row = self.session.transaction.read(self.run(args, kwargs))
+                break
+            except _tensorflow.Retrace:
+                self.build()
+        self.session.after(row)
+        return outputs

@@ -1,0 +1,81 @@
+"""What standing in for a model's train function has in common on all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_nanguard import _state
+from keras_nanguard._session import Session
+from keras_nanguard._sightings import require_compiled
+
+__all__ = ["Attachment", "require_compiled"]
+
+_NAMES = ("make_train_function", "train_step")
+
+
+class Attachment:
+    """The transaction of one session around one model's `fit` and `train_on_batch`.
+
+    Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for
+    each execution, on the main thread. Both are replaced on the instance only, so a saved, cloned or pickled model
+    knows nothing of it.
+
+    Args:
+        model: a compiled model.
+        session: the host's half.
+    """
+
+    def __init__(self, model: Any, session: Session):
+        self.model, self.session = model, session
+        self.attached = self.lasting = False
+        self.in_use: Callable[[], bool] = lambda: False
+        self._before: dict[str, Any] = {}
+        session.rebuild = self.rebuild
+
+    def attach(self) -> None:
+        """Stand in for the model's own train function until `detach`."""
+        self.attached = True
+        self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
+        self.body = self.model.train_step
+        self._make = self.model.make_train_function
+        _state.set_instance(self.model, "make_train_function", self.make)
+        self.model.train_function = None
+
+    def detach(self) -> None:
+        """Give the model its own methods back; may be called any number of times."""
+        if not self.attached:
+            return
+        self.attached = False
+        for name in _NAMES:
+            _state.unset_instance(self.model, name)
+        for name, value in self._before.items():
+            _state.set_instance(self.model, name, value)
+        self.model.train_function = None
+        self.session.end()
+
+    def make_with(self, make: Callable[..., Any]) -> None:
+        """Make the train function once with `make`, for a model that is guarded for good."""
+        require_compiled(self.model)
+        self.body, self._make, self.lasting = self.model.train_step, make, True
+        self._build()
+
+    def make(self, force: bool = False) -> Any:
+        """Stand in for `Model.make_train_function`; left over from a fit that never began, it stands aside."""
+        if not self.in_use():
+            self.detach()
+            self.model.make_train_function(force=force)
+            return self.model.train_function
+        require_compiled(self.model)
+        if self.model.train_function is None or force:
+            self._build()
+        return self.model.train_function
+
+    def rebuild(self) -> None:
+        """Compile the step anew, after something was changed that it has built in."""
+        if (self.attached or self.lasting) and self.model.train_function is not None:
+            self._build()
+
+    def _build(self) -> None:
+        """Make the train function around the transaction, and put it in its place on the model."""
+        raise NotImplementedError
