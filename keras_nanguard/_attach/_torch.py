@@ -1,0 +1,155 @@
+"""The transaction around a train step on PyTorch: of a Keras trainer, and of a loop that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from keras_nanguard import _state
+from keras_nanguard._attach._shared import Attachment
+from keras_nanguard._session import Session
+from keras_nanguard._step import _torch
+from keras_nanguard._step._torch_module import adapted
+from keras_nanguard._step._torch_raised import is_numeric
+
+__all__ = ["LoopStep", "ModelAttachment", "adapted"]
+
+
+class ModelAttachment(Attachment):
+    """Stands in for the train function of a Keras trainer."""
+
+    logs: Any = None
+
+    def attach(self) -> None:
+        """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
+        self._test_step = vars(self.model).get("test_step")
+        real = self.model.test_step
+        super().attach()
+
+        def test_step(data: Any) -> Any:
+            try:
+                return real(data)
+            except Exception as error:
+                if not is_numeric(error):
+                    raise
+                for metric in self.model.metrics:
+                    if metric.name == "loss":
+                        metric.update_state(float("nan"))
+                return {**self.model.get_metrics_result(), "loss": float("nan")}
+
+        _state.set_instance(self.model, "test_step", test_step)
+
+    def detach(self) -> None:
+        """Give the model its own methods back; may be called any number of times."""
+        if self.attached:
+            _state.unset_instance(self.model, "test_step")
+            if self._test_step is not None:
+                _state.set_instance(self.model, "test_step", self._test_step)
+        super().detach()
+
+    def _build(self) -> None:
+        model, session = self.model, self.session
+        old = session.transaction
+        transaction = _torch.Transaction(
+            self.body,
+            session.read_anatomy,
+            model=model,
+            logs=True,
+            stock=getattr(self.body, "__func__", None) is keras.Model.train_step,
+            born=session.born,
+            refuse=session.policy.refuse,
+        )
+        if old is not None:
+            transaction.inherit(old)
+        session.transaction = transaction
+        compile_with = model.jit_compile
+        model.jit_compile = False
+        if compile_with and old is None:
+            text = "NanGuard: jit_compile=True is left out while the model is guarded; on PyTorch a guarded step runs eagerly."
+            _state.print_line(text)
+        try:
+            self._make(force=True)
+        finally:
+            model.jit_compile = compile_with
+        self._function = model.train_function
+        model.train_function = self.run
+
+    def inner(self, data: Any) -> Any:
+        """Run Keras' own train function, which looks for `train_step` on the model each time."""
+        before = vars(self.model).get("train_step")
+        _state.set_instance(self.model, "train_step", self.session.transaction)
+        try:
+            return self._function(data)
+        finally:
+            _state.unset_instance(self.model, "train_step")
+            if before is not None:
+                _state.set_instance(self.model, "train_step", before)
+
+    def run(self, data: Any) -> Any:
+        """Stand in for the train function: one step, then the host's look at its verdict."""
+        try:
+            self.session.before()
+            if self.session.passes_by(iter(data), 1):
+                return self.logs or self.model.get_metrics_result()
+            if self.session.stopped:
+                return self._without_effect(data)
+            logs = self.inner(data)
+            row = self.session.transaction.row
+            self.session.after(row)
+            self.logs = logs = self.session.honest(logs, row[1])
+        except BaseException as error:
+            self.session.raised(error)
+            self.detach()
+            raise
+        return logs
+
+    def _without_effect(self, data: Any) -> Any:
+        """Run one step and undo it: training has ended before it, and Keras wants logs before it stops."""
+        before = [(variable, _state.read(variable)) for variable in self.session.anatomy().everything]
+        logs = self.inner(data)
+        for variable, value in [*before, *self.session.first_values()]:
+            _state.write(variable, value)
+        return logs
+
+
+def _agree(fine: bool) -> bool:
+    """Return whether a step is fine for every process: one number is exchanged, and all decide the same."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return fine
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    flag = torch.tensor(float(fine), device=device)
+    distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
+    return bool(flag.item() > 0)
+
+
+class LoopStep:
+    """One hand-written step with its transaction."""
+
+    def __init__(self, function: Callable[..., Any], session: Session):
+        self.function, self.session = function, session
+        session.rebuild = self.build
+        self.build()
+
+    def build(self) -> None:
+        """Make the step anew."""
+        old = self.session.transaction
+        transaction = _torch.Transaction(
+            lambda args, kwargs: self.function(*args, **kwargs),
+            self.session.read_anatomy,
+            born=self.session.born,
+            refuse=self.session.policy.refuse,
+            agree=_agree,
+        )
+        if old is not None:
+            transaction.inherit(old)
+        self.session.transaction = transaction
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.before()
+        outputs = self.session.transaction(args, kwargs)
+        self.session.after(self.session.transaction.row)
+        return outputs

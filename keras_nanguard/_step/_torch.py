@@ -1,0 +1,342 @@
+"""The transaction on PyTorch.
+
+In words::
+
+    keep      torch's generators and buffers; the rest of the small state is copied as the step writes it
+    run       the user's step; what it asks its optimizers for waits
+    verdict   loss, gradients and written statistics finite, loss scale sound: one row of numbers, one look at the device
+    if so:    the updates are made; weights and slots are read once
+    if not:   everything that was written is given back, the loss scale learns, batch and counts are filed
+
+Of Keras' own train step everything that can make it bad is known when it asks for its update, so the verdict is given
+there and nothing large is ever copied. Any other step may go on after an update in any way it likes: there an update
+waits until the step ends, or until something touches what it reads or writes. In that case it is made on the spot, and
+undone on a refusal, which costs one copy of what it writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_nanguard import _state
+from keras_nanguard._step import _torch_outputs, _torch_sums
+from keras_nanguard._step._torch_intercept import Intercept
+from keras_nanguard._step._torch_journal import Journal
+from keras_nanguard._step._torch_raised import is_numeric
+from keras_nanguard._step._torch_records import KerasRecord, Record
+from keras_nanguard._step._verdict import FIELDS, Report, Verdict
+
+__all__ = ["Transaction"]
+
+_FRESH = 2
+"""Steps for which the anatomy is read anew each time, and everything is kept: what they write is then known."""
+
+_REFRESH = 100
+"""Steps between two readings of the anatomy later on."""
+
+_ROW = len(FIELDS)
+
+
+class Files:
+    """The reports of refused steps: references, until the host takes them."""
+
+    def __init__(self) -> None:
+        self._reports: list[Report] = []
+
+    def put(self, report: Report) -> None:
+        """File one report."""
+        self._reports.append(report)
+
+    def take(self) -> list[Report]:
+        """Return and forget what was filed."""
+        reports, self._reports = self._reports, []
+        return reports
+
+
+class Transaction:
+    """Wraps the body of one train step; calling it runs the body as a transaction.
+
+    Args:
+        body: the step, `body(*args) -> outputs`.
+        anatomy: callable that returns the current `Anatomy`.
+        model: the model whose `compute_loss` tells the loss, or `None`.
+        logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
+        stock: the body is Keras' own train step, after whose update nothing can go wrong.
+        born: called with each variable that comes into being inside the step, and its first value.
+        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
+        agree: called with whether a step is fine here; returns whether it is fine everywhere.
+
+    Attributes:
+        row: the row of the last step, in the order of `Verdict.FIELDS`.
+        strays: what the body writes in place past Keras, by `id`.
+        saving: whether an update had to be made before its step was through.
+    """
+
+    counted = False
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        anatomy: Callable[[], _state.Anatomy],
+        *,
+        model: Any = None,
+        logs: bool = False,
+        stock: bool = False,
+        born: Callable[[Any, Any], None] = lambda variable, value: None,
+        refuse: bool = True,
+        agree: Callable[[bool], bool] = bool,
+    ):
+        self.body, self.read_anatomy, self.model = body, anatomy, model
+        self.stock, self.born, self.refuse, self.agree = stock, born, refuse, agree
+        self.files = Files()
+        self.outputs = _torch_outputs.LogOutputs(model) if logs else _torch_outputs.PlainOutputs()
+        self.tolerated: set[int] = set()
+        self.strays: dict[int, Any] = {}
+        self.saving = False
+        self.steps = 0
+        self.row: list[float] = [0.0] * _ROW
+        self.stale = True
+
+    def __call__(self, *args: Any) -> Any:
+        if self.stale or self.steps < _FRESH or self.steps % _REFRESH == 0:
+            self.parts = _Parts(self.read_anatomy())
+            self.stale = False
+        run = _Run(self)
+        try:
+            return run.complete(args)
+        finally:
+            self.steps += 1
+
+    def inherit(self, other: Transaction) -> None:
+        """Start with what another transaction around the same body has found out."""
+        self.strays, self.tolerated, self.saving = other.strays, other.tolerated, other.saving
+        self.steps = min(other.steps, 1)
+
+    def tolerate(self, variables: Sequence[Any]) -> None:
+        """Let these variables be infinite."""
+        self.tolerated |= {id(v.value) for v in variables}
+
+    def resume(self) -> None:
+        """Nothing has to be told: each step asks anew."""
+
+    def recount(self, step: int) -> None:
+        """The host counts."""
+
+
+class _Parts:
+    """An anatomy, and the tensors in it by role."""
+
+    def __init__(self, anatomy: _state.Anatomy):
+        self.anatomy = anatomy
+        self.other = [v.value for v in anatomy.other]
+        self.heavy = [v.value for v in (*anatomy.trainable, *anatomy.slots)]
+        self.metrics = {id(v.value) for v in anatomy.metrics}
+        self.judged_elsewhere = self.metrics | {id(t) for t in self.heavy}
+        self.judged_elsewhere |= {id(v.value) for v in (*(s for pair in anatomy.scales for s in pair), *anatomy.rates)}
+        self.unlisted = [_state.native(v) for v in anatomy.unlisted]
+        listed = {id(t) for t in (*self.other, *self.heavy)}
+        self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]
+        for variable in anatomy.other:  # buffers of a torch module: torch itself writes them
+            if not isinstance(variable, keras.Variable) and not isinstance(variable.value, torch.nn.Parameter):
+                self.unlisted.append(variable.value)
+        self.paths = {id(v.value): v.path for v in (*anatomy.trainable, *anatomy.other)}
+        self.kind = _torch_sums.kind(self.heavy)
+        self.slots = {id(o): _torch_sums.slots_of(anatomy, o) for o in anatomy.optimizers}
+        self.light = [*self.other, *(v.value for v in anatomy.metrics)]
+        self.all = [*self.other, *self.heavy, *(v.value for v in anatomy.metrics)]
+
+
+class _Run:
+    """One run of the transaction."""
+
+    def __init__(self, owner: Transaction):
+        self.owner, self.parts = owner, owner.parts
+        self.anatomy = self.parts.anatomy
+        self.fine: bool | None = None
+        self.error: BaseException | None = None
+        self.births = 0
+        self.ends = (0.0, 0.0)
+
+    def complete(self, args: Sequence[Any]) -> Any:
+        owner, parts = self.owner, self.parts
+        fresh = owner.steps < _FRESH
+        kept = [*owner.strays.values(), *(parts.other if fresh else ())]
+        if fresh and not owner.stock and owner.refuse:
+            kept += parts.heavy
+        self.journal = Journal(kept, self._born, parts.unlisted)
+        before = [(t, t._version) for t in (parts.light if owner.stock else parts.all)]
+        grads = [t for t in parts.heavy if t.grad is not None]
+        self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []
+        outputs = None
+        with self.journal, Intercept(owner.model, self.anatomy.optimizers, self._asked, parts.paths) as self.seen:
+            try:
+                outputs = owner.body(*args)
+            except Exception as error:
+                if not (owner.refuse and self.fine is not True and is_numeric(error)):
+                    self._abandon()
+                    raise
+                self.error = error
+        if self.births:
+            owner.stale = True
+        if self.fine is None:
+            self._judge(outputs)
+        return self._conclude(outputs, args, before)
+
+    def _asked(self, record: Record) -> str:
+        """Say when an update is to be made."""
+        if not self.owner.refuse:
+            return "now"
+        if not self.owner.stock:
+            return "later"
+        if self.fine is None:
+            self._judge(None)
+        return "now" if self.fine else "never"
+
+    def _born(self, variable: Any) -> None:
+        tensor = variable.value
+        if not tensor.is_meta:
+            self.births += 1
+            self.owner.born(tensor, _state.read(variable))
+
+    def _abandon(self) -> None:
+        """Undo a step that ends in an exception."""
+        if self.owner.refuse:
+            self.seen.give_back()
+            self.journal.give_back()
+
+    def _judge(self, outputs: Any) -> None:
+        """Compute the verdict, and look at it: the one place where the host waits for the device."""
+        owner, seen = self.owner, self.seen
+        if self.births:
+            self.parts = _Parts(owner.read_anatomy())
+            self.anatomy = self.parts.anatomy
+        kind = self.parts.kind
+        apart = self.parts.judged_elsewhere | owner.tolerated
+        written = self.journal.written
+        self.statistics = [t for t in written if id(t) not in apart and _torch_sums.can_be_bad(t)]
+        losses = seen.losses or owner.outputs.losses(outputs)
+        loss = sum((entry.detach().sum().to(kind) for entry in losses), torch.zeros((), dtype=kind))
+        told = [loss, _torch_sums.squares([g for r in seen.records for g in r.gradients], kind)]
+        told.append(_torch_sums.total(self.statistics, kind))
+        scales = [self._before(scale.value).to(kind) for scale, _ in self.anatomy.scales]
+        numbers = torch.stack([t.to(told[1].device, kind) for t in (*told, *scales)]).tolist()
+        if not math.isfinite(numbers[2]) and self._tolerate_constants():
+            numbers[2] = float(_torch_sums.total(self.statistics, kind))
+        self.loss, self.gradients, self.statistic, *scales = numbers
+        if self.error is not None:
+            self.loss = math.nan
+        self.scale = min(scales, default=1.0)
+        fine = self.error is None and all(map(math.isfinite, numbers)) and (not scales or self.scale > 0)
+        if seen.undo or not owner.refuse:
+            self._read_ends()
+            fine = fine and math.isfinite(sum(self.ends))
+        self.fine = owner.agree(fine)
+
+    def _tolerate_constants(self) -> bool:
+        """Leave out buffers that nobody has written and that are infinite on purpose; returns whether there are some."""
+        old, uncounted = self.journal.old, self.journal.uncounted
+        found = [t for t in self.statistics if id(t) in uncounted and torch.equal(t, old[id(t)][1])]
+        found = [t for t in found if not torch.isfinite(t).all()]
+        self.owner.tolerated |= {id(t) for t in found}
+        self.statistics = [t for t in self.statistics if id(t) not in self.owner.tolerated]
+        return bool(found)
+
+    def _before(self, tensor: Any) -> Any:
+        kept = self.journal.old.get(id(tensor))
+        return tensor.detach() if kept is None else kept[1]
+
+    def _read_ends(self) -> None:
+        """Read the weights and slots that were updated."""
+        turn = self.owner.steps % _torch_sums.EVERY == 0
+        stale = self.births or self.owner.stale
+        slots = {} if stale else self.parts.slots
+        sums = _torch_sums.ends(self.anatomy, self.seen.records, slots, self.gradients, turn, self.parts.kind)
+        self.ends = tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
+
+    def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
+        owner = self.owner
+        self._find_strays(before)
+        owner.saving |= bool(self.seen.undo)
+        if not self.fine:
+            batch = keras.tree.map_structure(_as_tensor, tuple(args))
+            owner.files.put(Report(Verdict.of(self._row(owner.refuse)), *self._places(), batch))
+        if self.fine or not owner.refuse:
+            self.seen.make(keep=False)
+            for tensor, value in [found for record in self.seen.records for found in record.born()]:
+                owner.born(tensor, value)
+                owner.stale = True
+            if self.seen.records and owner.refuse:
+                self._read_ends()
+            owner.row = self._row(False)
+            return owner.outputs.committed(outputs)
+        self.seen.give_back()
+        self.journal.give_back()
+        self._clear_gradients()
+        self._learn_scale()
+        owner.row = self._row(True)
+        return owner.outputs.refused(outputs)
+
+    def _row(self, refused: bool) -> list[float]:
+        first = [float(refused), self.loss, self.gradients, self.statistic]
+        return [*first, *self.ends, self.scale, 0.0, 0.0]
+
+    def _find_strays(self, before: list[tuple[Any, int]]) -> None:
+        """Note what was written in place past Keras, to be kept before each step from now on."""
+        changed = [t for t, version in before if t._version != version and id(t) not in self.journal.owner]
+        if changed and not self.owner.stock and self.seen.records:
+            updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
+            changed = [t for t in changed if id(t) not in updated]
+        self.owner.strays.update({id(t): t for t in changed})
+
+    def _clear_gradients(self) -> None:
+        """Leave no gradient of a refused step behind, for a body that adds to what it finds."""
+        for tensor in self.parts.heavy:
+            tensor.grad = None
+        for tensor, grad, _ in self.grads:
+            tensor.grad = grad
+
+    def _learn_scale(self) -> None:
+        """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
+        blamed = math.isfinite(self.loss) and not math.isfinite(self.gradients)
+        for optimizer in self.anatomy.optimizers:
+            if not _state.is_loss_scaled(optimizer) or not self._built(optimizer):
+                continue
+            scale, counter = optimizer.dynamic_scale, optimizer.step_counter
+            old = float(scale.value)
+            sound = math.isfinite(old) and old > 0
+            kept = min(max(old * 0.5, _state.FLOOR), old) if blamed else old
+            scale.assign(kept if sound else optimizer.initial_scale)
+            if blamed or not sound:
+                counter.assign(0)
+
+    def _built(self, optimizer: Any) -> bool:
+        """Build an optimizer whose first update was refused, so that its loss scale can learn."""
+        if not optimizer.built:
+            asked = [r for r in self.seen.records if isinstance(r, KerasRecord) and r.optimizer is optimizer and r.given]
+            for record in asked[:1]:
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(record.given)
+                optimizer.built = self.owner.stale = True
+        return bool(optimizer.built)
+
+    def _places(self) -> tuple[tuple[tuple[str, str], ...], list[tuple[int, int, int]]]:
+        """Return where to look for what was bad, and how many entries are bad in each place."""
+        places = [("outputs", name, t) for name, t in self.seen.outputs]
+        places += [("gradients", v.path, g) for record in self.seen.records for g, v in record.pairs]
+        paths = {**{key: v.path for key, v in self.journal.owner.items()}, **self.parts.paths}
+        places += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in self.statistics]
+        if self.seen.undo or not self.owner.refuse:
+            for site, variables in (("weights", self.anatomy.trainable), ("slots", self.anatomy.slots)):
+                places += [(site, v.path, v.value) for v in variables if _torch_sums.can_be_bad(v.value)]
+        rows = tuple((site, path) for site, path, _ in places)
+        return rows, _torch_sums.counts([t for _, _, t in places])
+
+
+def _as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind != "O" else value

@@ -1,0 +1,112 @@
+"""What one step writes on torch, with the values from before: an undo log.
+
+An eager step cannot be read beforehand, so it is watched while it runs. Every write to a Keras variable, listed
+anywhere or not, passes through `Variable._direct_assign`; while a step runs, that method first copies what it is about
+to overwrite. A healthy step so copies its small state (statistics, seeds, metrics), each once, and nothing else.
+
+What does not pass through it is written in place by torch itself: the updates of optimizers, which the transaction
+calls itself; buffers of torch modules and torch's own random generators, which are kept before each step; and what a
+user's code writes in place, which shows in the version that torch counts for each tensor: from the first step on, in
+which everything is kept, whatever was written so once is kept before each step.
+
+Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two places that write the
+value of a variable on this backend; there is no public hook.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import torch
+
+__all__ = ["Journal", "generators"]
+
+
+class Journal:
+    """The undo log of one step; a context in which writes are noted.
+
+    Args:
+        kept: tensors to be copied beforehand, as torch writes them in place.
+        uncounted: the same, where torch may not even count the write, as it does not for the running statistics of its
+            own batch normalization.
+        born: called with each Keras variable that comes into being meanwhile.
+    """
+
+    def __init__(self, kept: Iterable[Any], born: Callable[[Any], None], uncounted: Iterable[Any] = ()):
+        self.born = born
+        uncounted = list(uncounted)
+        self.uncounted = {id(tensor) for tensor in uncounted}
+        self.old: dict[int, tuple[Any, Any, Any]] = {}
+        self.owner: dict[int, Any] = {}
+        self._thread = threading.get_ident()
+        self._generators = generators()
+        self.keep([*uncounted, *kept])
+
+    def keep(self, tensors: Iterable[Any]) -> None:
+        """Copy tensors as they are now, those that are not kept yet."""
+        with torch.no_grad():
+            for tensor in tensors:
+                if id(tensor) not in self.old:
+                    self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+
+    @property
+    def written(self) -> list[Any]:
+        """The tensors that were written since they were kept, or may have been."""
+        held, uncounted = self.old.items(), self.uncounted
+        return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
+
+    def __enter__(self) -> Journal:
+        cls = keras.Variable
+        self._assign, self._initialize = cls._direct_assign, cls._initialize
+        cls._direct_assign, cls._initialize = self._noting(self._assign), self._bearing(self._initialize)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        keras.Variable._direct_assign, keras.Variable._initialize = self._assign, self._initialize
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        old, owner, thread = self.old, self.owner, self._thread
+
+        def _direct_assign(variable: Any, value: Any) -> Any:
+            tensor = variable.value
+            if id(tensor) not in owner and threading.get_ident() == thread and not tensor.is_meta:
+                owner[id(tensor)] = variable
+                if id(tensor) not in old:
+                    with torch.no_grad():
+                        old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+            return real(variable, value)
+
+        return _direct_assign
+
+    def _bearing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def _initialize(variable: Any, value: Any) -> Any:
+            result = real(variable, value)
+            if threading.get_ident() == self._thread:
+                self.born(variable)
+            return result
+
+        return _initialize
+
+    def give_back(self, unseen: bool = False) -> None:
+        """Undo every write; `unseen` also such as torch does not count (fused ones, under a mode that watches them)."""
+        with torch.no_grad():
+            for key, (tensor, value, version) in self.old.items():
+                if unseen or key in self.uncounted or tensor._version != version:
+                    tensor.copy_(value)
+        for give, state in self._generators:
+            give(state)
+
+
+def generators() -> list[tuple[Callable[[Any], None], Any]]:
+    """Return the states of torch's global generators, each with what sets it.
+
+    Unseeded dropout and noise draw from them. A copy takes a microsecond; no device is waited for.
+    """
+    held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        held.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    return held

@@ -1,0 +1,196 @@
+"""A `torch.nn.Module` and a `torch.optim.Optimizer` in the words of Keras, for a loop that has neither model nor
+optimizer of Keras': what the rest of the library asks of them, and no more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted"]
+
+
+class TensorVariable:
+    """A tensor of torch's as a variable: it has a path, and can be assigned to.
+
+    Attributes:
+        value: the tensor.
+        path, name: as the module or the optimizer calls it; a running variance is called so.
+    """
+
+    def __init__(self, tensor: Any, path: str, trainable: bool = False):
+        self.value, self.path, self.trainable = tensor, path, trainable
+        self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as Keras writes it."""
+        return str(self.value.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    def assign(self, value: Any) -> None:
+        """Give it a value."""
+        with torch.no_grad():
+            self.value.copy_(keras.ops.convert_to_tensor(value))
+
+
+class TorchModule:
+    """A module as a model: its parameters are the weights, its buffers the statistics.
+
+    Attributes:
+        of: the module.
+        paths: name of each parameter by its `id`.
+    """
+
+    def __init__(self, module: Any):
+        self.of, self.name = module, type(module).__name__
+        self.stop_training = False
+        self._known: dict[int, TensorVariable] = {}
+
+    @property
+    def paths(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.of.named_parameters()}
+
+    @property
+    def variables(self) -> list[TensorVariable]:
+        """Parameters and buffers."""
+        named = [*self.of.named_parameters(), *self.of.named_buffers()]
+        found = []
+        for name, tensor in named:
+            known = self._known.get(id(tensor))
+            if known is None or known.value is not tensor:
+                known = self._known[id(tensor)] = TensorVariable(tensor, name)
+            known.trainable = tensor.requires_grad
+            found.append(known)
+        return found
+
+    @property
+    def trainable_variables(self) -> list[TensorVariable]:
+        """Parameters that have a gradient."""
+        return [v for v in self.variables if v.trainable]
+
+    @property
+    def non_trainable_variables(self) -> list[TensorVariable]:
+        """Frozen parameters and buffers."""
+        return [v for v in self.variables if not v.trainable]
+
+    def _flatten_layers(self, include_self: bool = True, recursive: bool = True) -> list[Any]:
+        """No layer of Keras' is in it."""
+        return []
+
+
+class Rate:
+    """The learning rate of an optimizer: that of its first group. The others keep their ratio to it."""
+
+    def __init__(self, optimizer: Any):
+        self.of = optimizer
+
+    @property
+    def value(self) -> float:
+        """The rate now."""
+        return float(self.of.param_groups[0]["lr"])
+
+    def assign(self, value: float) -> None:
+        """Set it."""
+        before = self.value
+        for group in self.of.param_groups:
+            new = value if not before else float(group["lr"]) * value / before
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(new)
+            else:
+                group["lr"] = new
+
+
+LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every `TorchOptimizer` that there is: a replay has to leave their states as they were."""
+
+
+class TorchOptimizer:
+    """An optimizer of torch's as one of Keras'.
+
+    Attributes:
+        of: the optimizer.
+        global_clipnorm: norm that gradients are clipped to before each update, `None` for none.
+    """
+
+    built = True
+    clipnorm = clipvalue = global_clipnorm = None
+
+    def __init__(self, optimizer: Any, paths: dict[int, str]):
+        self.of, self.name, self._paths = optimizer, type(optimizer).__name__, paths
+        self._learning_rate = Rate(optimizer)
+        LIVE.add(self)
+        self._known: dict[int, TensorVariable] = {}
+
+    @property
+    def variables(self) -> list[TensorVariable]:
+        """The tensors in its state."""
+        found = []
+        for p, slots in self.of.state.items():
+            for key, tensor in slots.items():
+                if isinstance(tensor, torch.Tensor):
+                    known = self._known.get(id(tensor))
+                    if known is None or known.value is not tensor:
+                        path = f"{self.name}/{self._paths.get(id(p), 'a parameter')}/{key}"
+                        known = self._known[id(tensor)] = TensorVariable(tensor, path)
+                    found.append(known)
+        return found
+
+    def held(self) -> Callable[[], None]:
+        """Return what puts the state back as it is now, numbers that are no tensors and missing entries included."""
+        before = {p: {k: _copied(v) for k, v in slots.items()} for p, slots in self.of.state.items()}
+        tensors = [(t, t.detach().clone()) for slots in before.values() for t in slots.values() if isinstance(t, torch.Tensor)]
+
+        def restore() -> None:
+            for p in list(self.of.state):
+                if p in before:
+                    self.of.state[p].clear()
+                    self.of.state[p].update({k: _copied(v) for k, v in before[p].items()})
+                else:
+                    del self.of.state[p]
+            with torch.no_grad():
+                for tensor, value in tensors:
+                    tensor.copy_(value)
+
+        return restore
+
+    @property
+    def epsilon(self) -> Any:
+        """Its `eps`."""
+        return self.of.defaults.get("eps")
+
+    @property
+    def momentum(self) -> Any:
+        """Its momentum."""
+        return self.of.defaults.get("momentum", 0.0)
+
+    def _get_current_learning_rate(self) -> float:
+        return self._learning_rate.value
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value  # the history of LBFGS
+
+
+def first_value(name: str, tensor: Any) -> np.ndarray[Any, Any]:
+    """Return what a slot of this name starts with: 0, but for the two that torch's optimizers start with 1."""
+    start = 1.0 if name in ("mu_product", "mu") else 0.0
+    return np.full(tuple(tensor.shape), start, np.float32)
+
+
+def adapted(model: Any, optimizers: Iterable[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return model and optimizers as the library takes them: those of Keras as they are."""
+    if isinstance(model, torch.nn.Module) and not isinstance(model, keras.layers.Layer):
+        model = TorchModule(model)
+    paths = {id(v.value): v.path for v in model.variables}
+    made = [TorchOptimizer(o, paths) if isinstance(o, torch.optim.Optimizer) else o for o in optimizers]
+    return model, tuple(made)
