@@ -1,0 +1,206 @@
+"""The transaction around a train step on JAX: of a Keras trainer, and of a loop that has none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_nanguard._attach._shared import Attachment
+from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._session import Session
+from keras_nanguard._step import _jax_trainer as _trainer
+from keras_nanguard._step._jax import Transaction
+from keras_nanguard._step._jax_outputs import LogOutputs, PlainOutputs
+
+__all__ = ["LoopStep", "ModelAttachment"]
+
+
+class ModelAttachment(Attachment):
+    """Stands in for the train function of a Keras trainer.
+
+    Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
+    them so.
+    """
+
+    logs: Any = None
+
+    def __init__(self, model: Any, session: Session):
+        if keras.config.is_nnx_enabled():
+            remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
+            raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
+        super().__init__(model, session)
+        self.custody = _trainer.Custody(model)
+        session.reach = self.custody.reach
+
+    def _build(self) -> None:
+        model, session = self.model, self.session
+        old = session.transaction
+        self.outputs = LogOutputs(model)
+        transaction = Transaction(
+            lambda state, data: self.body(state, data),
+            session.read_anatomy,
+            lambda: _trainer.variables(model),
+            outputs=self.outputs,
+            model=model,
+            refuse=session.policy.refuse,
+            jit=bool(model.jit_compile) and not model.run_eagerly,
+            shardings=_trainer.shardings(model),
+            scaling=lambda factors: _scaled(session, factors),
+        )
+        if old is not None:
+            transaction.inherit(old)
+        session.transaction = transaction
+        self.inner = _trainer.in_executions(model, self.step)
+        model.train_function = self.run
+
+    def run(self, state: Any, iterator: Any) -> Any:
+        """Stand in for the train function: one execution."""
+        try:
+            return self.inner(state, iterator)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.custody.rescue()
+            self.session.raised(error)
+            self.detach()
+            raise
+
+    def step(self, state: Any, data: Any) -> Any:
+        """Run one train step, and let the host look at its verdict."""
+        session, custody = self.session, self.custody
+        given = custody.state
+        custody.hold(state)
+        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
+            session.reach()
+            session.before()
+        if session.stopped or session.passes_by(iter((data,)), 1):
+            return self._logs(), custody.take()
+        state, logs, row = session.transaction(custody.take(), _factors(session), data)
+        custody.hold(state)
+        session.after(row)
+        if row[0] and not self.outputs.lasting:  # no metric holds them: those of the last committed step
+            logs = self.logs if self.logs is not None else jax.tree_util.tree_map(lambda a: a * 0, logs)
+        self.logs = logs = session.honest(logs, row[1])
+        return logs, custody.take()
+
+    def _logs(self) -> Any:
+        """Return the logs of the last step, those of fresh metrics where there was none."""
+        if self.logs is None:
+            self.custody.reach()
+            self.logs = self.model.get_metrics_result()
+        return self.logs
+
+
+def _factors(session: Session) -> dict[int, Any]:
+    """Return what learning rates that are no variables are multiplied by."""
+    return {key: rate.factor for key, rate in session.rates.items() if not rate.plain}
+
+
+@contextlib.contextmanager
+def _scaled(session: Session, factors: dict[int, Any]) -> Iterator[None]:
+    """Let the rates read these factors, which a compiled step takes as an argument."""
+    chosen = [(session.rates[key], factor) for key, factor in factors.items()]
+    for rate, factor in chosen:
+        rate.given = factor
+    try:
+        yield
+    finally:
+        for rate, _ in chosen:
+            rate.given = None
+
+
+class LoopStep:
+    """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
+
+    The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
+    holds (a random key) is given back on a refusal like the rest, and is no part of a snapshot.
+    """
+
+    def __init__(self, function: Callable[..., Any], session: Session):
+        self.function, self.session = function, session
+        self.variables: list[Any] | None = None
+        self.state: Any = None
+        self.reached = False
+        session.rebuild = self.build
+        session.reach = self.reach
+        self.build()
+
+    def build(self) -> None:
+        """Make the step anew."""
+        session, compiled = self.session, hasattr(self.function, "lower")
+        body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
+        transaction = Transaction(
+            body,
+            session.read_anatomy,
+            lambda: self.variables or [],
+            outputs=PlainOutputs(),
+            model=session.model,
+            refuse=session.policy.refuse,
+            jit=compiled,
+            scaling=lambda factors: _scaled(session, factors),
+        )
+        transaction.light = True  # the caller may hold on to its state, so no step may write over it
+        if session.transaction is not None:
+            transaction.inherit(session.transaction)
+        session.transaction = transaction
+
+    def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
+        """Run one step; returns its outputs and the state to go on with."""
+        session, given = self.session, self.state
+        if self.variables is None:
+            self.variables = _owners(state, session)
+        self.state, self.reached = state, False
+        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
+            session.reach()
+            session.before()
+        function = session.transaction
+        state, outputs, row = function(self._taken(), _factors(session), *batch, **more)
+        self.state, self.reached = state, False
+        session.after(row)
+        return outputs, self._taken()
+
+    def reach(self) -> None:
+        """Make the variables hold the state of this moment."""
+        if self.reached or self.state is None:
+            return
+        self.reached = True
+        for variable, value in zip(self.variables or (), jax.tree_util.tree_leaves(self.state)):
+            if variable is not None:
+                variable.assign(value)
+
+    def _taken(self) -> Any:
+        """Return the state of this moment."""
+        if self.reached:
+            leaves, tree = jax.tree_util.tree_flatten(self.state)
+            owned = zip(self.variables or (), leaves)
+            self.state = tree.unflatten([leaf if variable is None else variable.value for variable, leaf in owned])
+            self.reached = False
+        return self.state
+
+
+def _owners(state: Any, session: Session) -> list[Any]:
+    """Return the variable whose value each array of the state is, `None` for one that is no variable's.
+
+    An array that a variable holds is its value. A state of other arrays has to hold one for each variable, in the order
+    of Keras: trainable, non-trainable, of the optimizers, and of the metrics if there are any more.
+    """
+    model, leaves = session.model, jax.tree_util.tree_leaves(state)
+    optimizers = session.read_anatomy().optimizers
+    main = [*model.trainable_variables, *model.non_trainable_variables, *(v for o in optimizers for v in o.variables)]
+    metrics = list(getattr(model, "metrics_variables", ()))
+    known = {id(v.value): v for v in [*main, *metrics]}
+    found = [known.get(id(leaf)) for leaf in leaves]
+    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
+    if not all(any(v is f for f in found) for v in model.trainable_variables):
+        for order in (main, [*main, *metrics]):
+            if [tuple(v.shape) for v in order] == shapes:
+                return order
+        layout = "(trainable_variables, non_trainable_variables, optimizer_variables)"
+        remedy = "Begin with the values of the variables, [v.value for v in model.trainable_variables] and so on."
+        raise GuardError(expected(f"a state of {layout}", f"arrays of shapes {shapes}", remedy))
+    return found

@@ -1,0 +1,32 @@
+"""The same step as it was compiled by JAX: what an eager replay does not show shows here, by site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from keras_nanguard._diagnose.rerun import Run, Step
+from keras_nanguard._step._verdict import Verdict
+
+__all__ = ["run_compiled"]
+
+
+def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+    """Run a step once, compiled, and forget it; see what it came to.
+
+    Args:
+        step: the step, whose body is that of a transaction on JAX.
+        args: its arguments.
+        jit: compile it, as JAX always does.
+    """
+    transaction: Any = getattr(step.body, "__self__", None)
+    if not hasattr(transaction, "judged"):
+        return Run(error="the compiled step is not at hand")
+    try:
+        verdict = Verdict.of(transaction.judged(*args))
+    except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+        return Run(error=f"{type(error).__name__}: {error}")
+    sites = {"loss": verdict.loss, "statistics": verdict.statistics, "gradients": verdict.gradients}
+    first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
+    return Run(first=first, loss=verdict.loss, norm=verdict.gradient_norm)

@@ -1,0 +1,200 @@
+"""The transaction on JAX.
+
+In words::
+
+    run       the user's step; what its optimizers would write is put off, arrays stand for it
+    verdict   loss, gradients and written statistics finite, loss scale sound
+    if so:    the updates run; weights and slots are read once
+    if not:   weights and slots stay, the loss scale learns, bad entries are counted
+    either:   the small state (statistics, seeds, metrics) is selected, new or old
+
+A step is a function from state to state, so refusing it is handing back what it was given. Three ways to do that:
+
+- A small state, and any state in eager execution, is not given up to the step: the host, which reads the verdict anyway,
+  goes on with the new state or with the old one. Nothing but the verdict is added to the step.
+- A large state is given up to the step, which writes over it. Selecting old or new for every array would cost a pass
+  over all of them and a second copy in memory, so the update itself stands in a conditional. The body is traced once, by
+  itself, with one more input for each array that an update will give: the trace says exactly what the body writes, and
+  whether it does anything with these arrays but hand them back.
+- Where it does (a GAN whose generator step uses the updated discriminator, a sharpness-aware step), the updates run at
+  once and old or new is chosen at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_nanguard import _state
+from keras_nanguard._step._jax_intercept import Retrace
+from keras_nanguard._step._jax_reports import Files
+from keras_nanguard._step._jax_runs import PutOff, Through
+from keras_nanguard._step._verdict import FIELDS
+
+__all__ = ["Transaction"]
+
+SMALL = 1 << 22
+"""Bytes of state up to which a compiled step is not given its state to write over."""
+
+
+class Transaction:
+    """Wraps the body of one train step: `body(state, *args) -> (outputs, new_state)`.
+
+    Args:
+        body: the step.
+        anatomy: callable that returns the `Anatomy` at the time of tracing.
+        variables: callable that returns the Keras variable of each array of the flattened state (`None` for one that
+            has none).
+        outputs: what the outputs say of the loss, and what takes their place on a refusal.
+        model: the model whose `compute_loss` tells the loss, or `None`.
+        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
+        jit: compile the step.
+        donate: whether a large state may be written over.
+        shardings: where the arrays of the state lie; `None` where they are on one device.
+        scaling: context in which learning rates are scaled by `factors`.
+
+    Attributes:
+        saving: whether the updates run at once, and old or new is chosen at the end.
+    """
+
+    counted = False
+    """Each step is looked at by the host before the next one, so none has to count for itself."""
+
+    strays: dict[int, Any] = {}
+    """A pure step writes nothing but what it returns."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        anatomy: Callable[[], _state.Anatomy],
+        variables: Callable[[], Sequence[Any]],
+        *,
+        outputs: Any,
+        model: Any = None,
+        refuse: bool = True,
+        jit: bool = False,
+        donate: bool = True,
+        shardings: Any = None,
+        scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
+    ):
+        self.body, self.anatomy, self.variables, self.model = body, anatomy, variables, model
+        self.outputs, self.refuse, self.jit, self.scaling = outputs, refuse, jit, scaling
+        self.saving = False
+        self.light: bool | None = None if shardings is None else False  # the step keeps its arrays where they lie
+        self.tolerated: set[int] = set()
+        self.files = Files()
+        self.told = len(FIELDS)
+        self._last: Any = None
+        place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
+        self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
+        self._light = jax.jit(self._both) if jit else self._both
+        self._count = jax.jit(self._counted) if jit else self._counted
+
+    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
+        """Run the step, and wait for its verdict.
+
+        Args:
+            state: a pytree of arrays.
+            factors: what the guard multiplies learning rates by that are no variables, by `id` of the optimizer.
+            *args: what else the body takes.
+
+        Returns:
+            the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
+        """
+        self._last = state
+        if self.light is None:
+            self.light = not self.jit or _size(state) <= SMALL
+        if not self.light:
+            new, outputs, vector = self._heavy(state, factors, *args)
+            array = np.asarray(vector)
+            row, outputs = self._parted(array, outputs)
+            self.files.put(row, array[self.told :], args)
+            return new, outputs, row
+        new, outputs, vector, learned = self._light(state, factors, *args)
+        row, outputs = self._parted(np.asarray(vector), outputs)
+        self.files.put(row, lambda: self._count(state, factors, *args), args)
+        if row[0]:
+            new, outputs = self._given_back(state, learned, outputs)
+        return new, outputs, row
+
+    def _parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
+        numbers = array[: self.told].tolist()
+        return numbers[: len(FIELDS)], self.outputs.split(outputs, numbers[len(FIELDS) :])
+
+    def _given_back(self, state: Any, learned: dict[int, Any], outputs: Any) -> tuple[Any, Any]:
+        """Return the old state with the learned loss scale, and its logs."""
+        leaves, tree = jax.tree_util.tree_flatten(state)
+        for place, value in learned.items():
+            leaves[place] = value
+        values = dict(zip(map(id, self.variables()), leaves))
+        metrics = [(v, values[id(v)]) for v in self.anatomy().metrics if id(v) in values]
+        return jax.tree_util.tree_unflatten(tree, leaves), self.outputs.results(outputs, metrics)
+
+    # What is compiled
+
+    def _gated(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any]:
+        """Choose within the step."""
+        leaves, tree = jax.tree_util.tree_flatten(state)
+        with self.scaling(factors):
+            if self.refuse and not self.saving:
+                try:
+                    return PutOff(self, leaves, tree, args).complete()
+                except Retrace:
+                    self.saving = True
+            return Through(self, leaves, tree, args).complete()
+
+    def _both(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
+        """Leave the choice to the host."""
+        leaves, tree = jax.tree_util.tree_flatten(state)
+        with self.scaling(factors):
+            return Through(self, leaves, tree, args).both()
+
+    def _counted(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
+        """Count bad entries: the step once more, from the same state, so with the same numbers."""
+        leaves, tree = jax.tree_util.tree_flatten(state)
+        with self.scaling(factors):
+            return Through(self, leaves, tree, args).counted()
+
+    def replayed(self, *args: Any) -> Any:
+        """Run the body as a step that reads and writes the variables; returns its outputs."""
+        leaves, tree = jax.tree_util.tree_flatten(self._last)
+        owners = self.variables()
+        held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
+        outputs, new = self.outputs.parted(self.body(tree.unflatten(held), *args))
+        for variable, value in zip(owners, jax.tree_util.tree_leaves(new)):
+            if variable is not None:
+                variable.assign(value)
+        return outputs
+
+    def judged(self, *args: Any) -> list[float]:
+        """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
+        leaves, tree = jax.tree_util.tree_flatten(self._last)
+        owners = self.variables()
+        held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
+        _, _, vector, _ = self._light(tree.unflatten(held), {}, *args)
+        row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
+        return row
+
+    # What the session asks of it
+
+    def inherit(self, other: Transaction) -> None:
+        """Start with what another transaction around the same body has found out."""
+        self.saving, self.tolerated = other.saving, other.tolerated
+
+    def tolerate(self, variables: Sequence[Any]) -> None:
+        """Let these variables be infinite."""
+        self.tolerated |= {id(v) for v in variables}
+
+    def resume(self) -> None:
+        """Tell the step that the host has healed the state; here none runs on a bad one."""
+
+    def recount(self, step: int) -> None:
+        """Let the next step be this number; here none is counted."""
+
+
+def _size(state: Any) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))

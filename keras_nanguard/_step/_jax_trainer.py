@@ -1,0 +1,80 @@
+"""Where the train state is while Keras trains on JAX: in arrays that go from step to step, or in the variables.
+
+Names private to Keras that are used here, each because no public way exists:
+
+- ``Model._jax_state``, ``Model._jax_state_synced``: what ``jax_state_sync`` writes back to the variables, and whether it
+  has been done; a state that is put back or changed between two steps has to be announced there.
+- ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and empties them, so that no variable
+  keeps an array that the next step is given to destroy.
+- ``Model._make_function``: the loop over ``steps_per_execution``; standing inside of it keeps it Keras' own.
+- ``Model._get_state_sharding_spec``: on several devices, where each array of the state lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+__all__ = ["Custody", "in_executions", "shardings", "variables"]
+
+_PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+
+
+class Custody:
+    """The train state between two steps.
+
+    A healthy step never touches the variables. When the host has to look at the state or change it, `reach` puts it
+    into them, and `take` gathers it again.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.state: Any = None
+        self.reached = False
+
+    def hold(self, state: Any) -> None:
+        """Note the state of this moment."""
+        self.state, self.reached = state, False
+
+    def reach(self) -> None:
+        """Make the variables hold the state of this moment."""
+        if self.state is None or self.reached or self.model._jax_state_synced:
+            return
+        self.reached = True
+        self.model._jax_state = dict(zip(_PARTS, self.state))
+        self.model._jax_state_synced = False
+        self.model.jax_state_sync()
+
+    def take(self) -> Any:
+        """Return the state of this moment, as the next step wants it."""
+        if self.reached:
+            self.state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True), purge_model_variables=True)
+            self.model._jax_state_synced = False
+            self.reached = False
+        return self.state
+
+    def rescue(self) -> None:
+        """Leave the state in the variables when a step has failed, unless it was consumed."""
+        leaves = jax.tree_util.tree_leaves(self.state)
+        if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            self.reach()
+
+
+def variables(model: Any) -> list[Any]:
+    """Return the variables of a model in the order in which `fit` hands out their values."""
+    own = [*model.trainable_variables, *model.non_trainable_variables]
+    return [*own, *model.optimizer.variables, *model.metrics_variables]
+
+
+def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step as Keras runs it: taking its batches from an iterator, `steps_per_execution` at a time."""
+    made: Callable[..., Any] = model._make_function(step)
+    return made
+
+
+def shardings(model: Any) -> Any:
+    """Return where the arrays of the state lie, `None` where all of them are on one device."""
+    return model._get_state_sharding_spec() if keras.distribution.distribution() is not None else None

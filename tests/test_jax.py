@@ -1,0 +1,492 @@
+"""What is particular to JAX: steps that are functions from state to state, written over in place or not."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import zoo
+from keras import layers
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._errors import GuardError
+from keras_nanguard.testing import inject
+
+if keras.backend.backend() != "jax":
+    pytest.skip("the backend is not JAX", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+
+from keras_nanguard._step import _jax
+
+BAD = (3, 4, 8)
+
+
+@pytest.fixture(params=["given back", "written over"])
+def way(request, monkeypatch):
+    """Run with the step's choice left to the host, as for a small state, and made within the step, as for a large one."""
+    if request.param == "written over":
+        monkeypatch.setattr(_jax, "SMALL", -1)
+    return request.param
+
+
+@pytest.fixture
+def written_over(monkeypatch):
+    """Treat every state as a large one."""
+    monkeypatch.setattr(_jax, "SMALL", -1)
+
+
+class Look(keras.callbacks.Callback):
+    """Keeps what it is asked to see of the model after each step; a callback has to ask for its own `model` on JAX."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see, self.seen = see, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.see(self.model))
+
+
+def oracle(build, data=None, where="x", tolerance=0.0, **fit):
+    """Compare three runs: unguarded, guarded, and guarded with poisoned batches put in; returns the guarded ones."""
+    data = data or zoo.regression()
+    plain = zoo.run(build, data, **fit)
+    healthy = zoo.run(build, data, guard=True, **fit)
+    assert zoo.differences(healthy, plain, tolerance) == []
+    assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
+    bad = zoo.run(build, data.with_poison(BAD, where=where), guard=True, **fit)
+    assert zoo.differences(bad, plain, tolerance) == []
+    epoch = data.batches + len(BAD)
+    assert bad.steps == [*BAD, *(epoch + batch for batch in BAD)]
+    return healthy, bad
+
+
+# Optimizers and precision, where the step writes over its state
+
+
+def _schedule():
+    return keras.optimizers.schedules.CosineDecay(0.05, 40, warmup_target=0.08, warmup_steps=6)
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "schedule": lambda: keras.optimizers.SGD(_schedule(), momentum=0.9, weight_decay=1e-2, global_clipnorm=0.5),
+    "ema": lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
+    "accumulation": lambda: keras.optimizers.RMSprop(0.01, gradient_accumulation_steps=3),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0, 5),
+}
+
+
+def network(optimizer, **mode):
+    """Return a model in which no gradient is but noise, which Adam would blow up: no bias before BatchNormalization."""
+    model = keras.Sequential(
+        [
+            *(keras.Input((6,)), layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.Dropout(0.3), layers.GaussianNoise(0.1), layers.Dense(1)),
+        ]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"], **mode)
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_written_over(written_over, optimizer, steps):
+    """A step that writes over its state refuses as well as one that does not; the update stands in a conditional."""
+    _, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    assert not bad.guard.session.transaction.light and not bad.guard.session.transaction.saving
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(way, policy):
+    """Mixed precision with loss scaling: the oracle holds; a loss scale learns only from what it can help."""
+
+    def build():
+        keras.config.set_dtype_policy(policy)
+        optimizer = keras.optimizers.Adam(0.01)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
+        try:
+            return zoo.plain(optimizer)
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    oracle(build, tolerance=1e-5)
+
+
+def test_overflow_halves_the_scale(way):
+    """A gradient that overflows halves the loss scale and starts its count again, and changes nothing else."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=64.0)
+    model, data, guard = zoo.plain(optimizer, dropout=False), zoo.regression(), NanGuard(verbose=0)
+    look = Look(zoo.state_of)
+    with inject(model, site="gradients", kind="inf", step=4):
+        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, look])
+    assert guard.session.overflows == 1 and guard.incidents == []
+    moved = {path for (path, a), (_, b) in zip(look.seen[3], look.seen[4]) if not np.array_equal(a, b)}
+    assert moved == {"loss_scale_optimizer/dynamic_scale", "loss_scale_optimizer/step_counter"}
+    assert float(np.asarray(optimizer.dynamic_scale.value)) == 32.0
+
+
+# Train steps of the user's own
+
+
+class OwnStep(keras.Model):
+    """Its own loss, its own logs that no metric holds, `compute_loss` never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.Sequential([layers.Dense(6), layers.BatchNormalization(), layers.Dense(1)])
+
+    def call(self, x, training=None):
+        return self.body(x, training=training)
+
+    def loss_of(self, weights, other, x, y):
+        predicted, other = self.stateless_call(weights, other, x, training=True)
+        return jnp.mean((y - predicted) ** 2), other
+
+    def gradients(self, weights, other, data):
+        x, y = data
+        return jax.value_and_grad(self.loss_of, has_aux=True)(weights, other, x, y)
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        (loss, other), gradients = self.gradients(weights, other, data)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss, "mean": jnp.mean(data[0])}, (weights, other, slots, metrics)
+
+
+class TwoUpdates(OwnStep):
+    """Reads its weights after the first update."""
+
+    def train_step(self, state, data):
+        for _ in range(2):
+            logs, state = super().train_step(state, data)
+        return logs, state
+
+
+class Sharpness(OwnStep):
+    """Sharpness-aware minimisation: the gradient is taken uphill of the weights."""
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        _, uphill = self.gradients(weights, other, data)
+        moved = [w + 0.05 * g for w, g in zip(weights, uphill)]
+        (loss, other), gradients = self.gradients(moved, other, data)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss}, (weights, other, slots, metrics)
+
+
+class SlowCopy(OwnStep):
+    """Uses the updated weights in its logs."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "size": sum(jnp.sum(w**2) for w in state[0])}, state
+
+
+class Conditional(OwnStep):
+    """Updates within a conditional of its own."""
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        (loss, other), gradients = self.gradients(weights, other, data)
+        update = lambda: self.optimizer.stateless_apply(slots, gradients, weights)  # noqa: E731
+        weights, slots = jax.lax.cond(loss > 0.5, update, lambda: (weights, slots))
+        return {"loss": loss}, (weights, other, slots, metrics)
+
+
+class Adversarial(keras.Model):
+    """A GAN: two optimizers, the slots of the second held as variables of the model; each reads the other's update."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(6), layers.Dense(6)])
+        self.critic = keras.Sequential([keras.Input((6,)), layers.Dense(6), layers.LeakyReLU(), layers.Dense(1)])
+        self.critic_optimizer = keras.optimizers.Adam(0.01)
+        self.critic_optimizer.build(self.critic.trainable_variables)
+        self.critic_slots = self.critic_optimizer.variables
+        self.count = len(self.generator.trainable_variables)
+
+    def call(self, x):
+        return self.critic(x)
+
+    def compile(self, **mode):
+        super().compile(keras.optimizers.SGD(0.01, momentum=0.9), **mode)
+        self.optimizer.build(self.generator.trainable_variables)
+
+    def critic_loss(self, critic, generator, real):
+        fake, _ = self.generator.stateless_call(generator, [], real[:, :3])
+        on = lambda x: self.critic.stateless_call(critic, [], x)[0]  # noqa: E731
+        return jnp.mean(jax.nn.softplus(-on(real))) + jnp.mean(jax.nn.softplus(on(fake)))
+
+    def generator_loss(self, generator, critic, real):
+        fake, _ = self.generator.stateless_call(generator, [], real[:, :3])
+        return jnp.mean(jax.nn.softplus(-self.critic.stateless_call(critic, [], fake)[0]))
+
+    def train_step(self, state, data):
+        real = data[0] if isinstance(data, tuple) else data
+        weights, other, slots, metrics = state
+        known = {id(v): i for i, v in enumerate(self.non_trainable_variables)}
+        places = [known[id(v)] for v in self.critic_optimizer.variables]
+        generator, critic = weights[: self.count], weights[self.count :]
+        d_loss, gradients = jax.value_and_grad(self.critic_loss)(critic, generator, real)
+        critic, moved = self.critic_optimizer.stateless_apply([other[i] for i in places], gradients, critic)
+        other = list(other)
+        for place, value in zip(places, moved):
+            other[place] = value
+        g_loss, gradients = jax.value_and_grad(self.generator_loss)(generator, critic, real)
+        generator, slots = self.optimizer.stateless_apply(slots, gradients, generator)
+        return {"d_loss": d_loss, "g_loss": g_loss}, ([*generator, *critic], other, slots, metrics)
+
+
+def _own(kind, **mode):
+    model = kind()
+    model.compile(**({} if kind is Adversarial else {"optimizer": keras.optimizers.Adam(0.01)}), **mode)
+    model(np.zeros((1, 6), "float32"))
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: True, Conditional: True, Adversarial: True}
+"""Each with whether its updates cannot be put off."""
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_own_step(way, kind):
+    """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
+    _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
+    if way == "written over":
+        assert bad.guard.session.transaction.saving == STEPS[kind]
+    assert all(np.isfinite(v) for values in bad.history.values() for v in values)
+
+
+def test_own_step_eager():
+    """The same without a compiled step."""
+    oracle(functools.partial(_own, Adversarial, run_eagerly=True))
+
+
+def test_first_step_of_raw_logs_is_bad():
+    """A refused first step has no last committed logs: finite ones stand in."""
+    data = zoo.poison(zoo.regression(batches=3), 0)
+    run = zoo.run(functools.partial(_own, OwnStep), data, guard=True, epochs=1)
+    assert run.steps == [0] and np.isfinite(run.history["loss"][0])
+
+
+# The state between two steps
+
+
+def test_healthy_steps_leave_the_variables_alone(monkeypatch):
+    """The state is put into the variables only where the host looks at it: at the start, for monitors and snapshots."""
+    model, data, guard = zoo.plain(), zoo.regression(batches=40), NanGuard(verbose=0)
+    calls = []
+    real = model.jax_state_sync
+    monkeypatch.setattr(type(model), "jax_state_sync", lambda self: (calls.append(guard.session.step), real())[1])
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert set(calls) <= {0, 1, 10, 30, 40}
+
+
+def test_other_callbacks_see_the_state(way):
+    """A callback that looks at the model, or changes it, sees and changes the state that training goes on with."""
+
+    class Halver(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel * 0.5)
+
+    def build():
+        return zoo.plain(dropout=False)
+
+    data = zoo.regression()
+    guarded = zoo.run(build, data, guard=True, callbacks=[Halver()])
+    assert zoo.differences(guarded, zoo.run(build, data, callbacks=[Halver()]), 1e-5) == []
+
+
+def test_rollback(way):
+    """A rollback hands Keras the last verified state, and training goes on from there at a lower rate."""
+    model, data = zoo.plain(keras.optimizers.Adam(0.01), dropout=False), zoo.regression(batches=60)
+    policy = {
+        "preset": "none",
+        "snapshot": {"every": 10, "good_after": 2},
+        "rules": [
+            {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
+        ],
+    }
+    guard = NanGuard(policy, verbose=0)
+    with inject(model, site="weights", step=25):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].step == 25 and "rollback" in str(guard.incidents[0].outcomes)
+    assert zoo.bad_entries(model) == [] and guard.session.step == 60
+    assert float(np.asarray(model.optimizer.learning_rate.value)) == pytest.approx(0.005)
+
+
+def test_lowered_schedule(way):
+    """A lowered schedule is an argument of the compiled step: its factor can change without compiling anew."""
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([10**6], [0.1, 0.1]))
+    model, data = zoo.plain(optimizer, dropout=False), zoo.poison(zoo.regression(batches=20), 5)
+    policy = {
+        "preset": "none",
+        "rules": [{"name": "lower", "do": {"lower_lr": {"factor": 0.0001}}, "limit": {"times": 9}, "otherwise": "stop"}],
+    }
+    look = Look(lambda model: np.array(model.layers[0].kernel.value))
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(policy, verbose=0), look])
+    moves = [np.abs(b - a).max() for a, b in zip(look.seen, look.seen[1:])]
+    assert max(moves[5:]) < 1e-2 * min(moves[:4])
+
+
+def test_stop_leaves_the_last_good_state(way):
+    """A policy that stops leaves the state from before the bad step behind."""
+    data = zoo.regression()
+    run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard("stop", verbose=0), epochs=1)
+    short = zoo.Data(data.x[: 6 * zoo.BATCH], data.y[: 6 * zoo.BATCH])
+    clean = zoo.run(zoo.plain, short, epochs=1)
+    assert run.model.stop_training and run.steps == [6]
+    assert zoo.differences(run, clean, 1e-5) == []
+
+
+def test_raise_leaves_the_last_good_state(way):
+    """A policy that raises leaves a model behind that can be used: nothing of it was given up to a step."""
+    model = zoo.plain()
+    with pytest.raises(Exception, match="step 6"):
+        zoo.run(lambda: model, zoo.poison(zoo.regression(), 6), guard=NanGuard("raise", verbose=0))
+    assert zoo.bad_entries(model) == []
+    assert np.isfinite(model.predict(zoo.draw(1), verbose=0)).all()
+
+
+def test_observe(way):
+    """A policy that only looks tells of the step, with counts, and changes nothing."""
+    data = zoo.poison(zoo.regression(), 6)
+    run = zoo.run(zoo.plain, data, guard=NanGuard("observe", verbose=0), epochs=1)
+    assert zoo.bad_entries(run.model) != []
+    assert run.steps == [6] and run.guard.incidents[0].sites[0] == "inputs" and not run.guard.incidents[0].refused
+    assert any(f.site == "gradients" and f.nan for f in run.guard.incidents[0].findings)
+
+
+def test_counts_name_variables(way):
+    """An incident counts the bad entries of each gradient, by its variable's path."""
+    model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
+    with inject(model, site="gradients", kind="inf", step=3, path="*/kernel", entries=2):
+        model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    kernels = {v.path: int(np.prod(v.shape)) for v in model.trainable_variables if v.path.endswith("kernel")}
+    found = {f.path: (f.inf, f.size) for f in guard.incidents[0].findings if f.site == "gradients"}
+    assert found == {path: (min(2, size), size) for path, size in kernels.items()}
+
+
+def test_one_step_at_a_time(way):
+    """`train_on_batch` of a `NanGuardModel` is the same transaction."""
+
+    class Quiet(NanGuardModel):
+        nanguard_verbose = 0
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Quiet(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+    model.compile("adam", "mse")
+    data = zoo.regression()
+    for i in range(4):
+        model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
+    before = zoo.state_of(model)
+    bad = np.full((8, 6), np.nan, "float32")
+    logs = model.train_on_batch(bad, data.y[:8], return_dict=True)
+    assert all(np.isfinite(v) for v in logs.values())
+    moved = [p for (p, a), (_, b) in zip(before, zoo.state_of(model)) if not np.array_equal(a, b) and "loss" not in p]
+    assert moved == [] and [i.step for i in model.nanguard.incidents] == [4]
+
+
+def test_no_nnx(monkeypatch):
+    """With NNX turned on the guard says that it cannot work there."""
+    monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
+    with pytest.raises(GuardError, match="NNX"):
+        zoo.run(zoo.plain, zoo.regression(), guard=True)
+
+
+# A loop of one's own
+
+
+class Loop:
+    """A stateless step and the state it begins with."""
+
+    def __init__(self):
+        keras.utils.set_random_seed(0)
+        self.model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)]
+        )
+        self.optimizer = keras.optimizers.Adam(0.01)
+        self.optimizer.build(self.model.trainable_variables)
+        parts = (self.model.trainable_variables, self.model.non_trainable_variables, self.optimizer.variables)
+        self.state = tuple([v.value for v in part] for part in parts)
+
+    def loss(self, weights, other, x, y):
+        predicted, other = self.model.stateless_call(weights, other, x, training=True)
+        return jnp.mean((predicted - y) ** 2), other
+
+    def step(self, state, x, y):
+        weights, other, slots = state
+        (loss, other), gradients = jax.value_and_grad(self.loss, has_aux=True)(weights, other, x, y)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return loss, (weights, other, slots)
+
+
+def batches(bad=()):
+    data = zoo.regression().with_poison(bad)
+    return [(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8]) for i in range(data.batches)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_loop(compiled):
+    """A guarded loop ends as an unguarded one without the bad batches; its guard tells which steps were refused."""
+    ends = []
+    for bad in ((), BAD):
+        loop, guard, refused = Loop(), NanGuard(verbose=0), []
+        step = jax.jit(loop.step) if compiled else loop.step
+        state = loop.state
+        with guard.watch(loop.model, loop.optimizer):
+            run = guard.step(step) if bad else step
+            for i, batch in enumerate(batches(bad)):
+                _, state = run(state, *batch)
+                refused += [i] if guard.refused else []
+        assert tuple(refused) == bad and [i.step for i in guard.incidents] == list(bad)
+        ends.append(jax.tree_util.tree_leaves(state))
+    for one, other in zip(*ends):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def test_loop_rolls_back():
+    """A rollback hands the loop the last good state, and a lower rate in it."""
+    loop, state = Loop(), None
+    policy = {
+        "preset": "none",
+        "snapshot": {"every": 3, "good_after": 1},
+        "rules": [
+            {"name": "back", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
+        ],
+    }
+    guard, state, states = NanGuard(policy, verbose=0), loop.state, []
+    with guard.watch(loop.model, loop.optimizer):
+        step = guard.step(jax.jit(loop.step))
+        for batch in batches((8,)):
+            _, state = step(state, *batch)
+            states.append(state)
+    assert [i.step for i in guard.incidents] == [8]
+    for one, other in zip(states[8][0], states[5][0]):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert float(loop.optimizer.learning_rate.value) == pytest.approx(0.005)
+
+
+def test_loop_of_another_layout():
+    """A state that does not hold the model's values is refused with the layout that is wanted."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="trainable_variables"):
+        guard.step(loop.step)([jnp.zeros(3)], *batches()[0])
+
+
+def test_loop_without_a_state():
+    """A step that does not hand back its state is told how to be written."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="return loss, state"):
+        guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
