@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _demo, _completion):
+    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _demo, _completion):
         add(commands)
     return root
 
@@ -162,6 +162,14 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
     command.add_argument("--device", metavar="NAME", help="where to run: CPU:0, GPU:0")
     command.add_argument("--plain", action="store_true", help="leave out the trials with one thing changed")
+    _json(command)
+
+
+def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    says = "tell of the incidents that a guarded run has written down"
+    command = _command(commands, "report", says, _commands.report)
+    command.add_argument("path", metavar="REPORT", help="a .json or .jsonl file of guard.report, a bundle, or a folder of bundles")
+    command.add_argument("-o", "--output", metavar="FILE", help="write it as .md, .html, .json or .jsonl instead of printing it")
     _json(command)
 
 

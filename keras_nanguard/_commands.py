@@ -26,6 +26,7 @@ __all__ = [
     "lint",
     "recalibrate",
     "repair",
+    "report",
     "scan",
 ]
 
@@ -157,6 +158,23 @@ def replay(given: argparse.Namespace) -> int:
     else:
         print(found)
     return FOUND if found.result == "bad" else CLEAN
+
+
+def report(given: argparse.Namespace) -> int:
+    """Tell of the incidents that a guarded run has written down."""
+    from keras_nanguard.reports import console, files
+
+    incidents = files.read(given.path)
+    refused = sum(i.refused for i in incidents)
+    head = console.summary(incidents, None, refused, 0)
+    if given.output:
+        print(f"Written to {files.write(incidents, head, given.output)}.")
+    elif given.json:
+        for incident in incidents:
+            _print_json(incident.to_dict())
+    else:
+        print("\n".join([head, *(console.incident_line(incident) for incident in incidents)]))
+    return FOUND if incidents else CLEAN
 
 
 def demo(given: argparse.Namespace) -> int:

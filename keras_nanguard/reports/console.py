@@ -58,9 +58,10 @@ def epoch_line(epoch: int, refused: int, steps: int) -> str:
     return f"NanGuard: epoch {epoch + 1}: {refused} of {steps} steps were left out; the means are over the other {left}."
 
 
-def summary(incidents: Sequence[Incident], steps: int, refused: int, overflows: int) -> str:
-    """Return a few lines: how many steps, how many left out, how many incidents of which cause, what was done."""
-    lines = [f"NanGuard: {steps} steps, {refused} left out, {len(incidents)} incidents."]
+def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:
+    """Return a few lines: how many steps (if known) and left out, how many incidents of which cause, what was done."""
+    counted = "" if steps is None else f"{steps} steps, "
+    lines = [f"NanGuard: {counted}{refused} left out, {len(incidents)} incidents."]
     if overflows:
         lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling dealt with.")
     causes = Counter((i.diagnosis.cause, i.diagnosis.culprit) for i in incidents if i.diagnosis is not None)
