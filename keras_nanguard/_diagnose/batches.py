@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_nanguard import _probes, _state
+from keras_nanguard._diagnose.backend import here
 from keras_nanguard._diagnose.evidence import Constant, Spread
 
 __all__ = ["Part", "bad", "mapped", "parts", "row_count", "spreads", "without"]
@@ -81,7 +82,7 @@ def row_count(args: Any) -> int:
 def mapped(args: Any, change: Callable[[str, Any], Any]) -> Any:
     """Return the batch with `change(role, tensor)` in place of each of its float or integer tensors."""
     roles = {id(p.value): p.role for p in parts(args)}
-    return tf.nest.map_structure(lambda v: change(roles[id(v)], v) if id(v) in roles else v, args)
+    return keras.tree.map_structure(lambda v: change(roles[id(v)], v) if id(v) in roles else v, args)
 
 
 def without(args: Any, rows: Sequence[int]) -> Any:
@@ -90,7 +91,7 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
 
     def taken(role: str, value: Any) -> Any:
-        return tf.gather(value, kept) if isinstance(value, tf.Tensor) and value.shape.rank else value
+        return here().without_rows(value, kept) if here().is_tensor(value) and len(value.shape) else value
 
     return mapped(args, taken)
 

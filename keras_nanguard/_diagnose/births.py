@@ -11,7 +11,6 @@ has no public name. Where it is gone the layer table alone has to tell (`keras_n
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_nanguard import _probes, _state
-from keras_nanguard._diagnose.evidence import Birth, Operand
+from keras_nanguard._diagnose.evidence import Birth
+from keras_nanguard._diagnose.lineage import CONSTANT, MOST, bad_rows, operand, users_line
 
 try:
     from tensorflow.python.framework import op_callbacks
@@ -27,16 +27,6 @@ except ImportError:
     op_callbacks = None
 
 __all__ = ["CONSTANT", "Births"]
-
-CONSTANT = Birth(1 << 60, "constant", "constant", "other")
-"""Stands for an infinite constant of the program itself."""
-
-MOST = 20000
-"""Births that are kept of one run; a masked overflow inside a long loop can make very many."""
-
-TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
-
-_LIBRARIES = ("site-packages", "/keras/src/", "/tensorflow/python/", "importlib", "contextlib.py", "functools.py")
 
 
 class Births:
@@ -172,7 +162,7 @@ class Births:
         array = _array(result)
         handles = [t._id for t in inputs if t.dtype == tf.resource]
         stored = next((self._variables[h] for h in handles if h in self._variables), "")
-        rows, every = _bad_rows(array, self.rows)
+        rows, every = bad_rows(array, self.rows)
         nan, inf, size = _probes.counts(array)
         top = self.frames[-1] if self.frames else ("", "")
         birth = Birth(
@@ -186,12 +176,12 @@ class Births:
             nan=nan,
             inf=inf,
             size=size,
-            operands=tuple(_operand(t) for t in inputs if _is_float(t)),
+            operands=tuple(operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)),
             dtype=result.dtype.name,
             rows=rows,
             all_rows=every,
             variables=tuple(self._reads[t._id] for t in inputs if t._id in self._reads),
-            line=_users_line() if self.phase != "backward" else "",
+            line=users_line() if self.phase != "backward" else "",
         )
         if len(self.births) < MOST:
             self.births.append(birth)
@@ -212,43 +202,3 @@ def _is_finite(tensor: Any) -> bool:
 
 def _has_nan(tensor: Any) -> bool:
     return bool(np.isnan(_probes.widen(_array(tensor))).any())
-
-
-def _operand(tensor: Any) -> Operand:
-    array = _probes.widen(_array(tensor))
-    magnitude = np.abs(array[np.isfinite(array)])
-    positive = magnitude[magnitude > 0]
-    name = tensor.dtype.name
-    return Operand(
-        max_abs=float(magnitude.max()) if magnitude.size else 0.0,
-        zero=bool(positive.size < magnitude.size),
-        negative=bool((array < 0).any()),
-        dtype=name,
-        tiny=bool(positive.size and positive.min() < TINY.get(name, 0.0)),
-        infinite=bool(magnitude.size < array.size),
-    )
-
-
-def _bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], bool]:
-    """Return the rows with a bad entry, none where all are bad, and whether all are."""
-    if not rows or array.ndim == 0 or array.shape[0] != rows:
-        return (), False
-    bad = ~np.isfinite(_probes.widen(array)).reshape(rows, -1).all(axis=1)
-    found = tuple(int(i) for i in np.flatnonzero(bad))
-    return ((), True) if len(found) == rows else (found, False)
-
-
-def _users_line() -> str:
-    """Return `file:line` of the code that made the operation, where that is no library's: a layer's, a loss's.
-
-    Whoever called the library stands above it on the stack and made nothing, so the search ends there.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    while frame is not None and "/keras_nanguard/" not in frame.f_code.co_filename:
-        path = frame.f_code.co_filename
-        if not any(part in path for part in _LIBRARIES) and not path.startswith("<"):
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""

@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.evidence import Birth, Operand
-from keras_nanguard._diagnose.instrument import COMPILE_LOSS, Call, Instrument, layer_row
+from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth, Operand
+from keras_nanguard._diagnose.instrument import Call, layer_row
+from keras_nanguard._diagnose.on_tensorflow import Instrument
 from keras_nanguard._diagnose.rerun import OVERFLOW, Run, Step, preserved
 from keras_nanguard._step._intercept import Intercept
 

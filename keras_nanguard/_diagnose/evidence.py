@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "COMPILE_LOSS",
     "Birth",
     "Constant",
     "Evidence",
@@ -15,6 +16,10 @@ __all__ = [
     "Spread",
     "TargetFault",
 ]
+
+
+COMPILE_LOSS = "compile_loss"
+"""Frame of Keras' sum over the losses given to `compile`."""
 
 
 @dataclass(frozen=True, slots=True)

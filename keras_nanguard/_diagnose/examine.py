@@ -12,13 +12,12 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.births import Births
+from keras_nanguard._diagnose.backend import here
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
-from keras_nanguard._diagnose.instrument import Instrument
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.rerun import Run, Step, preserved
+from keras_nanguard._diagnose.rerun import Run, Step, births_of, preserved
 from keras_nanguard._diagnose.words import advice, sentences, table
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._incident import Diagnosis
@@ -195,10 +194,8 @@ class _Examiner:
 
     def _forward(self, training: bool) -> tuple[Run, list[str]]:
         """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
-        parts = [(p.path, p.value) for p in batches.parts(self.batch)]
-        handles = {v.value.handle._id: v.path for v in self.anatomy.everything if hasattr(v.value, "handle")}
-        births = Births(parts, handles, (), batches.row_count(self.batch))
-        instrument = Instrument(self.model, births)
+        births = births_of(self.batch, self.anatomy.everything)
+        instrument = here().Instrument(self.model, births)
         layers = [layer for layer in _state.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
         with preserved([*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]):

@@ -13,19 +13,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_nanguard import _internals, _probes, _state
-from keras_nanguard._diagnose.births import Births
-from keras_nanguard._diagnose.evidence import LayerRow
+from keras_nanguard._diagnose.evidence import COMPILE_LOSS, LayerRow
 
 __all__ = ["Call", "Instrument", "layer_row"]
 
 CALLS = 4
 """Calls of one layer that get a row of their own (the cell of an RNN runs once for each time step)."""
-
-COMPILE_LOSS = "compile_loss"
-"""Frame of Keras' sum over the losses given to `compile`."""
 
 
 class Call:
@@ -65,7 +60,7 @@ class Instrument:
         backward: the call whose gradient is being computed, as far as the probes tell.
     """
 
-    def __init__(self, model: Any, births: Births | None = None, keep: bool = False):
+    def __init__(self, model: Any, births: Any = None, keep: bool = False):
         self.model, self.births, self.keep = model, births, keep
         self.calls: list[Call] = []
         self.rows: list[LayerRow] = []
@@ -73,26 +68,46 @@ class Instrument:
         self._stack: list[Call] = []
         self._counts: dict[int, int] = {}
         self._before: list[tuple[Any, str, Any]] = []
-        self.graph: Any = None
 
     def __enter__(self) -> Instrument:
-        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        watched: dict[int, tuple[Any, bool]] = {}
-        for layer in (*_state.layers_of(self.model), *_internals.operations_of(self.model)):
-            watched[id(layer)] = (layer, False)
-        for loss in _internals.losses_of(self.model):
-            watched[id(loss)] = (loss, True)
-        for target, loss in watched.values():
-            self._override(target, "call", self._watching(target, target.call, loss))
-        real = tf.GradientTape.gradient
-        self._gradient = real
-        tf.GradientTape.gradient = self._differentiating(real)
+        for target, name, loss in self._targets():
+            self._override(target, name, self._watching(target, getattr(target, name), loss))
+        self._begin()
         return self
 
     def __exit__(self, *details: Any) -> None:
-        tf.GradientTape.gradient = self._gradient
+        self._end()
         for target, name, before in reversed(self._before):
             _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+
+    def _targets(self) -> list[tuple[Any, str, bool]]:
+        """Return what is watched: `(target, method, whether it is a loss)`."""
+        watched: dict[int, tuple[Any, str, bool]] = {}
+        for layer in (*_state.layers_of(self.model), *_internals.operations_of(self.model)):
+            watched[id(layer)] = (layer, "call", False)
+        for loss in _internals.losses_of(self.model):
+            watched[id(loss)] = (loss, "call", True)
+        return list(watched.values())
+
+    def _begin(self) -> None:
+        """Stand in for what starts a backward pass, with `_differentiating` around it."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Undo `_begin`."""
+        raise NotImplementedError
+
+    def _here(self) -> bool:
+        """Whether a call that is made now belongs to the run that is observed."""
+        return True
+
+    def _is_float(self, value: Any) -> bool:
+        """Whether it is a tensor that can hold NaN."""
+        raise NotImplementedError
+
+    def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
+        """Return the value, with a gradient that goes through `passed`."""
+        raise NotImplementedError
 
     def _override(self, target: Any, name: str, value: Any) -> None:
         self._before.append((target, name, vars(target).get(name)))
@@ -135,11 +150,6 @@ class Instrument:
 
         return call
 
-    def _here(self) -> bool:
-        if self.graph is None:
-            return bool(tf.executing_eagerly())
-        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is self.graph
-
     def _path(self, target: Any, loss: bool) -> str:
         if loss:
             return str(getattr(target, "name", "") or COMPILE_LOSS)
@@ -161,7 +171,7 @@ class Instrument:
                 self.births.phase = "forward"
 
     def _taken_in(self, call: Call, value: Any) -> Any:
-        if not _is_float_tensor(value):
+        if not self._is_float(value):
             return value
         call.inputs.append(value)
         if self.births is not None:
@@ -169,7 +179,7 @@ class Instrument:
         return self._probe(call, value, call.gradients_in, False)
 
     def _given_out(self, call: Call, value: Any) -> Any:
-        if not _is_float_tensor(value):
+        if not self._is_float(value):
             return value
         call.outputs.append(value)
         return self._probe(call, value, call.gradients_out, True)
@@ -185,16 +195,12 @@ class Instrument:
                 gradients.append(upstream)
             return upstream
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def identity(x: Any) -> Any:
-            return tf.identity(x), passed
-
-        return _internals.with_mask_of(value, identity(value))
+        return _internals.with_mask_of(value, self._identity(value, passed))
 
     def _note(self, call: Call, number: int) -> None:
         call.finished = len(self.calls)
         if call.loss and call.path != COMPILE_LOSS and not self.keep:
-            self.sample_losses += [(call.path, np.asarray(t)) for t in call.outputs]
+            self.sample_losses += [(call.path, _state.dense(t)) for t in call.outputs]
         if self.keep:
             self.calls.append(call)
             return
@@ -202,7 +208,7 @@ class Instrument:
         if number <= CALLS or bad:
             finite = all(_probes.is_finite(_state.dense(t)) for t in call.inputs)
             if not call.loss and len(self.rows) < 5000:
-                self.rows += [layer_row(call.path, call.layer_class, np.asarray(t), finite) for t in call.outputs]
+                self.rows += [layer_row(call.path, call.layer_class, _state.dense(t), finite) for t in call.outputs]
         call.inputs, call.outputs = [], []
 
 
@@ -212,10 +218,6 @@ def _frames(call: Call | None) -> list[tuple[str, str]]:
         frames.insert(0, (call.path, call.layer_class))
         call = call.parent
     return frames
-
-
-def _is_float_tensor(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and bool(value.dtype.is_floating)
 
 
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from keras_nanguard import _internals, _state
+from keras_nanguard._diagnose.backend import here
 
 __all__ = ["in_float32", "lowest"]
 
@@ -44,8 +44,8 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
                 _internals.exchange(loss, "_dtype", "float32", undo)
         for variable in variables:
             native = getattr(variable, "value", None)
-            if isinstance(native, tf.Variable) and str(variable.dtype) in LOW:
-                twin = tf.Variable(tf.cast(native, tf.float32), trainable=native.trainable)
+            twin = here().twin(variable) if str(getattr(variable, "dtype", "")) in LOW else None
+            if twin is not None:
                 _internals.exchange(variable, "_value", twin, undo)
                 _internals.exchange(variable, "_dtype", "float32", undo)
                 twins.append((native, twin))

@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
-from tensorflow.python.eager import context
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.births import Births
-from keras_nanguard._diagnose.evidence import Birth, LayerRow
-from keras_nanguard._diagnose.instrument import COMPILE_LOSS, Instrument
-from keras_nanguard._step._intercept import Intercept
+from keras_nanguard._diagnose.backend import here
+from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth, LayerRow
 
-__all__ = ["Run", "Step", "preserved"]
+__all__ = ["Run", "Step", "births_of", "preserved"]
 
 OVERFLOW = 3.4028235e38
 """Sum of squares of the gradients from which the transaction's own sum, in float32, is infinite."""
@@ -72,22 +68,13 @@ class Run:
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put every one of these variables, and every generator of random numbers, back at the end."""
-    written = (*variables, *_internals.global_seed_variables())
-    natives = [v.value if isinstance(v, keras.Variable) else v for v in written]
-    natives = [v for v in natives if hasattr(v, "assign")]
-    old = [v.read_value() for v in natives]
     python, numpy = random.getstate(), np.random.get_state()
-    drawn = getattr(context.context(), "_rng", None)  # where eager operations without a seed of their own draw one
-    stream = drawn.getstate() if drawn is not None else None
     try:
-        yield
+        with here().kept((*variables, *_internals.global_seed_variables())):
+            yield
     finally:
-        for variable, value in zip(natives, old):
-            variable.assign(value)
         random.setstate(python)
         np.random.set_state(numpy)
-        if drawn is not None and stream is not None:
-            drawn.setstate(stream)
 
 
 class Step:
@@ -135,8 +122,7 @@ class Step:
 
     def train(self, args: Sequence[Any]) -> float:
         """Run the step with its updates, for good (use it inside of `preserved`), and return its loss."""
-        seen = Intercept(self.model, self.optimizers, True, lambda variable: None)
-        with seen:
+        with here().intercepted(self.model, self.optimizers, True) as seen:
             outputs = self.body(*args)
         return _total(seen.losses or self.losses(outputs))
 
@@ -150,14 +136,14 @@ class _Pass:
 
     def run(self, args: Sequence[Any]) -> Run:
         births = self._births(args) if self.observe else None
-        instrument = Instrument(self.step.model, births) if self.observe else None
+        instrument = here().Instrument(self.step.model, births) if self.observe else None
         try:
             with contextlib.ExitStack() as stack:
                 if births is not None and instrument is not None:
                     stack.enter_context(instrument)
                     stack.enter_context(births)
                 self.seen = stack.enter_context(
-                    Intercept(self.step.model, self.step.optimizers, self.step.saving, lambda variable: None)
+                    here().intercepted(self.step.model, self.step.optimizers, self.step.saving)
                 )
                 outputs = self.step.body(*args)
                 self.losses = self.seen.losses or self.step.losses(outputs)
@@ -177,17 +163,14 @@ class _Pass:
             norm=self.norm,
             bad=self.bad,
             rows=tuple(instrument.rows if instrument else ()),
-            outputs=tuple((name, np.asarray(t)) for name, t in self.seen.outputs),
+            outputs=tuple((name, _state.dense(t)) for name, t in self.seen.outputs),
             sample_losses=tuple(instrument.sample_losses if instrument else ()),
         )
 
-    def _births(self, args: Sequence[Any]) -> Births:
-        named = [(part.path, part.value) for part in batches.parts(args)]
-        handles = {v.value.handle._id: v.path for v in self.anatomy.everything if hasattr(v.value, "handle")}
-        tolerated = [v.value.handle._id for v in self.anatomy.everything if id(v) in self.step.tolerated]
-        return Births(named, handles, tolerated, batches.row_count(args))
+    def _births(self, args: Sequence[Any]) -> Any:
+        return births_of(args, self.anatomy.everything, self.step.tolerated)
 
-    def _judge(self, births: Births | None) -> tuple[str, str, Birth | None] | None:
+    def _judge(self, births: Any) -> tuple[str, str, Birth | None] | None:
         """Return the first bad site, its path and its birth, in causal order."""
         self.norm, self.bad = math.nan, 0
         pairs = [(g, v) for record in self.seen.records for g, v in record.pairs if g is not None]
@@ -196,14 +179,16 @@ class _Pass:
         squares = largest = 0.0
         steepest = ""
         for gradient, variable in pairs:
-            flat = _probes.widen(_state.dense(gradient)).ravel().astype(np.float64, copy=False)
+            flat = _probes.widen(_state.dense(gradient)).ravel()
             own = float(np.dot(flat, flat))
+            if not math.isfinite(own):
+                own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))
             squares += own
             if own > largest:
                 largest, steepest = own, variable.path
         self.norm = math.sqrt(squares) if squares >= 0 else math.nan
         for loss in self.losses:
-            if not _probes.is_finite(np.asarray(loss)):
+            if not _probes.is_finite(_state.dense(loss)):
                 return "loss", "", births.of(loss) if births else None
         for variable in self.anatomy.statistics:
             if id(variable) not in self.step.tolerated and not _probes.is_finite(_state.view(variable)):
@@ -218,14 +203,14 @@ class _Pass:
             return "gradients", steepest, None
         return self._written(births) if self.step.saving else None
 
-    def _updated(self, births: Births | None) -> tuple[str, str, Birth | None] | None:
+    def _updated(self, births: Any) -> tuple[str, str, Birth | None] | None:
         if births is not None:
             births.phase, births.frames = "update", []
         for record in self.seen.records:
             record.run()
         return self._written(births)
 
-    def _written(self, births: Births | None) -> tuple[str, str, Birth | None] | None:
+    def _written(self, births: Any) -> tuple[str, str, Birth | None] | None:
         """Return the first bad slot or weight after the updates."""
         for site, variables in (("slots", self.anatomy.slots), ("weights", self.anatomy.trainable)):
             for variable in variables:
@@ -234,7 +219,16 @@ class _Pass:
         return None
 
 
-def _with_part(birth: Birth, instrument: Instrument) -> Birth:
+def births_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
+    """Return eyes for the births of one run, which know its batch and its variables by name."""
+    named = [(part.path, part.value) for part in batches.parts(args)]
+    known = [(here().key(v), v) for v in variables]
+    paths = {number: v.path for number, v in known if number is not None}
+    infinite = [number for number, v in known if number is not None and id(v) in tolerated]
+    return here().Births(named, paths, infinite, batches.row_count(args))
+
+
+def _with_part(birth: Birth, instrument: Any) -> Birth:
     """Blame the loss that was added up when the sum over the losses went bad: the one that ran last."""
     names = [name for name, _ in instrument.sample_losses]
     if not names:
@@ -244,4 +238,4 @@ def _with_part(birth: Birth, instrument: Instrument) -> Birth:
 
 
 def _total(losses: Sequence[Any]) -> float:
-    return float(sum(float(np.asarray(loss, np.float64)) for loss in losses)) if losses else math.nan
+    return float(sum(float(_state.dense(loss).astype(np.float64)) for loss in losses)) if losses else math.nan

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose import batches, rows
+from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
-from keras_nanguard._diagnose.compiled import run_compiled
 from keras_nanguard._diagnose.evidence import Evidence, Spread
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
@@ -78,7 +77,7 @@ class Trials:
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
         if run.finite and self.evidence.mode != "eager":
-            again = run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
+            again = compiled()(self.step, self.batch, jit=self.evidence.mode == "xla")
             self._add(same_mode=again.word)
             if not again.finite and not again.error:
                 run = again
@@ -128,6 +127,10 @@ class Trials:
         if self.evidence.replay == "finite":  # only the compiled step goes bad, and these trials run eagerly
             self._add(rows=found)
             return
+        known = tuple(dict.fromkeys(row for part in (*self.evidence.inputs_bad, *self.evidence.targets_bad) for row in part.rows))
+        if not found and 0 < len(known) < count and not self._bad_without(count)([r for r in range(count) if r not in known]):
+            self._add(rows=known, without_rows="finite")
+            return
         if not found and self._may_be_rows(count):
             suspects = self._outliers()
             found = rows.bisected(count, suspects, self._bad_without(count))
@@ -168,7 +171,9 @@ class Trials:
     def _replay_at_start(self, run: Run) -> None:
         """Run the batch with the first state: do the first steps make it overflow, or does it do so by itself?"""
         e = self.evidence
-        if self.start is None or not 0 < e.step <= EARLY or kind(run.birth) not in ("exp", "overflow") or grown(e):
+        if e.inputs_bad or e.targets_bad or self.start is None:
+            return
+        if not 0 < e.step <= EARLY or kind(run.birth) not in ("exp", "overflow") or grown(e):
             return
         with preserved(self.step.variables()):
             self._put_back(self.start)
@@ -207,14 +212,15 @@ class Trials:
 
 def standardised(role: str, value: Any) -> Any:
     """Return floats with mean 0 and deviation 1 in each feature; targets only where they are large."""
-    if not value.dtype.is_floating or role == "sample_weight" or not value.shape.rank:
+    array = _probes.widen(_state.dense(value))
+    if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
         return value
-    array = np.asarray(value, np.float64)
+    array = array.astype(np.float64)
     if role == "targets" and np.abs(array).max() <= 10.0:
         return value
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    return tf.cast(scaled, value.dtype)
+    return here().like(scaled, value)
 
 
 def _counts(outputs: Any) -> list[tuple[int, int, int]]:
