@@ -51,8 +51,10 @@ class Aftercare:
             self._recover(session, *self.recovery)
         if self.scale_bounds is not None:
             _bound_scale(session, *self.scale_bounds)
-        if self.recalibration is not None and self.recalibration.step(session.good):
-            self.recalibration = None
+        if self.recalibration is not None:
+            session.reach()
+            if self.recalibration.step(session.good):
+                self.recalibration = None
 
     def settle(self, session: Any) -> None:
         """Do what is due between two executions: an estimate that was started within the last one counts from here."""
@@ -71,6 +73,7 @@ class Aftercare:
         since = session.good - self.lowered_good - after
         if since < 0:
             return
+        session.reach()
         share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
         for rate in session.rates.values():
             rate.raise_to(rate.lowest ** (1.0 - share))

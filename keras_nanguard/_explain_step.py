@@ -10,6 +10,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import keras
+
 from keras_nanguard import _state
 from keras_nanguard._diagnose import batches, raised
 from keras_nanguard._diagnose.conclude import conclude
@@ -134,7 +136,7 @@ def step_of(session: Any) -> Step:
     """Return the step of a session, to be run again."""
     transaction, anatomy = session.transaction, session.anatomy()
     return Step(
-        transaction.body,
+        getattr(transaction, "replayed", transaction.body),
         session.model,
         anatomy.optimizers,
         saving=transaction.saving,
@@ -159,5 +161,5 @@ def _roles(anatomy: _state.Anatomy) -> dict[str, str]:
 def _mode(session: Any) -> str:
     if getattr(session.transaction, "jit", False):
         return "xla"
-    eager = bool(getattr(session.model, "run_eagerly", False))
+    eager = bool(getattr(session.model, "run_eagerly", False)) or keras.backend.backend() == "torch"
     return "eager" if eager else "graph"

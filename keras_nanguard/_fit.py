@@ -7,9 +7,11 @@ its `CallbackList`, and, for whatever slips through, a look at the running frame
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -17,11 +19,22 @@ import keras
 
 from keras_nanguard import _state
 
-__all__ = ["Fit"]
+__all__ = ["Fit", "outside"]
 
 _HOOKS = tuple(
     f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
 )
+
+
+_OURS = (os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.abspath(keras.__file__)))
+
+
+def outside() -> int:
+    """Return the `stacklevel` at which the caller's warning points at the user's own line, past Keras and this library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Fit:
@@ -29,31 +42,39 @@ class Fit:
 
     Args:
         cut_short: called once when it ends by an exception, or is found to have ended unnoticed.
+        around_epoch_end: called with the logs of an epoch; returns the context in which the callbacks see them.
     """
 
-    def __init__(self, callbacks: Any, cut_short: Callable[[], None]):
+    def __init__(self, callbacks: Any, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]):
         self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
-        self._cut_short = cut_short
+        self._cut_short, self._around_epoch_end = cut_short, around_epoch_end
         if callbacks is not None:
-            weakref.finalize(callbacks, cut_short).atexit = False
+            self._death = weakref.finalize(callbacks, cut_short)
+            self._death.atexit = False
             for name in _HOOKS:
                 _state.set_instance(callbacks, name, self._watched(name))
 
     @classmethod
-    def around(cls, cut_short: Callable[[], None]) -> Fit:
+    def around(cls, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]) -> Fit:
         """Return the fit from inside of which this is called."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, keras.callbacks.CallbackList):
-                return cls(owner, cut_short)
+                return cls(owner, cut_short, around_epoch_end)
             frame = frame.f_back
-        return cls(None, cut_short)
+        return cls(None, cut_short, around_epoch_end)
 
     @property
     def known(self) -> bool:
         """Whether it was called from inside of a `CallbackList` at all, and not by hand."""
         return self._callbacks is not None
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the list."""
+        callbacks = self._callbacks() if self._callbacks is not None else None
+        return list(callbacks.callbacks) if callbacks is not None else []
 
     @property
     def runs(self) -> bool:
@@ -73,9 +94,15 @@ class Fit:
     def close(self) -> None:
         """Take the watch off again."""
         callbacks = self._callbacks() if self._callbacks is not None else None
+        if self._callbacks is not None:
+            self._death.detach()  # a list that dies later must not end the next fit
         if callbacks is not None:
             for name in _HOOKS:
                 _state.unset_instance(callbacks, name)
+
+    def _epoch_end(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
+        with self._around_epoch_end(logs):
+            return type(callbacks).on_epoch_end(callbacks, epoch, logs)
 
     def _watched(self, name: str) -> Callable[..., Any]:
         reference, cut_short = self._callbacks, self._cut_short
@@ -84,7 +111,8 @@ class Fit:
         def hook(*args: Any, **kwargs: Any) -> Any:
             callbacks = reference()
             try:
-                return getattr(type(callbacks), name)(callbacks, *args, **kwargs)
+                around = self._epoch_end if name == "on_epoch_end" else getattr(type(callbacks), name)
+                return around(callbacks, *args, **kwargs)
             except BaseException:
                 cut_short()
                 raise

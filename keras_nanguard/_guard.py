@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
-from keras_nanguard import _probes, _state
+from keras_nanguard import _results, _state
 from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._errors import GuardError, GuardInUseError, expected
-from keras_nanguard._fit import Fit
-from keras_nanguard._incident import FORMAT, Finding, Incident
+from keras_nanguard._firewall import Firewall, shielded
+from keras_nanguard._fit import Fit, outside
+from keras_nanguard._incident import Finding, Incident
 from keras_nanguard._loop import LoopMixin
 from keras_nanguard._policy import Policy
 from keras_nanguard._resume import find
 from keras_nanguard._session import Session
 from keras_nanguard._snapshot_disk import DiskRing
-from keras_nanguard.reports import console
+from keras_nanguard.reports import console, files
 
 __all__ = ["NanGuard"]
 
@@ -94,7 +94,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._fit: Fit | None = None
+        self._firewall: Firewall | None = None
         self._training = False
+        self._predicted: list[Finding] = []
         self._epoch_counts: list[int] = []
 
     # Installing and uninstalling
@@ -110,34 +112,32 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             )
         self._detach()
         super().set_model(model)
-        self._fit = Fit.around(self._detach)
+        self._fit = Fit.around(self._detach, self._around_epoch_end)
         self._attach(model)
 
     def _attach(self, model: Any) -> None:
         other = getattr(vars(model).get("make_train_function"), "__self__", None)
         if isinstance(other, Attachment):
             if other.in_use():
-                warnings.warn(
-                    "Two NanGuards in one fit: the first one guards, this one does nothing.", stacklevel=4
-                )
+                text = "Two NanGuards in one fit: the first one guards, this one does nothing. Give callbacks=[...] one of them."
+                warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
         self.session = self._session(model)
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
+        self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
     def _at_work(self) -> bool:
         return self._fit is not None and (self._fit.runs or not self._fit.known)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
-        from keras_nanguard import _explain_step
-
         session = Session(
             model,
             self.policy,
             self._tell,
-            explain=_explain_step.Explainer() if self.diagnose else None,
+            explain=_explainer() if self.diagnose else None,
             optimizers=optimizers,
             functions=self.functions,
         )
@@ -155,6 +155,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.detach()
+        if self._firewall is not None:
+            self._firewall.close()
         if self._fit is not None:
             self._fit.close()
         self._training = False
@@ -193,6 +195,18 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
                 self.session.skip_batches = self.session.resuming.batch
                 self.model._initial_epoch = None
 
+    def before_epoch_end(self, logs: Any) -> None:
+        """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
+        if self.session is not None and self.session.idle and isinstance(logs, dict):
+            shown: dict[str, Any] = self.session.shown or {}
+            logs.update({k: v for k, v in shown.items() if k in logs})
+
+    @contextlib.contextmanager
+    def _around_epoch_end(self, logs: Any) -> Iterator[None]:
+        self.before_epoch_end(logs)
+        with shielded(self._fit.callbacks if self._fit is not None and self.policy.refuse else (), logs):
+            yield
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Put the number of left-out steps beside the means of the epoch, and say so."""
         if self.session is None:
@@ -217,25 +231,24 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """See a validation or evaluation that is not finite."""
-        bad = {k: float(v) for k, v in (logs or {}).items() if np.ndim(v) == 0 and not np.isfinite(float(v))}
-        if bad and self.session is not None:
-            self.session.seen_outside([Finding("validation", "nonfinite", name, value=v) for name, v in bad.items()])
+        self._tell_results(_results.bad_metrics(logs))
         self._leave()
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See predictions that are not finite."""
-        if self.session is None or self.session.told_predictions:
-            return
-        for name, array in _state.named_arrays((logs or {}).get("outputs")):
-            nan, inf, size = _probes.counts(array)
-            if nan or inf:
-                self.session.told_predictions = True
-                self.session.seen_outside([Finding("predictions", "nonfinite", name, nan, inf, size)], batch)
-                return
+        """See predictions that are not finite; the first ones are told when the call ends."""
+        self._predicted = self._predicted or _results.bad_arrays(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        """Take the transaction off."""
+        """Tell what was seen, and take the transaction off."""
+        found, self._predicted = self._predicted, []
+        self._tell_results(found)
         self._leave()
+
+    def _tell_results(self, findings: list[Finding]) -> None:
+        """Tell of results that are not finite; outside of training nothing is done about them."""
+        if findings and self.session is not None:
+            diagnosis = _results.diagnosed(self.model) if self.diagnose else None
+            self.session.seen_outside(findings, diagnosis, act=self._training)
 
     def _leave(self) -> None:
         if not self._training:
@@ -257,26 +270,16 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write all incidents to a file and return its path.
 
-        `.json` holds one object with a format number, `.jsonl` one incident a line, `.md` a text for people. The file
-        is written beside and renamed, so it is never half there.
+        `.json` holds one object with a format number, `.jsonl` one incident a line; `.md` and `.html` are texts for
+        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it.
 
         Raises:
             GuardError: for another ending.
         """
-        path = Path(path)
-        texts: dict[str, Callable[[], str]] = {
-            ".json": lambda: json.dumps({"format": FORMAT, "incidents": [i.to_dict() for i in self.incidents]}, indent=2),
-            ".jsonl": lambda: "".join(i.to_json() + "\n" for i in self.incidents),
-            ".md": lambda: console.markdown(self.incidents, self.summary()),
-        }
-        if path.suffix not in texts:
-            raise GuardError(
-                f"Expected a path that ends in .json, .jsonl or .md. Received: path={str(path)!r}. Choose one of them."
-            )
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.write_text(texts[path.suffix](), encoding="utf-8")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-        return path
+        return files.write(self.incidents, self.summary(), path)
+
+
+def _explainer() -> Any:
+    from keras_nanguard import _explain_step
+
+    return _explain_step.Explainer()

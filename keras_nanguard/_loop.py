@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_nanguard import _state
-from keras_nanguard._attach import loop_step
+from keras_nanguard._attach import adapted, loop_step
 from keras_nanguard._errors import GuardError, GuardInUseError
 from keras_nanguard._session import Session
 
@@ -32,8 +32,10 @@ class LoopMixin:
         """Guard the steps made with `step` for this model and these optimizers.
 
         Args:
-            model: any `keras.Model` or `keras.Layer` that holds the weights, compiled or not.
-            *optimizers: the optimizers that the loop uses; those of the model where none is given.
+            model: any `keras.Model` or `keras.Layer` that holds the weights, compiled or not; on PyTorch any
+                `torch.nn.Module`, too.
+            *optimizers: the optimizers that the loop uses; those of the model where none is given. On PyTorch those of
+                `torch.optim`, too.
 
         Raises:
             GuardError: if there is no optimizer.
@@ -54,6 +56,7 @@ class LoopMixin:
             raise GuardInUseError(
                 "Expected a guard that watches no loop. Received: one that does. Use one NanGuard for each loop."
             )
+        model, optimizers = adapted(model, optimizers)
         optimizers = optimizers or tuple(_state.find_optimizers(model))
         if not optimizers:
             raise GuardError(

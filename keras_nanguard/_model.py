@@ -6,10 +6,15 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._attach import attachment
+from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._guard import NanGuard
 
 __all__ = ["NanGuardModel"]
+
+
+def _has_callback(model: Any) -> bool:
+    """Whether a `NanGuard` among the callbacks of a fit stands in for this model's train function."""
+    return isinstance(getattr(vars(model).get("make_train_function"), "__self__", None), Attachment)
 
 
 class _Epochs(keras.callbacks.Callback):
@@ -22,7 +27,7 @@ class _Epochs(keras.callbacks.Callback):
         self.guard = model.nanguard
 
     def _is_in_charge(self) -> bool:
-        return self.guard.session is not None and "make_train_function" not in vars(self.model)
+        return self.guard.session is not None and not _has_callback(self.model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._is_in_charge():
@@ -34,6 +39,7 @@ class _Epochs(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._is_in_charge():
+            self.guard.before_epoch_end(logs)
             self.guard.on_epoch_end(epoch, logs)
 
 
@@ -82,7 +88,7 @@ class NanGuardModel(keras.Model):
         """Make the train function of `keras.Model`, with the transaction around the train step."""
         if self.train_function is not None and not force:
             return self.train_function
-        if "make_train_function" in vars(self):  # a NanGuard among the callbacks does it for this fit
+        if _has_callback(self):  # a NanGuard among the callbacks does it for this fit
             return super().make_train_function(force=force)
         guard = self.nanguard
         guard.session = guard._session(self)

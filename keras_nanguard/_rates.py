@@ -26,6 +26,7 @@ class Rate:
     Attributes:
         factor: what the guard multiplies the rate by now.
         lowest: the smallest factor since the rate was last what it would have been.
+        given: stands in for the factor of a schedule while a step that is a pure function is traced.
     """
 
     def __init__(self, optimizer: Any):
@@ -34,11 +35,12 @@ class Rate:
         self._left: float | None = None  # the plain rate as the guard has left it
         self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
         self._scale: Any = None
+        self.given: Any = None
 
     @property
     def plain(self) -> bool:
         """Whether the rate is a number in a variable, not a schedule or a callable."""
-        return isinstance(self.optimizer._learning_rate, keras.Variable)
+        return hasattr(self.optimizer._learning_rate, "assign")
 
     @property
     def value(self) -> float:
@@ -78,7 +80,9 @@ class Rate:
         _state.set_instance(
             self.optimizer,
             "_get_current_learning_rate",
-            lambda: (rate := keras.ops.convert_to_tensor(real())) * keras.ops.cast(scale, rate.dtype),
+            lambda: (rate := keras.ops.convert_to_tensor(real())) * keras.ops.cast(
+                scale if self.given is None else self.given, rate.dtype
+            ),
         )
 
     def _assign(self, value: float) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_nanguard import _bundle, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.compiled import run_compiled
+from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts
@@ -123,10 +122,10 @@ def replay(
     found = _bundle.read(bundle)
     with contextlib.ExitStack() as stack:
         if device is not None:
-            stack.enter_context(tf.device(device))
+            stack.enter_context(keras.device(device))
         model = _model(found, model)
         step = _prepared(found, model)
-        batch = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), found.batch)
+        batch = keras.tree.map_structure(lambda a: None if a is None else here().tensor(a), found.batch)
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
@@ -195,8 +194,9 @@ def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run,
     )
     trials = Trials(step, batch, evidence, _Start(found.start) if found.start else None)
     evidence = trials.carried_out()
-    run = trials.run if mode == "eager" else run_compiled(step, batch, jit=mode == "xla")
-    return run, evidence
+    if mode == "eager":
+        return trials.run, evidence
+    return compiled()(step, batch, jit=mode == "xla"), evidence
 
 
 class _Start:

@@ -13,6 +13,7 @@ from typing import Any
 from keras_nanguard import _perform, _probes, _state
 from keras_nanguard._aftercare import Aftercare
 from keras_nanguard._course import Course
+from keras_nanguard._epoch_logs import stand_in
 from keras_nanguard._history import History
 from keras_nanguard._incident import SITES, Finding, Incident
 from keras_nanguard._monitors import Monitors
@@ -20,7 +21,7 @@ from keras_nanguard._policy import Ledger, Policy, decide
 from keras_nanguard._rates import Rate
 from keras_nanguard._sightings import bad_state, has_nan, in_batch, values
 from keras_nanguard._snapshot import Ring
-from keras_nanguard._step._verdict import Report, Verdict
+from keras_nanguard._step._verdict import PERIOD, Report, Verdict
 from keras_nanguard._trend import Trend
 
 __all__ = ["Session"]
@@ -66,10 +67,9 @@ class Session:
         self.ring = Ring(policy.snapshot.keep, policy.snapshot.good_after)
         self.rates: dict[int, Rate] = {}
         self.step = self.refused = self.overflows = self.good = 0
-        self.epoch = self.epoch_start = self.epoch_refused = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.rollbacks = self.skip_batches = 0
         self.streak = 0
-        self.stopped = self.began = self.last_refused = self.told_predictions = False
-        self.rollbacks = self.skip_batches = 0
+        self.stopped = self.began = self.last_refused = False
         self.aftercare = Aftercare()
         self.course: Course | None = None
         self.resuming: Any = None
@@ -77,21 +77,31 @@ class Session:
         self.directory: str | None = None
         self.transaction: Any = None
         self.rebuild: Callable[[], None] = lambda: None
+        self.reach: Callable[[], None] = lambda: None  # makes the variables hold the state of this moment
         self.tolerated: set[int] = set()
         self._births: dict[int, Any] | None = {}
+        self._anatomy: _state.Anatomy | None = None
+        self.logs: Any = None
+        self.shown: Any = None
         self._attentive = True
         self._healed = False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
     def anatomy(self) -> _state.Anatomy:
+        """Return the anatomy of the model: as it is now, and from its first step on as it was at the last trace."""
+        self.reach()
+        return self._anatomy or self.read_anatomy()
+
+    def read_anatomy(self) -> _state.Anatomy:
         """Return the anatomy of the model as it is now."""
-        return _state.Anatomy.of(self.model, self.optimizers)
+        anatomy = _state.Anatomy.of(self.model, self.optimizers)
+        self._anatomy = anatomy if self._births is None else None
+        return anatomy
 
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or say at once that it is bad."""
-        self.began = True
-        resumed, self.resuming = self.resuming, None
+        self.began, resumed, self.resuming = True, self.resuming, None
         if resumed is not None:
             resumed.restore(self)
         anatomy = self.anatomy()
@@ -104,26 +114,23 @@ class Session:
                 self.rebuild()
         bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
-            self._raise_incident(self.step, self._scan("state"), refused=False, report=None, values={})
+            self._raise_incident(self.step, self.scan("state"), refused=False, report=None, values={})
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
         self.epoch, self.epoch_start, self.epoch_refused = epoch, self.step, 0
+        self._anatomy = None
 
     def born(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
-        if self._births is not None:
-            self._births[id(native)] = value
+        if self._births is None:
+            self._births, self._attentive = {}, True
+        self._births[id(native)] = value
 
     def first_values(self) -> list[tuple[Any, Any]]:
         """Return the variables that came into being while the step was traced, each with its first value."""
         births = self._births or {}
         return [(v, births[id(v.value)]) for v in self.anatomy().everything if id(v.value) in births]
-
-    def _complete_first(self) -> None:
-        for variable, value in self.first_values():
-            self.ring.complete(variable, value)
-        self._births = None
 
     def position(self) -> tuple[int, int]:
         """Return the epoch, and how many of its batches are through or will be passed by."""
@@ -161,8 +168,7 @@ class Session:
             self._attend(Verdict.of(row))
             return
         self.good += 1
-        self.streak = 0
-        self.last_refused = False
+        self.streak, self.last_refused = 0, False
         self.history.push(self.step, loss, gradients, scale)
         findings = self.trend.push(self.step, loss, sqrt(2.0 * gradients) / scale)
         if findings:
@@ -177,7 +183,9 @@ class Session:
     def _attend(self, verdict: Verdict) -> None:
         """The long way: the first step, several steps in one, something to do after each step, or trouble."""
         if self._births is not None:
-            self._complete_first()
+            for variable, value in self.first_values():
+                self.ring.complete(variable, value)
+            self._births = None
         self.last_refused = verdict.refused
         self.monitors.statistics = verdict.statistics
         if self.transaction.counted:
@@ -195,41 +203,40 @@ class Session:
 
     def _after_many(self, last: Verdict) -> None:
         """The same for an execution of several steps, of which `last` is the row of the last one."""
-        end, transaction = last.step + 1, self.transaction
+        transaction = self.transaction
+        first, end = self.step, self.step + (last.step + 1 - self.step) % PERIOD
         self._healed = False
-        for report in self.transaction.files.take():
-            verdict = report.verdict
+        reports = {report.verdict.step: report for report in transaction.files.take()}
+        for self.step, verdict in enumerate(transaction.verdicts(first, end), first):
             if self._healed:  # what ran on after it ran on a state that is gone
                 self._left_out(end - self.step)
-                self.step = end
                 break
-            self.good += verdict.step - self.step
-            self.step = verdict.step
-            if not verdict.refused:
-                self._unrefused(verdict, [report])
-                self.step += 1
-                continue
+            kept = [reports[verdict.step]] if verdict.step in reports else []
             if verdict.halted:
-                self._left_out(end - self.step)
-                self.step -= 1
-                self._poisoned(verdict)
-                self.step = end
-                break
-            self._refused(verdict, [report])
-            self.step += 1
-        if self.step < end and self._healed:
-            self._left_out(end - self.step)
-        elif self.step < end:
-            self.good += end - 1 - self.step
-            self.step = end - 1
-            if last.sound:
-                self._good(last)
+                self._left_out(1)
+            elif verdict.refused:
+                self._refused(verdict, kept)
+            elif verdict.sound:
+                self._good(verdict)
             else:
-                self._unrefused(last, [])
+                self._unrefused(verdict, kept)
         self.step = end
         if self.transaction is not transaction:  # compiled anew in between, when not all steps were counted
             self.transaction.recount(end)
         self._keep()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every step of this epoch was refused so far, so that its metrics hold nothing."""
+        return 0 < self.step - self.epoch_start <= self.epoch_refused
+
+    def honest(self, logs: Any, loss: float) -> Any:
+        """Return the logs of the last step, of this loss, as other callbacks may see them."""
+        if self.idle and isinstance(logs, dict):
+            self.shown = stand_in(logs, self.logs, loss)
+        else:
+            self.logs = self.shown = logs
+        return self.shown
 
     def _left_out(self, steps: int) -> None:
         self.refused += steps
@@ -239,9 +246,8 @@ class Session:
         self.good += 1
         self.history.push(self.step, verdict.loss, verdict.gradients, verdict.scale)
         self.streak = 0
-        norm = verdict.gradient_norm
         self.aftercare.after_good_step(self)
-        findings = self.trend.push(self.step, verdict.loss, norm)
+        findings = self.trend.push(self.step, verdict.loss, verdict.gradient_norm)
         if findings:
             self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))
 
@@ -252,7 +258,7 @@ class Session:
             self.overflows += 1
             return
         findings = report.findings() if report is not None else Report(verdict, (), ()).findings()
-        findings = [*in_batch(report), *self._scan("state"), *findings]
+        findings = [*in_batch(report), *self.scan("state"), *findings]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
@@ -276,7 +282,7 @@ class Session:
 
     def _poisoned(self, verdict: Verdict) -> None:
         """A step left a state behind whose sum is not finite; where every entry is, the sum alone overflowed."""
-        findings = self._scan("weights")
+        findings = self.scan("weights")
         if not findings:
             self._good(verdict)
             self.transaction.resume()
@@ -290,11 +296,12 @@ class Session:
             return
         self.streak = 1
         report = reports[-1] if reports else None
-        findings = [*in_batch(report), *(report.findings() if report else ()), *self._scan("weights")]
+        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")]
         findings = findings or Report(verdict, (), ()).findings()
         self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
-    def _scan(self, site: str) -> list[Finding]:
+    def scan(self, site: str) -> list[Finding]:
+        """Read the whole state; see `_sightings.bad_state`."""
         return bad_state(self.anatomy(), site, self.tolerated, self.policy)
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
@@ -308,13 +315,17 @@ class Session:
         refused: bool,
         report: Report | None,
         values: dict[str, float],
+        diagnosis: Any = None,
+        act: bool = True,
     ) -> None:
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident = Incident(step, self.epoch, max(step - self.epoch_start, 0), ordered, refused, values)
         if self.explain is not None:
-            incident = incident.with_(diagnosis=self.explain(self, incident, report))
+            incident = incident.with_(diagnosis=diagnosis or self.explain(self, incident, report))
             if self.directory is not None and hasattr(self.explain, "bundle"):
                 incident = incident.with_(bundle=self.explain.bundle(self, incident, report))
+        if not act:
+            return self.tell(incident)
         decision, self.ledger = decide(self.policy, self.ledger, incident)
         incident = incident.with_(decision=decision)
         outcomes, error = _perform.perform(self, incident, report)
@@ -331,6 +342,7 @@ class Session:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
         if self.step < self._due or self.stopped:
             return
+        self.reach()
         if self.step >= self.monitors.due:
             findings = self.monitors.look(self)
             if findings:
@@ -346,7 +358,7 @@ class Session:
         self.remember_start(anatomy)
         bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
         if bad:
-            self._raise_incident(self.step - 1, self._scan("weights"), refused=False, report=None, values={})
+            self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values={})
 
     def remember_start(self, anatomy: _state.Anatomy) -> None:
         """Note how large the weights were at the start, while the first snapshot is still there."""
@@ -364,10 +376,11 @@ class Session:
             batch = max(self.step - self.epoch_start, 0)
             self.tell(Incident(self.step, self.epoch, batch, (finding,), diagnosis=diagnosis))
 
-    def seen_outside(self, findings: list[Finding], batch: int | None = None) -> None:
-        """Tell of trouble that evaluation or prediction showed."""
-        findings = [*findings, *(f for f in self._scan("weights") if f.site != "slots")]
-        self._raise_incident(max(self.step - 1, 0), findings, refused=False, report=None, values={})
+    def seen_outside(self, findings: Sequence[Finding], diagnosis: Any = None, act: bool = True) -> None:
+        """Tell of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
+        findings = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
+        step = max(self.step - 1, 0)
+        self._raise_incident(step, findings, refused=False, report=None, values={}, diagnosis=diagnosis, act=act)
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer, which remembers what the guard has done to it."""

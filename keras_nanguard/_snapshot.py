@@ -66,14 +66,14 @@ class Ring:
         Variables whose `id` is in `tolerated` may be infinite.
         """
         self.promote(good)
-        variables = list(variables)
-        bad = first_bad(variables, tolerated)
+        values = [(v, _state.view(v)) for v in variables]
+        bad = first_bad(values, tolerated)
         if bad:
             return bad
         spare = self._give_up()
         fresh = Snapshot(step, good, verified or self.good_after == 0, spare.arrays if spare is not None else {})
-        for variable in variables:
-            fresh.arrays[id(variable)] = _copy(variable, fresh.arrays.get(id(variable)))
+        for variable, value in values:
+            fresh.arrays[id(variable)] = _copy(value, fresh.arrays.get(id(variable)))
         self.snapshots.append(fresh)
         return ""
 
@@ -121,19 +121,18 @@ class Ring:
         return gone
 
 
-def first_bad(variables: Iterable[Any], tolerated: Container[int] = ()) -> str:
-    """Return the path of the first variable that is not finite, `""` where all are.
+def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ()) -> str:
+    """Return the path of the first variable whose value, given beside it, is not finite; `""` where all are.
 
     Variables whose `id` is in `tolerated` may be infinite.
     """
-    for variable in variables:
-        if id(variable) not in tolerated and not _probes.is_finite(_state.view(variable)):
+    for variable, value in values:
+        if id(variable) not in tolerated and not _probes.is_finite(value):
             return str(getattr(variable, "path", "")) or "a variable"
     return ""
 
 
-def _copy(variable: Any, buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    value = _state.view(variable)
+def _copy(value: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
         return np.array(value)
     np.copyto(buffer, value)

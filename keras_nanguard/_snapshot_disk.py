@@ -182,7 +182,7 @@ class DiskRing(Ring):
             if snapshot.step != 0:
                 snapshot.arrays = {}
         variables = list(variables)
-        bad = first_bad(variables, tolerated)
+        bad = first_bad([(v, _state.view(v)) for v in variables], tolerated)
         if bad:
             return bad
         if not self.folder.exists():

@@ -13,8 +13,10 @@ The only file that knows Keras internals. Names private to Keras that are used h
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import keras
@@ -34,9 +36,12 @@ __all__ = [
     "named_arrays",
     "print_line",
     "read",
+    "running_data",
+    "savers",
     "scales_of",
     "seeds",
     "set_instance",
+    "trained_by",
     "unset_instance",
     "view",
     "write",
@@ -64,6 +69,29 @@ def unset_instance(target: Any, name: str) -> None:
     target.__dict__.pop(name, None)
 
 
+def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Return `(callback, method)` of callbacks that save a model past `Model.save` and `Model.save_weights`.
+
+    `OrbaxCheckpoint._save_checkpoint` is private; all of its saves go through it, and it reads the state by itself.
+    """
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    return [(c, "_save_checkpoint") for c in callbacks if orbax is not None and isinstance(c, orbax)]
+
+
+def running_data() -> Any:
+    """Return the data adapter of the innermost `evaluate` or `predict` that runs, `None` where it can be read only once.
+
+    Trainers keep it in a local variable, `epoch_iterator`, and tell callbacks nothing of it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("evaluate", "predict") and "epoch_iterator" in frame.f_locals:
+            adapter = getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
+            return None if "Generator" in type(adapter).__name__ else adapter
+        frame = frame.f_back
+    return None
+
+
 def layers_of(model: Any) -> list[Any]:
     """Return the model and all of its layers at any depth, in the order in which Keras lists them."""
     return list(model._flatten_layers(include_self=True, recursive=True))
@@ -72,6 +100,11 @@ def layers_of(model: Any) -> list[Any]:
 def inner(optimizer: Any) -> Any:
     """Return the optimizer that updates the weights: the wrapped one of a `LossScaleOptimizer`, else itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Return the variables that the optimizer was built to update; a list that only its private attribute tells."""
+    return list(inner(optimizer)._trainable_variables)
 
 
 def is_loss_scaled(optimizer: Any) -> bool:
@@ -191,6 +224,8 @@ def _unlisted(model: Any) -> list[Any]:
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     held = [item for layer in layers_of(model) for value in vars(layer).values() for item in _flat(value)]
     native = [v for v in held if hasattr(v, "handle") and hasattr(v, "assign") and not isinstance(v, keras.Variable)]
+    native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
+    native += list(model.buffers()) if hasattr(model, "buffers") else []
     return _unique([*native, *([generator.state] if generator is not None else [])])
 
 
@@ -213,6 +248,14 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
     value = variable.value
     if hasattr(value, "handle"):  # a tf.Variable: the bare operation takes a quarter of the time of `.numpy()`
         value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+    return _as_numpy(value)
+
+
+def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor's numbers, in its own memory where that can be read."""
+    if hasattr(value, "detach"):  # torch: NumPy knows neither its gradients, nor its devices, nor its bfloat16
+        value = value.detach().cpu()
+        return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
     return np.asarray(value.numpy() if hasattr(value, "numpy") else keras.ops.convert_to_numpy(value))
 
 
@@ -223,8 +266,8 @@ def is_statistic(variable: Any) -> bool:
 
 
 def write(variable: Any, array: Any) -> None:
-    """Give the variable a value, from outside of any step."""
-    variable.assign(array)
+    """Give the variable a value, from outside of any step: a copy, for some backends work on in the array they are given."""
+    variable.assign(np.array(array))
 
 
 def seeds(variables: Iterable[Any]) -> list[Any]:
@@ -267,6 +310,8 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
         inner_values = getattr(value, name, None)
         if inner_values is not None and not callable(inner_values):
             return dense(inner_values)
+    if hasattr(value, "detach"):
+        return _as_numpy(value)
     value = value.numpy() if hasattr(value, "numpy") else value
     return np.asarray(value)
 

@@ -192,6 +192,14 @@ def _backend() -> Callable[[Any, Fault], Any]:
         from keras_nanguard._step._faults import Hook
 
         return Hook
+    if backend == "jax":
+        from keras_nanguard._step import _faults_jax
+
+        return _faults_jax.Hook
+    if backend == "torch":
+        from keras_nanguard._step import _faults_torch
+
+        return _faults_torch.Hook
     raise GuardError(
         expected("the TensorFlow backend", f"backend={backend!r}", "Set KERAS_BACKEND=tensorflow to inject faults.")
     )

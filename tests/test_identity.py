@@ -17,6 +17,18 @@ NORMAL = {
 }
 """One of each kind for the normal run; all of them are a campaign."""
 
+NOT_ON_JAX = {
+    "step-": "a train step on JAX takes and returns its state; those stand in test_jax",
+    "model-unlisted-state": "a pure step cannot write what is no part of its state",
+    "model-stateful-rnn": "Keras hands the states of stateful RNNs to no step on JAX",
+    "feed-dataset": "tf.data is not at hand",
+    "precision-float64": "JAX has no float64 unless it is told so before it starts",
+}
+"""Programs that cannot be told in Keras' words there, by the start of their name, with the reason."""
+
+TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
+"""XLA fuses what it compiles; two programs that mean the same may round differently."""
+
 CASES = [
     pytest.param(name, mode, marks=() if (name, mode) in NORMAL else pytest.mark.slow)
     for name in PROGRAMS
@@ -27,14 +39,17 @@ CASES = [
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_program(name, mode):
     """A guarded run leaves the same bits behind as an unguarded one, and so does one with poisoned batches put in."""
+    reason = next((text for start, text in NOT_ON_JAX.items() if name.startswith(start)), "")
+    if zoo.BACKEND == "jax" and reason:
+        pytest.skip(reason)
     program = PROGRAMS[name]
     oracle = program.run(program.data(), None, mode)
     healthy = program.run(program.data(), True, mode)
-    assert zoo.differences(healthy, oracle) == []
+    assert zoo.differences(healthy, oracle, TOLERANCE) == []
     assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
     assert "refused_steps" not in healthy.history
     poisoned = program.run(program.data().with_poison(BAD, where=program.where), True, mode)
-    assert zoo.differences(poisoned, oracle) == []
+    assert zoo.differences(poisoned, oracle, TOLERANCE) == []
     epoch = program.data().batches + len(BAD)
     assert poisoned.steps == [*BAD, *(epoch + batch for batch in BAD)]
     assert zoo.bad_entries(poisoned.model) == []

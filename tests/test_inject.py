@@ -182,7 +182,7 @@ def test_corrupt(kind, dtype):
     np.testing.assert_array_equal(flat[2:], 0.5)
 
 
-@pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32")], ids=["number", "integer"])
+@pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
 def test_corrupt_refuses(bad):
     """What cannot hold the fault is told of."""
     with pytest.raises(GuardError, match=r"(?s)Expected a keras.Variable of a float dtype.*Received"):

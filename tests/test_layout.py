@@ -34,7 +34,7 @@ HOMES = {
 }
 """Where a backend may be imported."""
 
-PRIVATE = ("state", "internals", "_step.faults")
+PRIVATE = ("state", "internals", "_step.faults", "_step.faults_jax", "_step.jax_trainer", "_step.torch_journal")
 """Where names private to Keras belong."""
 
 DEBT = {
@@ -57,6 +57,8 @@ DEBT = {
 NOT_OF_KERAS = {
     *("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_actions"),  # Python
     *("_id", "_rng", "_jit_compile"),  # TensorFlow
+    "_trace",  # JAX
+    *("_cdata", "_schema", "_version", "_foreach_norm", "_opt_called"),  # PyTorch
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
 }
 

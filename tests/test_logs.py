@@ -13,6 +13,7 @@ import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard.reports import console
+from keras_nanguard.testing import inject
 
 
 class Recorder(keras.callbacks.Callback):
@@ -145,3 +146,58 @@ def test_no_output_stream_is_left_open():
     stream = io.StringIO()
     print(NanGuard(verbose=0).summary(), file=stream)
     assert "0 steps" in stream.getvalue()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_epoch_without_a_good_step_is_no_best(tmp_path, steps):
+    """An epoch whose every step was refused passes neither for the best one nor for a loss of 0."""
+    data = zoo.poison(zoo.regression(), 0)
+    data.x[...] = np.nan
+    x, y = data.x[: zoo.BATCH * steps], data.y[: zoo.BATCH * steps]
+    recorder = Recorder()
+    best = keras.callbacks.ModelCheckpoint(tmp_path / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True)
+    stop = keras.callbacks.EarlyStopping("loss", patience=9, mode="min")
+    model = zoo.plain()
+    history = model.fit(
+        x, y, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[recorder, best, stop, NanGuard(verbose=0)]
+    ).history
+    assert all(v > 1e30 and math.isfinite(v) for v in (*history["loss"], best.best, stop.best)), history
+    assert [logs["loss"] for logs in recorder.batches] == [history["loss"][0]] * len(recorder.batches)
+
+
+def test_epoch_without_a_good_step_repeats_the_last_one():
+    """After a good epoch, one whose every step was refused shows what the good one ended with."""
+    data = zoo.regression()
+
+    class Poison(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            data.x[...] = np.where(epoch == 1, np.nan, data.x)
+
+    x, y = data.x[: 2 * zoo.BATCH], data.y[: 2 * zoo.BATCH]
+    recorder = Recorder()
+
+    def batches():
+        while True:
+            yield x[: zoo.BATCH], y[: zoo.BATCH]
+
+    history = zoo.plain().fit(
+        batches(), steps_per_epoch=2, epochs=2, verbose=0, callbacks=[Poison(), recorder, NanGuard(verbose=0)]
+    ).history
+    assert history["loss"][1] == history["loss"][0] == recorder.epochs[1]["loss"] > 0
+    assert history["refused_steps"] == [0, 2]
+
+
+def test_refused_overflow_shows_its_own_loss():
+    """Where the loss itself was finite and nothing is known yet, it is what the logs show."""
+    recorder = Recorder()
+    model = zoo.plain()
+    with inject(model, site="gradients", kind="inf", step=0):
+        fit(zoo.regression(), NanGuard(verbose=0), recorder, model=model, epochs=1)
+    assert 0 < recorder.batches[0]["loss"] < 1e3
+
+
+def test_warning_for_two_guards_points_here():
+    """The warning for a second guard points at the line that called fit."""
+    with pytest.warns(UserWarning, match="Two NanGuards") as told:
+        fit(zoo.regression(), NanGuard(verbose=0), NanGuard(verbose=0), epochs=1)
+    assert [w.filename for w in told if "Two" in str(w.message)] == [__file__]

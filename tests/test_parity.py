@@ -7,11 +7,13 @@ import functools
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 import zoo
-from keras import layers
+from keras import layers, ops
+from programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
+
+tf = pytest.importorskip("tensorflow", reason="these loops are TensorFlow's; those of JAX stand in test_jax")
 
 BAD = (3, 7, 8)
 EPOCHS = 2
@@ -30,7 +32,7 @@ def network(base, xla=False):
 
 
 def weights(model, optimizer=None):
-    return [np.array(v.value) for v in (*model.variables, *(optimizer or model.optimizer).variables)]
+    return [np.array(ops.convert_to_numpy(v.value)) for v in (*model.variables, *(optimizer or model.optimizer).variables)]
 
 
 @functools.cache
@@ -42,7 +44,7 @@ def batches():
     for _ in range(EPOCHS):
         for b in range(data().batches):
             rows = slice(b * zoo.BATCH, (b + 1) * zoo.BATCH)
-            yield tf.constant(data().x[rows]), tf.constant(data().y[rows])
+            yield ops.convert_to_tensor(data().x[rows]), ops.convert_to_tensor(data().y[rows])
 
 
 def fit(model, *callbacks, of=None):
@@ -83,9 +85,9 @@ class OwnStep(Quiet):
 
     def train_step(self, batch):
         x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = differentiated(
+            lambda: self.compute_loss(x, y, self(x, training=True)), lambda: self.trainable_variables
+        )
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
         return {"loss": loss}
 
@@ -118,12 +120,19 @@ def loop_step(model, optimizer):
     loss_of = keras.losses.MeanSquaredError()
 
     def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        loss, gradients = differentiated(lambda: loss_of(y, model(x, training=True)), lambda: model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
         return loss
 
     return step
+
+
+def compiled(step, xla=False):
+    if zoo.BACKEND != "tensorflow":
+        pytest.skip("tf.function is TensorFlow's")
+    import tensorflow as tf
+
+    return tf.function(step, jit_compile=xla)
 
 
 @pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
@@ -132,7 +141,7 @@ def test_loop(kind):
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     step, refused = loop_step(model, optimizer), []
     if kind != "eager":
-        step = tf.function(step, jit_compile=kind == "xla")
+        step = compiled(step, kind == "xla")
     with guard.watch(model, optimizer):
         guarded = guard.step(step)
         for x, y in batches():
@@ -148,9 +157,10 @@ def test_loop_stops():
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):
-        guarded = guard.step(tf.function(loop_step(model, optimizer)))
+        step = loop_step(model, optimizer)
+        guarded = guard.step(compiled(step) if zoo.BACKEND == "tensorflow" else step)
         while not guard.stopped:
-            guarded(tf.fill((8, 6), np.float32(np.nan)), tf.zeros((8, 1)))
+            guarded(ops.full((8, 6), np.nan, "float32"), ops.zeros((8, 1)))
             steps += 1
     assert steps <= 12
     for one, other in zip(before, model.get_weights()):

@@ -140,7 +140,6 @@ class TestSites:
 
 
 class TestSpikes:
-    @pytest.mark.slow
     @pytest.mark.parametrize("site", ["loss", "gradients", "targets"])
     def test_within_an_execution(self, site):
         """A spike within `steps_per_execution` is told of in its own step, although others ran after it."""

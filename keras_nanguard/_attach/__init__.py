@@ -12,9 +12,9 @@ from keras_nanguard._attach._shared import Attachment, require_compiled
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._session import Session
 
-__all__ = ["Attachment", "attachment", "loop_step", "require_compiled"]
+__all__ = ["Attachment", "adapted", "attachment", "loop_step", "require_compiled"]
 
-_BACKENDS = {"tensorflow": "_tensorflow"}
+_BACKENDS = {"tensorflow": "_tensorflow", "jax": "_jax", "torch": "_torch"}
 """The module of each backend; it holds `ModelAttachment` and `LoopStep`."""
 
 
@@ -36,6 +36,16 @@ def loop_step(function: Callable[..., Any], session: Session) -> Callable[..., A
     """
     made: Callable[..., Any] = _of_backend().LoopStep(function, session)
     return made
+
+
+def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'.
+
+    Raises:
+        GuardError: where the running backend is not supported.
+    """
+    translate = getattr(_of_backend(), "adapted", None)
+    return translate(model, optimizers) if translate is not None else (model, optimizers)
 
 
 def _of_backend() -> Any:

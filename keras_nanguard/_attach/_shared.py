@@ -14,6 +14,13 @@ __all__ = ["Attachment", "require_compiled"]
 _NAMES = ("make_train_function", "train_step")
 
 
+def _plain_step(model: Any) -> Any:
+    """Return the model's own train step; a transaction that was left around it for good is taken off."""
+    if getattr(vars(model).get("train_step"), "is_transaction", False):
+        _state.unset_instance(model, "train_step")
+    return model.train_step
+
+
 class Attachment:
     """The transaction of one session around one model's `fit` and `train_on_batch`.
 
@@ -36,8 +43,8 @@ class Attachment:
     def attach(self) -> None:
         """Stand in for the model's own train function until `detach`."""
         self.attached = True
+        self.body = _plain_step(self.model)
         self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
-        self.body = self.model.train_step
         self._make = self.model.make_train_function
         _state.set_instance(self.model, "make_train_function", self.make)
         self.model.train_function = None
@@ -57,7 +64,7 @@ class Attachment:
     def make_with(self, make: Callable[..., Any]) -> None:
         """Make the train function once with `make`, for a model that is guarded for good."""
         require_compiled(self.model)
-        self.body, self._make, self.lasting = self.model.train_step, make, True
+        self.body, self._make, self.lasting = _plain_step(self.model), make, True
         self._build()
 
     def make(self, force: bool = False) -> Any:

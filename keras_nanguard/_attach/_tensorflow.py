@@ -26,11 +26,11 @@ class ModelAttachment(Attachment):
         old = session.transaction
         transaction = _tensorflow.Transaction(
             self.body,
-            session.anatomy,
+            session.read_anatomy,
             model=model,
             logs=True,
             jit=jit,
-            counted=many > 1,
+            counted=many if many > 1 else 0,
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and not self._spread_out(),
@@ -46,8 +46,6 @@ class ModelAttachment(Attachment):
             self._make(force=True)
         finally:
             model.jit_compile = compile_with
-            if self.lasting:
-                _state.unset_instance(model, "train_step")
         self.inner = model.train_function
         model.train_function = self.run
 
@@ -67,7 +65,7 @@ class ModelAttachment(Attachment):
                 return self._without_effect(iterator)
             logs, row = self._execute(iterator)
             self.session.after(row)
-            self.logs = logs
+            self.logs = logs = self.session.honest(logs, row[1])
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
@@ -116,7 +114,7 @@ class LoopStep:
         old = self.session.transaction
         transaction = _tensorflow.Transaction(
             lambda args, kwargs: body(*args, **kwargs),
-            self.session.anatomy,
+            self.session.read_anatomy,
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
             born=self.session.born,
             refuse=self.session.policy.refuse,

@@ -44,7 +44,10 @@ class Hook:
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
-        self._override("_make_function", self._making(self.model._make_function))
+        if hasattr(self.model, "_make_function"):
+            self._override("_make_function", self._making(self.model._make_function))
+        else:  # Keras before 3.8 or so makes each function in a method of its own
+            self._override("make_train_function", self._making_train(self.model.make_train_function))
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
@@ -55,6 +58,8 @@ class Hook:
             _state.unset_instance(self.model, name)
             if before is not None:
                 _state.set_instance(self.model, name, before)
+        if getattr(vars(self.model).get("train_step"), "faulty", False):
+            _state.unset_instance(self.model, "train_step")
         self.model.train_function = None
 
     def _override(self, name: str, value: Any) -> None:
@@ -71,6 +76,18 @@ class Hook:
 
         return make
 
+    def _making_train(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(force: bool = False) -> Any:
+            if self.model.train_function is not None and not force:
+                return None
+            if self.fault.site in ("slots", "loss_scale"):
+                _build(self.model)
+            step = self.model.train_step
+            _state.set_instance(self.model, "train_step", step if getattr(step, "faulty", False) else self._around(step))
+            return real(force=True)
+
+        return make
+
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(data: Any) -> Any:
             self.counter.assign_add(1)
@@ -84,6 +101,7 @@ class Hook:
             finally:
                 self._inside -= 1
 
+        train_step.faulty = True  # type: ignore[attr-defined]
         return train_step
 
     def _now(self) -> Any:

@@ -25,6 +25,7 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._step import _graph, _outputs, _reports, _sums
 from keras_nanguard._step._intercept import Intercept
+from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
 __all__ = ["Retrace", "Transaction"]
 
@@ -42,14 +43,16 @@ class Transaction:
         model: the model whose `compute_loss` tells the loss, or `None`.
         logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
         jit: compile the body with XLA. The filing of a refused batch stays outside of the cluster.
-        counted: several steps run between two looks of the host, so the step counts itself, and stands still after a
-            step that committed a bad state until the host has healed it.
+        counted: how many steps run between two looks of the host, where they are several: the step then counts itself,
+            keeps the row of each, and stands still after one that committed a bad state until the host has healed it.
         capacity: how many refused batches are kept between two looks of the host.
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
 
     Calling it returns what `read` takes apart on the host: the outputs, and a row in the order of `Verdict.FIELDS`.
     """
+
+    is_transaction = True
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Transaction:
         model: Any = None,
         logs: bool = False,
         jit: bool = False,
-        counted: bool = False,
+        counted: int = 0,
         capacity: int = 8,
         born: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
@@ -79,12 +82,15 @@ class Transaction:
             with tf.init_scope():
                 self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
                 self.halted = tf.Variable(False, trainable=False)
+                self.rows = tf.Variable(tf.zeros((counted, len(FIELDS)), tf.float64), trainable=False)
 
     def __call__(self, *args: Any) -> Any:
         if self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
+            self._note(row)
             return self.outputs.join(outputs, row)
         outputs, row, counts = self.compiled(*args)
+        self._note(row)
         told = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
         tf.cond(told, lambda: self.files.put(row, counts, args), lambda: tf.constant(False))
         return self.outputs.join(outputs, row)
@@ -92,6 +98,17 @@ class Transaction:
     def read(self, result: Any) -> tuple[Any, list[float]]:
         """Return the outputs and the row of numbers of one call, on the host."""
         return self.outputs.split(result)
+
+    def _note(self, row: Any) -> None:
+        if self.counted:
+            row = tf.cast(row, tf.float64)
+            place = self.counter.read_value() % self.counted
+            self.rows.scatter_nd_update([[place]], [row])
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
+        rows = {int(row[FIELDS.index("step")]): row for row in self.rows.numpy().tolist()}
+        return [Verdict.of(rows[step % PERIOD]) for step in range(max(start, end - self.counted), end)]
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
@@ -199,7 +216,7 @@ class _Run:
         self.gradients = _sums.squares(seen.gradients, kind)
         self.statistics = _sums.total(self.written, kind)
         scale = tf.cast(tf.reduce_min([s for s, _, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
-        self.scale, self.step, self.halt = scale, tf.cast(step, kind), tf.cast(halted, kind)
+        self.scale, self.step, self.halt = scale, tf.cast(step % PERIOD, kind), tf.cast(halted, kind)
         told = [self.loss, self.gradients] + ([self.statistics] if self.written else [])
         finite = tf.math.is_finite(tf.add_n(told))
         if self.scales:
@@ -240,10 +257,16 @@ class _Run:
             return [*ends, *flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
+        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, self._apart(refuse))
         counts = flat.pop() if outside else None
         refused = ~self.fine if self.owner.refuse else tf.constant(False)
         return result.pack(flat, outputs), self._row(refused, [weight_sum, slot_sum]), counts
+
+    def _apart(self, branch: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+        """Return the branch as one call that is not inlined: what a healthy step has to pass by is one node, not hundreds."""
+        if self.graph is None or self.owner.jit:
+            return branch
+        return tf.function(branch, autograph=False, experimental_attributes={"_noinline": True})  # type: ignore[no-any-return]
 
     def _update(self) -> list[Any]:
         """Run the updates that were put off, then read what they wrote."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._incident import Finding
 
-__all__ = ["FIELDS", "Report", "Verdict"]
+__all__ = ["FIELDS", "PERIOD", "Report", "Verdict"]
 
 FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
 """The row of numbers, in this order: whether the step was refused (0 or 1); its loss; half the sum of squares of all
@@ -20,6 +20,10 @@ gradients (scaled by the loss scale, if any); the sum over the statistics that t
 weights and slots after the update (0 where they were not read); the loss scale; the inner step (counted on the
 accelerator, only where one execution runs several steps); whether it was refused because an earlier step of the same
 execution left a bad state behind."""
+
+
+PERIOD = 1 << 23
+"""The inner step is told modulo this number, which float32 holds exactly however long a run is."""
 
 
 @dataclass(frozen=True, slots=True)
