@@ -54,6 +54,10 @@ Below it a gradient of 1 is subnormal in float16, so a lower scale cannot save a
 """
 
 
+VARIABLE = keras.src.backend.Variable
+"""Class of every variable of Keras' own. In Keras 3.6 `keras.Variable` is a class of its own, which no layer uses."""
+
+
 def print_line(text: str) -> None:
     """Print a line the way Keras prints: on the screen, or into the log where interactive logging is off."""
     io_utils.print_msg(text)
@@ -216,21 +220,21 @@ class Anatomy:
 
 def native(variable: Any) -> Any:
     """Return the backend's own variable behind one of Keras', and any other one as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    return variable.value if isinstance(variable, VARIABLE) else variable
 
 
 def _unlisted(model: Any) -> list[Any]:
     """`keras.src.random.seed_generator.global_seed_generator` keeps its generator under this name in Keras' global state."""
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     held = [item for layer in layers_of(model) for value in vars(layer).values() for item in _flat(value)]
-    native = [v for v in held if hasattr(v, "handle") and hasattr(v, "assign") and not isinstance(v, keras.Variable)]
+    native = [v for v in held if hasattr(v, "handle") and hasattr(v, "assign") and not isinstance(v, VARIABLE)]
     native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
     native += list(model.buffers()) if hasattr(model, "buffers") else []
     return _unique([*native, *([generator.state] if generator is not None else [])])
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, keras.Variable)
+    return isinstance(value, VARIABLE)
 
 
 def _recurrent_states(layer: Any) -> list[Any]:

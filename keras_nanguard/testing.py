@@ -227,7 +227,7 @@ def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnit
     ```
     """
     _check("kind", kind, KINDS)
-    if not isinstance(variable, keras.Variable) or not _probes.is_float(variable.dtype):
+    if not isinstance(variable, _state.VARIABLE) or not _probes.is_float(variable.dtype):
         received = f"variable={getattr(variable, 'path', variable)!r} of dtype {getattr(variable, 'dtype', None)}"
         raise GuardError(expected("a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."))
     array = _state.read(variable)

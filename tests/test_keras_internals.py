@@ -9,6 +9,8 @@ import pytest
 from keras import layers
 from keras.src.utils import io_utils
 
+from keras_nanguard import _state
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -29,10 +31,10 @@ def test_rate_of_the_next_step(model):
     """`Optimizer._get_current_learning_rate` gives the rate of a number and of a schedule, and `_learning_rate` tells
     one from the other."""
     plain = model.optimizer.inner_optimizer
-    assert isinstance(plain._learning_rate, keras.Variable)
+    assert isinstance(plain._learning_rate, _state.VARIABLE)
     assert float(plain._get_current_learning_rate()) == pytest.approx(1e-3)
     schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 10))
-    assert not isinstance(schedule._learning_rate, keras.Variable)
+    assert not isinstance(schedule._learning_rate, _state.VARIABLE)
     assert float(schedule._get_current_learning_rate()) == pytest.approx(0.5)
 
 
@@ -85,4 +87,4 @@ def test_recurrent_states_stand_in_no_list():
     rnn = layers.LSTM(2, stateful=True)
     model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), rnn])
     listed = {id(v) for v in model.variables}
-    assert rnn.states and all(isinstance(s, keras.Variable) and id(s) not in listed for s in rnn.states)
+    assert rnn.states and all(isinstance(s, _state.VARIABLE) and id(s) not in listed for s in rnn.states)

@@ -167,22 +167,9 @@ def test_epoch_without_a_good_step_is_no_best(tmp_path, steps):
 
 def test_epoch_without_a_good_step_repeats_the_last_one():
     """After a good epoch, one whose every step was refused shows what the good one ended with."""
-    data = zoo.regression()
-
-    class Poison(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            data.x[...] = np.where(epoch == 1, np.nan, data.x)
-
-    x, y = data.x[: 2 * zoo.BATCH], data.y[: 2 * zoo.BATCH]
-    recorder = Recorder()
-
-    def batches():
-        while True:
-            yield x[: zoo.BATCH], y[: zoo.BATCH]
-
-    history = zoo.plain().fit(
-        batches(), steps_per_epoch=2, epochs=2, verbose=0, callbacks=[Poison(), recorder, NanGuard(verbose=0)]
-    ).history
+    recorder, model = Recorder(), zoo.plain()
+    with inject(model, site="inputs", kind="nan", step=(2, 3)):
+        _, history = fit(zoo.regression(batches=2), recorder, NanGuard(verbose=0), model=model)
     assert history["loss"][1] == history["loss"][0] == recorder.epochs[1]["loss"] > 0
     assert history["refused_steps"] == [0, 2]
 

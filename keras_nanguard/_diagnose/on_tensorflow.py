@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from keras_nanguard import _state
 from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births import Births
 from keras_nanguard._step._intercept import Intercept
@@ -52,7 +52,7 @@ def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
 @contextlib.contextmanager
 def kept(variables: Sequence[Any]) -> Iterator[None]:
     """Put these variables, and the generator of eager operations that have no seed of their own, back at the end."""
-    natives = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    natives = [_state.native(v) for v in variables]
     natives = [v for v in natives if hasattr(v, "assign")]
     old = [v.read_value() for v in natives]
     drawn = getattr(context.context(), "_rng", None)
