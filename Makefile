@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-rest test-with lint types check bench campaigns lowest clean
+.PHONY: demo test test-with test-jax test-torch lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,15 +20,8 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network twice on troubled data, with and without the guard
 	$(BIN)/python -m keras_nanguard demo
 
-# What CI runs. Modules that have not been seen green as a whole on one machine yet are in `test-rest`.
-SUITE = tests/policy $(addprefix tests/test_,$(addsuffix .py,docs errors healthy keras_internals layout lifecycle \
-	logs parity sites transaction upstream_defects))
-
 test: $(READY) lint types  ## everything that CI runs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SUITE)
-
-test-rest: $(READY)  ## the modules that CI does not run yet
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(filter-out $(SUITE),$(wildcard tests/test_*.py tests/*/))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
 
 lint: $(READY)
 	$(BIN)/ruff check keras_nanguard tests benchmarks examples
@@ -45,6 +38,23 @@ campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
 bench: $(READY)  ## what guarding costs
 	$(BIN)/python benchmarks/overhead.py
 
+test-jax: .venv-jax/.ready  ## the guarded step on JAX
+	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) -m "not slow" $(STEP) tests/test_jax.py
+
+test-torch: .venv-torch/.ready  ## the guarded step on PyTorch
+	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) -m "not slow" $(STEP) tests/test_torch.py
+
+STEP = $(addprefix tests/test_,$(addsuffix .py,transaction logs firewall results))
+
+.venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(BACKEND_$*) -e ".[dev,yaml]"
+	@touch $@
+
+BACKEND_jax = "jax==0.10.*" "keras==3.15.*"
+BACKEND_torch = "torch==2.13.0" "keras==3.15.*"
+
 LOWEST_PYTHON ?= python3.10
 lowest:  ## the tests on the lowest versions that are supported
 	$(MAKE) test-with VENV=.venv-lowest PYTHON=$(LOWEST_PYTHON) TENSORFLOW="tensorflow-cpu==2.16.*" PIN="keras==3.6.*"
@@ -56,4 +66,4 @@ test-with:
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
 clean:
-	rm -rf .venv .venv-lowest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-jax .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -50,7 +50,8 @@ def losses_of(model: Any) -> list[Any]:
     """
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
-    found += [entry.loss for entry in getattr(compiled, "_flat_losses", None) or () if entry.loss is not None]
+    entries = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or ()  # Keras 3.6
+    found += [loss for entry in entries if (loss := getattr(entry, "loss", entry)) is not None]
     for layer in _state.layers_of(model):
         for value in vars(layer).values():
             value = list(value.values()) if isinstance(value, dict) else value

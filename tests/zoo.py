@@ -95,7 +95,7 @@ FILLS = BACKEND != "tensorflow" or hasattr(keras.Model, "_make_function")
 def supported(mode: dict[str, Any], even: bool = True) -> None:
     """Skip a test of a mode that the backend or the version of Keras does not have."""
     if mode.get("steps_per_execution", 1) > 1 and not even and not FILLS:
-        pytest.skip("this version of Keras loses the steps of an execution that the data does not fill")
+        pytest.skip("this version of Keras loses the steps of an execution that the data does not fill, and numbers them otherwise")
     if BACKEND == "torch" and mode.get("steps_per_execution", 1) > 1:
         pytest.skip("Keras has no steps_per_execution on torch")
     if BACKEND == "torch" and mode.get("jit_compile"):
