@@ -108,11 +108,11 @@ class Fit:
         reference, cut_short = self._callbacks, self._cut_short
         assert reference is not None
 
+        around = self._epoch_end if name == "on_epoch_end" else getattr(type(reference()), name)
+
         def hook(*args: Any, **kwargs: Any) -> Any:
-            callbacks = reference()
             try:
-                around = self._epoch_end if name == "on_epoch_end" else getattr(type(callbacks), name)
-                return around(callbacks, *args, **kwargs)
+                return around(reference(), *args, **kwargs)
             except BaseException:
                 cut_short()
                 raise

@@ -58,17 +58,12 @@ class Session:
         functions: Any = None,
     ):
         self.model, self.policy, self.tell, self.explain = model, policy, tell, explain
-        self.optimizers = optimizers
-        self.functions = dict(functions or {})
-        self.ledger = ledger or Ledger()
-        self.trend = Trend(policy.checks.trend)
-        self.history = History()
-        self.monitors = Monitors(policy.checks)
+        self.optimizers, self.functions, self.ledger = optimizers, dict(functions or {}), ledger or Ledger()
+        self.trend, self.history, self.monitors = Trend(policy.checks.trend), History(), Monitors(policy.checks)
         self.ring = Ring(policy.snapshot.keep, policy.snapshot.good_after)
         self.rates: dict[int, Rate] = {}
-        self.step = self.refused = self.overflows = self.good = 0
+        self.step = self.refused = self.overflows = self.good = self.streak = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.rollbacks = self.skip_batches = 0
-        self.streak = 0
         self.stopped = self.began = self.last_refused = False
         self.aftercare = Aftercare()
         self.course: Course | None = None
@@ -83,8 +78,7 @@ class Session:
         self._anatomy: _state.Anatomy | None = None
         self.logs: Any = None
         self.shown: Any = None
-        self._attentive = True
-        self._healed = False
+        self._attentive, self._healed = True, False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
@@ -119,7 +113,6 @@ class Session:
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
         self.epoch, self.epoch_start, self.epoch_refused = epoch, self.step, 0
-        self._anatomy = None
 
     def born(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
@@ -146,9 +139,15 @@ class Session:
             self.epoch_start -= 1
         return True
 
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is to be done before the next execution, as in all of a healthy run but its first step."""
+        busy = self.stopped or self.rates or self.skip_batches > 0 or self.resuming is not None or self.aftercare.active
+        return self.began and not busy
+
     def before(self) -> None:
         """Run before each execution; does work only before the first, and after the policy has changed something."""
-        if self.began and not (self.rates or self.aftercare.active):
+        if self.calm:
             return
         if not self.began:
             self.begin()
@@ -217,7 +216,7 @@ class Session:
             elif verdict.refused:
                 self._refused(verdict, kept)
             elif verdict.sound:
-                self._good(verdict)
+                self._good(verdict, last=self.step == end - 1)
             else:
                 self._unrefused(verdict, kept)
         self.step = end
@@ -242,11 +241,12 @@ class Session:
         self.refused += steps
         self.epoch_refused += steps
 
-    def _good(self, verdict: Verdict) -> None:
+    def _good(self, verdict: Verdict, last: bool = True) -> None:
         self.good += 1
         self.history.push(self.step, verdict.loss, verdict.gradients, verdict.scale)
         self.streak = 0
-        self.aftercare.after_good_step(self)
+        if last:  # of its execution: the state can be seen only then
+            self.aftercare.after_good_step(self)
         findings = self.trend.push(self.step, verdict.loss, verdict.gradient_norm)
         if findings:
             self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))

@@ -55,17 +55,19 @@ class ModelAttachment(Attachment):
 
     def run(self, iterator: Any) -> Any:
         """Stand in for the train function: one execution, then the host's look at its verdict."""
+        session = self.session
         try:
-            if self.session.resuming is not None:
-                self._trace(iterator)
-            self.session.before()
-            if self.session.passes_by(iterator, self.model.steps_per_execution):
-                return self.logs or self.model.get_metrics_result()
-            if self.session.stopped:
-                return self._without_effect(iterator)
+            if not session.calm:
+                if session.resuming is not None:
+                    self._trace(iterator)
+                session.before()
+                if session.passes_by(iterator, self.model.steps_per_execution):
+                    return self.logs or self.model.get_metrics_result()
+                if session.stopped:
+                    return self._without_effect(iterator)
             logs, row = self._execute(iterator)
-            self.session.after(row)
-            self.logs = logs = self.session.honest(logs, row[1])
+            session.after(row)
+            self.logs = logs = session.honest(logs, row[1])
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:

@@ -21,7 +21,7 @@ from keras_nanguard._diagnose.births_jax import Births
 from keras_nanguard._step import _jax_intercept
 from keras_nanguard._step._jax_intercept import primal
 
-__all__ = ["Births", "Instrument", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
 
 
 class Instrument(instrument.Instrument):
@@ -109,6 +109,20 @@ class _Intercept(_jax_intercept.Intercept):
             return list(trainable_variables), list(optimizer_variables)
 
         return stateless_apply
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch, which reads and writes the variables."""
+
+    def body(data: Any) -> Any:
+        lists = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables)
+        logs, new = model.train_step(tuple([v.value for v in variables] for variables in lists), data)
+        for variables, values in zip(lists, new):
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+        return logs
+
+    return body
 
 
 def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:

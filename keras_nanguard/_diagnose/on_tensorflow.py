@@ -14,7 +14,7 @@ from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births import Births
 from keras_nanguard._step._intercept import Intercept
 
-__all__ = ["Births", "Instrument", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
 
 
 class Instrument(instrument.Instrument):
@@ -42,6 +42,11 @@ class Instrument(instrument.Instrument):
             return tf.identity(x), passed
 
         return identity(value)
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch."""
+    return model.train_step
 
 
 def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:

@@ -17,7 +17,7 @@ from keras_nanguard._step._torch_intercept import Intercept
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_module import LIVE, TorchModule
 
-__all__ = ["Births", "Instrument", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
 
 
 class Instrument(instrument.Instrument):
@@ -60,6 +60,11 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
         return ctx.passed(upstream), None
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch."""
+    return model.train_step
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ class Transaction:
             with tf.init_scope():
                 self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
                 self.halted = tf.Variable(False, trainable=False)
-                self.rows = tf.Variable(tf.zeros((counted, len(FIELDS)), tf.float64), trainable=False)
+                self.rows = tf.Variable(-tf.ones((counted, len(FIELDS)), tf.float64), trainable=False)  # of no step yet
 
     def __call__(self, *args: Any) -> Any:
         if self.compiled is None or tf.executing_eagerly():
