@@ -44,6 +44,13 @@ class NumpyChecks(keras.callbacks.Callback):
                 self.model.stop_training = True
 
 
+class CheckNumerics(keras.callbacks.Callback):
+    """What TensorFlow offers: every operation checked. It holds for the thread that `fit` runs in, and what it traces."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        tf.debugging.enable_check_numerics()
+
+
 def mlp() -> tuple[Any, tuple[int, ...], int, int]:
     model = keras.Sequential([keras.Input((16,)), layers.Dense(32, "relu"), layers.Dense(32, "relu"), layers.Dense(10)])
     return model, (16,), 32, 400
@@ -143,7 +150,9 @@ class _Trainer:
 
     def epoch(self) -> None:
         self.go.release()
-        self.done.acquire()
+        while not self.done.acquire(timeout=5):
+            if not self.thread.is_alive():
+                sys.exit("a fit ended by an exception, see above")
 
 
 def measure(name: str, rounds: int, xla: bool) -> dict[str, Any]:
@@ -169,12 +178,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--xla", action="store_true")
-    parser.add_argument("--numerics", action="store_true", help="under tf.debugging.enable_check_numerics, for comparison")
+    parser.add_argument("--numerics", action="store_true", help="tf.debugging.enable_check_numerics beside it")
     parser.add_argument("--json")
     parser.add_argument("--check", action="store_true", help="exit 1 where the claim does not hold")
     a = parser.parse_args()
     random.seed(0)
     results, broken = [], []
+    if a.numerics:
+        VARIANTS["check_numerics"] = lambda: [CheckNumerics()]
     print(f"keras {keras.__version__}, tensorflow {tf.__version__}, {os.cpu_count()} cores, {a.rounds} rounds")
     for name in a.models:
         r = measure(name, a.rounds, a.xla)
