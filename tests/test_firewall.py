@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, scan
 from keras_nanguard.testing import corrupt
 
 OLD = tuple(int(n) for n in keras.__version__.split(".")[:2]) < (3, 8)
@@ -147,3 +147,15 @@ def test_averages_swapped_in_are_finite(tmp_path):
     model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[swap, kept, NanGuard(verbose=0)])
     assert finite_file(tmp_path / "m.keras")
     assert zoo.bad_entries(model) == []
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_orbax(tmp_path, heals):
+    """`OrbaxCheckpoint` saves past `Model.save`; it is looked at all the same."""
+    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    tell = {"preset": "none", "rules": [{"name": "tell", "do": "warn", "limit": {"times": 99}, "otherwise": "stop"}]}
+    kept = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq="epoch", save_on_background=False, max_to_keep=5)
+    fit([Vandal(), NanGuard("recover" if heals else tell, verbose=0), kept], epochs=2)
+    saved = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert len(saved) == (2 if heals else 1)
+    assert all(scan(tmp_path / name).clean for name in saved)
