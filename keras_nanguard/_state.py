@@ -227,10 +227,18 @@ def _unlisted(model: Any) -> list[Any]:
     """`keras.src.random.seed_generator.global_seed_generator` keeps its generator under this name in Keras' global state."""
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     held = [item for layer in layers_of(model) for value in vars(layer).values() for item in _flat(value)]
-    native = [v for v in held if hasattr(v, "handle") and hasattr(v, "assign") and not isinstance(v, VARIABLE)]
+    native = [v for v in held if not isinstance(v, VARIABLE) and hasattr(v, "assign") and _has_handle(v)]
     native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
     native += list(model.buffers()) if hasattr(model, "buffers") else []
     return _unique([*native, *([generator.state] if generator is not None else [])])
+
+
+def _has_handle(value: Any) -> bool:
+    """Whether it is a `tf.Variable` of one device; one that is spread over several raises when it is asked."""
+    try:
+        return hasattr(value, "handle")
+    except ValueError:
+        return False
 
 
 def _is_variable(value: Any) -> bool:
@@ -250,7 +258,7 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 def view(variable: Any) -> np.ndarray[Any, Any]:
     """Return the variable's value as a NumPy array that may share its memory: read it at once, never write it."""
     value = variable.value
-    if hasattr(value, "handle"):  # a tf.Variable: the bare operation takes a quarter of the time of `.numpy()`
+    if _has_handle(value):  # a tf.Variable: the bare operation takes a quarter of the time of `.numpy()`
         value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return _as_numpy(value)
 

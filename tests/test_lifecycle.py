@@ -214,3 +214,15 @@ def test_clone_and_pickle():
     for copy in copies:
         assert HOOKS & set(vars(copy)) == set()
         assert np.isfinite(copy.predict(zoo.draw(batches=1), verbose=0)).all()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.distribute is TensorFlow's")
+def test_fit_inside_of_a_strategy_scope():
+    """A fit under `MirroredStrategy`, called inside of its scope, is watched and comes to its end."""
+    import tensorflow as tf
+
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = zoo.plain(optimizer=keras.optimizers.Adam(use_ema=True))
+        model.fit(*data.all, batch_size=zoo.BATCH, epochs=1, verbose=0, callbacks=[guard])
+    assert guard.incidents == [] and guard.session.step == zoo.BATCHES
