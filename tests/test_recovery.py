@@ -232,7 +232,7 @@ class TestDivergingRate:
         assert zoo.bad_entries(stock) != []
         guard = NanGuard(verbose=0, diagnose=False)
         model, reached = train(100 * right, guard)
-        assert aim > 0.85 and reached >= aim - 0.01
+        assert aim > (0.85 if keras.backend.backend() == "jax" else 0.9) and reached >= aim - 0.01
         assert zoo.bad_entries(model) == [] and not model.stop_training
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(right, rel=1e-3)
 
