@@ -86,3 +86,15 @@ class Attachment:
     def _build(self) -> None:
         """Make the train function around the transaction, and put it in its place on the model."""
         raise NotImplementedError
+
+    def _execute(self, data: Any) -> tuple[Any, Any]:
+        """Run one execution; returns its logs and the row of its last step."""
+        raise NotImplementedError
+
+    def _without_effect(self, data: Any) -> Any:
+        """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
+        before = [(variable, _state.read(variable)) for variable in self.session.anatomy().everything]
+        logs, _ = self._execute(data)
+        for variable, value in [*before, *self.session.first_values()]:
+            _state.write(variable, value)
+        return logs

@@ -17,8 +17,6 @@ __all__ = ["LoopStep", "ModelAttachment"]
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer."""
 
-    logs: Any = None
-
     def _build(self) -> None:
         model, session = self.model, self.session
         many = model.steps_per_execution
@@ -62,26 +60,18 @@ class ModelAttachment(Attachment):
                     self._trace(iterator)
                 session.before()
                 if session.passes_by(iterator, self.model.steps_per_execution):
-                    return self.logs or self.model.get_metrics_result()
+                    return session.shown or self.model.get_metrics_result()
                 if session.stopped:
                     return self._without_effect(iterator)
             logs, row = self._execute(iterator)
             session.after(row)
-            self.logs = logs = session.honest(logs, row[1])
+            logs = session.honest(logs, row[1])
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
             self.session.raised(error)
             self.detach()
             raise
-        return logs
-
-    def _without_effect(self, iterator: Any) -> Any:
-        """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
-        before = [(variable, _state.read(variable)) for variable in self.session.anatomy().everything]
-        logs, _ = self._execute(iterator)
-        for variable, value in [*before, *self.session.first_values()]:
-            _state.write(variable, value)
         return logs
 
     def _trace(self, iterator: Any) -> None:

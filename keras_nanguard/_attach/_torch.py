@@ -21,8 +21,6 @@ __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer."""
 
-    logs: Any = None
-
     def attach(self) -> None:
         """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
         self._test_step = vars(self.model).get("test_step")
@@ -93,26 +91,21 @@ class ModelAttachment(Attachment):
         try:
             self.session.before()
             if self.session.passes_by(iter(data), 1):
-                return self.logs or self.model.get_metrics_result()
+                return self.session.shown or self.model.get_metrics_result()
             if self.session.stopped:
                 return self._without_effect(data)
-            logs = self.inner(data)
-            row = self.session.transaction.row
+            logs, row = self._execute(data)
             self.session.after(row)
-            self.logs = logs = self.session.honest(logs, row[1])
+            logs = self.session.honest(logs, row[1])
         except BaseException as error:
             self.session.raised(error)
             self.detach()
             raise
         return logs
 
-    def _without_effect(self, data: Any) -> Any:
-        """Run one step and undo it: training has ended before it, and Keras wants logs before it stops."""
-        before = [(variable, _state.read(variable)) for variable in self.session.anatomy().everything]
+    def _execute(self, data: Any) -> tuple[Any, Any]:
         logs = self.inner(data)
-        for variable, value in [*before, *self.session.first_values()]:
-            _state.write(variable, value)
-        return logs
+        return logs, self.session.transaction.row
 
 
 def _agree(fine: bool) -> bool:

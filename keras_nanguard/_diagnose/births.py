@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._diagnose.evidence import Birth
-from keras_nanguard._diagnose.lineage import CONSTANT, MOST, bad_rows, operand, users_line
+from keras_nanguard._diagnose.lineage import CONSTANT, MOST, Casts, bad_rows, operand, users_line
 
 try:
     from tensorflow.python.framework import op_callbacks
@@ -60,7 +60,7 @@ class Births:
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Birth] = {}
         self._written: dict[int, Birth] = {}
-        self._casts: dict[int, tuple[str, ...]] = {}
+        self._casts = Casts()
         self._reads: dict[int, str] = {}
         for place, (name, tensor) in enumerate(batch):
             if hasattr(tensor, "_id") and not _is_finite(tensor):
@@ -78,32 +78,17 @@ class Births:
     def of(self, tensor: Any) -> Birth | None:
         """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
         found = self._lineage.get(getattr(getattr(tensor, "values", tensor), "_id", -1))
-        return None if found is None else self._complete(found)
+        return None if found is None else self._casts.complete(found)
 
     def written(self, variable: Any) -> Birth | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
         found = self._written.get(getattr(handle, "_id", -1))
-        return None if found is None else self._complete(found)
+        return None if found is None else self._casts.complete(found)
 
     def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these tensors in.
-
-        A layer casts its inputs before its `call`, so an overflow in that cast is its own.
-        """
-        path = tuple(frame for frame, _ in self.frames)
-        for tensor in tensors:
-            birth = self._lineage.get(getattr(tensor, "_id", -1))
-            if birth is not None and birth.op == "Cast" and birth.source == "operation":
-                before = self._casts.get(birth.order)
-                if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._casts[birth.order] = path
-
-    def _complete(self, birth: Birth) -> Birth:
-        path = self._casts.get(birth.order)
-        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
-            return birth
-        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
+        """Note that a layer whose frame is on top now takes these tensors in."""
+        self._casts.entered(self.frames, [self._lineage.get(getattr(t, "_id", -1)) for t in tensors])
 
     def _keep(self, tensor: Any, birth: Birth) -> None:
         self._lineage[tensor._id] = birth

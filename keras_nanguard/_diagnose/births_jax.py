@@ -18,7 +18,7 @@ import numpy as np
 
 from keras_nanguard import _probes
 from keras_nanguard._diagnose.evidence import Birth
-from keras_nanguard._diagnose.lineage import CONSTANT, MOST, bad_rows, operand, users_line
+from keras_nanguard._diagnose.lineage import CONSTANT, MOST, Casts, bad_rows, operand, users_line
 
 try:
     from jax._src.core import EvalTrace
@@ -76,7 +76,7 @@ class Births:
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Birth] = {}
         self._held: list[Any] = []
-        self._casts: dict[int, tuple[str, ...]] = {}
+        self._casts = Casts()
         self._batch: list[tuple[Any, Birth]] = []
         for place, (name, tensor) in enumerate(batch):
             if not _is_finite(tensor):
@@ -107,27 +107,15 @@ class Births:
         found = self._lineage.get(id(tensor))
         if found is None and id(tensor) in self._variables and not _is_finite(tensor):
             found = self._stored(tensor)
-        return None if found is None else self._complete(found)
+        return None if found is None else self._casts.complete(found)
 
     def written(self, variable: Any) -> Birth | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         return self.of(variable.value)
 
     def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these arrays in: an overflow in their cast is its own."""
-        path = tuple(frame for frame, _ in self.frames)
-        for tensor in tensors:
-            birth = self._lineage.get(id(tensor))
-            if birth is not None and birth.op == "Cast" and birth.source == "operation":
-                before = self._casts.get(birth.order)
-                if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._casts[birth.order] = path
-
-    def _complete(self, birth: Birth) -> Birth:
-        path = self._casts.get(birth.order)
-        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
-            return birth
-        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
+        """Note that a layer whose frame is on top now takes these arrays in."""
+        self._casts.entered(self.frames, [self._lineage.get(id(t)) for t in tensors])
 
     def _keep(self, tensor: Any, birth: Birth) -> None:
         self._held.append(tensor)  # so that no other array gets its number

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._diagnose.evidence import Birth
-from keras_nanguard._diagnose.lineage import CONSTANT, MOST, bad_rows, operand, users_line
+from keras_nanguard._diagnose.lineage import CONSTANT, MOST, Casts, bad_rows, operand, users_line
 
 __all__ = ["Births", "storage"]
 
@@ -96,7 +96,7 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
         self.births: list[Birth] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Birth] = {}
-        self._casts: dict[int, tuple[str, ...]] = {}
+        self._casts = Casts()
         for place, (name, tensor) in enumerate(batch):
             if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
                 self._lineage[storage(tensor)] = Birth(place - MOST, "batch", name, "forward")
@@ -106,30 +106,15 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
         found = self._lineage.get(storage(tensor))
-        return None if found is None else self._complete(found)
+        return None if found is None else self._casts.complete(found)
 
     def written(self, variable: Any) -> Birth | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         return self.of(getattr(variable, "value", variable))
 
     def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these tensors in.
-
-        A layer casts its inputs before its `call`, so an overflow in that cast is its own.
-        """
-        path = tuple(frame for frame, _ in self.frames)
-        for tensor in tensors:
-            birth = self._lineage.get(storage(tensor))
-            if birth is not None and birth.op == "Cast" and birth.source == "operation":
-                before = self._casts.get(birth.order)
-                if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._casts[birth.order] = path
-
-    def _complete(self, birth: Birth) -> Birth:
-        path = self._casts.get(birth.order)
-        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
-            return birth
-        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
+        """Note that a layer whose frame is on top now takes these tensors in."""
+        self._casts.entered(self.frames, [self._lineage.get(storage(t)) for t in tensors])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and look at what comes of it."""

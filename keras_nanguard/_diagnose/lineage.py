@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from keras_nanguard import _probes
 from keras_nanguard._diagnose.evidence import Birth, Operand
 
-__all__ = ["CONSTANT", "MOST", "bad_rows", "operand", "users_line"]
+__all__ = ["CONSTANT", "MOST", "Casts", "bad_rows", "operand", "users_line"]
 
 CONSTANT = Birth(1 << 60, "constant", "constant", "other")
 """Stands for an infinite constant of the program itself."""
@@ -21,6 +22,29 @@ MOST = 20000
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
 _LIBRARIES = ("site-packages", "/keras/src/", "/tensorflow/python/", "importlib", "contextlib.py", "functools.py")
+
+
+class Casts:
+    """Whose the overflow in a cast is: a layer casts its inputs before its `call`, so it is the layer's own."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, tuple[str, ...]] = {}
+
+    def entered(self, frames: Sequence[tuple[str, str]], births: Iterable[Birth | None]) -> None:
+        """Note that the innermost of these frames now takes in what came of these births."""
+        path = tuple(frame for frame, _ in frames)
+        for birth in births:
+            if birth is not None and birth.op == "Cast" and birth.source == "operation":
+                before = self._paths.get(birth.order)
+                if before is None or (len(path) > len(before) and path[: len(before)] == before):
+                    self._paths[birth.order] = path
+
+    def complete(self, birth: Birth) -> Birth:
+        """Return the birth with the layer that its cast belongs to."""
+        path = self._paths.get(birth.order)
+        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
+            return birth
+        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:

@@ -12,28 +12,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard import _state
+from keras_nanguard._step._fault_hook import FaultHook
 
 __all__ = ["Hook"]
 
 
-class Hook:
-    """One fault, put around every train step of one model.
-
-    Args:
-        model: a compiled model.
-        fault: a `keras_nanguard.testing.Fault`.
-
-    Attributes:
-        reached: whether a step that was traced (or run) has a place for the fault.
-    """
+class Hook(FaultHook):
+    """One fault, put around every train step of one model."""
 
     def __init__(self, model: Any, fault: Any):
-        self.model, self.fault = model, fault
-        self.reached = False
-        self._inside = 0
-        self._before: dict[str, Any] = {}
+        super().__init__(model, fault)
         with tf.init_scope():
             self.counter = tf.Variable(-1, dtype=tf.int64, trainable=False)
 
@@ -53,18 +42,10 @@ class Hook:
         self.model.train_function = None
 
     def remove(self) -> None:
-        """Leave the model as it was; the next fit compiles it without the fault."""
-        for name, before in self._before.items():
-            _state.unset_instance(self.model, name)
-            if before is not None:
-                _state.set_instance(self.model, name, before)
+        """Leave the model as it was; the next fit makes its train function without the fault."""
         if getattr(vars(self.model).get("train_step"), "faulty", False):
             _state.unset_instance(self.model, "train_step")
-        self.model.train_function = None
-
-    def _override(self, name: str, value: Any) -> None:
-        self._before[name] = vars(self.model).get(name)
-        _state.set_instance(self.model, name, value)
+        super().remove()
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(step_function: Callable[..., Any]) -> Any:
@@ -111,31 +92,10 @@ class Hook:
     # The batch
 
     def _spoiled(self, data: Any, now: Any) -> Any:
-        parts = data if isinstance(data, tuple) else (data,)
-        inputs = self.fault.site == "inputs"
-        chosen, found = (parts[:1] if inputs else parts[1:]), []
-
-        def spoil(path: str, value: Any) -> Any:
-            if isinstance(value, dict):
-                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
-            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
-            if not tf.is_tensor(value) or not hasattr(value, "shape") or not value.dtype.is_floating:
-                return value
-            if not self.fault.matches(path):
-                return value
-            found.append(path)
+        def bad(value: Any) -> Any:
             return self._bad(value, now & _some(value, self.fault.rows, self.fault.entries))
 
-        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
-        if not found:
-            what = f"float {self.fault.site} that match path={self.fault.path!r}"
-            types = [getattr(t, "dtype", type(t)) for t in tf.nest.flatten(chosen)]
-            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
-        self.reached = True
-        if not isinstance(data, tuple):
-            return spoiled[0]
-        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+        return self._in_batch(data, _is_float, bad)
 
     def _bad(self, value: Any, mask: Any) -> Any:
         wanted = self.fault.value(value.dtype)
@@ -150,12 +110,7 @@ class Hook:
 
     def _write(self, now: Any) -> None:
         """Write to the state ahead of the step."""
-        chosen = [v for v in self._variables() if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"{self.fault.site} that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self._variables()) or "none"
-            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
-        self.reached = True
+        chosen = self._in_state()
 
         def write() -> Any:
             for variable in chosen:
@@ -164,16 +119,6 @@ class Hook:
             return tf.constant(True)
 
         tf.cond(now, write, lambda: tf.constant(False))
-
-    def _variables(self) -> list[Any]:
-        anatomy = _state.Anatomy.of(self.model)
-        groups: dict[str, tuple[Any, ...]] = {
-            "weights": anatomy.trainable,
-            "statistics": anatomy.statistics,
-            "slots": anatomy.slots,
-            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
-        }
-        return [v for v in groups[self.fault.site] if _probes.is_float(v.dtype)]
 
     # Loss and gradients
 
@@ -195,15 +140,14 @@ class Hook:
 
     def _with_some(self, loss: Any, factor: Any) -> Any:
         """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
-        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"trainable variables that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self.model.trainable_variables)
-            raise GuardError(expected(what, paths, "Choose another path."))
-        for variable in chosen:
+        for variable in self._trained():
             mask = _first(variable.value, self.fault.entries)
             loss += tf.cast(_zero(tf.convert_to_tensor(variable.value), factor, mask), loss.dtype)
         return loss
+
+
+def _is_float(value: Any) -> bool:
+    return bool(tf.is_tensor(value) and hasattr(value, "shape") and value.dtype.is_floating)
 
 
 def _build(model: Any) -> None:

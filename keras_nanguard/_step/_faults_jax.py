@@ -18,30 +18,19 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard import _probes
+from keras_nanguard._step._fault_hook import FaultHook
 from keras_nanguard._step._jax_trainer import variables
 
 __all__ = ["Hook"]
 
 
-class Hook:
-    """One fault, put around every train step of one model.
-
-    Args:
-        model: a compiled model.
-        fault: a `keras_nanguard.testing.Fault`.
-
-    Attributes:
-        reached: whether a step that was traced (or run) has a place for the fault.
-        seen: steps so far.
-    """
+class Hook(FaultHook):
+    """One fault, put around every train step of one model."""
 
     def __init__(self, model: Any, fault: Any):
-        self.model, self.fault = model, fault
-        self.reached = False
-        self.seen = self._inside = 0
-        self._before: dict[str, Any] = {}
+        super().__init__(model, fault)
+        self.seen = 0  # steps so far
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
@@ -52,18 +41,6 @@ class Hook:
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self._making_train = True
         self.model.train_function = None
-
-    def remove(self) -> None:
-        """Leave the model as it was; the next fit compiles it without the fault."""
-        for name, before in self._before.items():
-            _state.unset_instance(self.model, name)
-            if before is not None:
-                _state.set_instance(self.model, name, before)
-        self.model.train_function = None
-
-    def _override(self, name: str, value: Any) -> None:
-        self._before[name] = vars(self.model).get(name)
-        _state.set_instance(self.model, name, value)
 
     def _without(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -101,29 +78,10 @@ class Hook:
     # The batch
 
     def _spoiled(self, data: Any, now: bool) -> Any:
-        parts = data if isinstance(data, tuple) else (data,)
-        inputs = self.fault.site == "inputs"
-        chosen, found = (parts[:1] if inputs else parts[1:]), []
-
-        def spoil(path: str, value: Any) -> Any:
-            if isinstance(value, dict):
-                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
-            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
-            if not hasattr(value, "dtype") or not _is_float(value) or not self.fault.matches(path):
-                return value
-            found.append(path)
+        def bad(value: Any) -> Any:
             return self._bad(value, _some(value, self.fault.rows, self.fault.entries)) if now else value
 
-        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
-        if not found:
-            what = f"float {self.fault.site} that match path={self.fault.path!r}"
-            types = [getattr(t, "dtype", type(t)) for t in jax.tree_util.tree_leaves(chosen)]
-            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
-        self.reached = True
-        if not isinstance(data, tuple):
-            return spoiled[0]
-        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+        return self._in_batch(data, _is_float, bad)
 
     def _bad(self, value: Any, mask: np.ndarray[Any, Any]) -> Any:
         """Return the array with some of its entries made bad, on the device it came from."""
@@ -140,12 +98,7 @@ class Hook:
 
     def _written(self, state: Any, now: bool) -> Any:
         """Return the state as if something else had written to it."""
-        wanted = {id(v) for v in self._variables() if self.fault.matches(v.path)}
-        if not wanted:
-            what = f"{self.fault.site} that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self._variables()) or "none"
-            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
-        self.reached = True
+        wanted = {id(v) for v in self._in_state()}
         if not now:
             return state
         leaves, tree = jax.tree_util.tree_flatten(state)
@@ -154,16 +107,6 @@ class Hook:
             if id(variable) in wanted:
                 leaves[i] = self._bad(leaves[i], _first(leaves[i], self.fault.entries))
         return jax.tree_util.tree_unflatten(tree, leaves)
-
-    def _variables(self) -> list[Any]:
-        anatomy = _state.Anatomy.of(self.model)
-        groups: dict[str, tuple[Any, ...]] = {
-            "weights": anatomy.trainable,
-            "statistics": anatomy.statistics,
-            "slots": anatomy.slots,
-            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
-        }
-        return [v for v in groups[self.fault.site] if _probes.is_float(v.dtype)]
 
     # Loss and gradients
 
@@ -192,19 +135,14 @@ class Hook:
 
     def _with_some(self, loss: Any, factor: Any) -> Any:
         """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
-        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"trainable variables that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self.model.trainable_variables)
-            raise GuardError(expected(what, paths, "Choose another path."))
-        for variable in chosen:
+        for variable in self._trained():
             value = keras.ops.convert_to_tensor(variable)
             loss = loss + _zero(value, factor, _first(value, self.fault.entries)).astype(loss.dtype)
         return loss
 
 
 def _is_float(value: Any) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def _some(value: Any, rows: Sequence[int] | None, entries: int | None) -> np.ndarray[Any, Any]:

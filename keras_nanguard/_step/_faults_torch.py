@@ -12,30 +12,17 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._step._fault_hook import FaultHook
 
 __all__ = ["Hook"]
 
 
-class Hook:
-    """One fault, put around every train step of one model.
-
-    Args:
-        model: a compiled model.
-        fault: a `keras_nanguard.testing.Fault`.
-
-    Attributes:
-        reached: whether a step that ran has a place for the fault.
-        seen: steps so far.
-    """
+class Hook(FaultHook):
+    """One fault, put around every train step of one model."""
 
     def __init__(self, model: Any, fault: Any):
-        self.model, self.fault = model, fault
-        self.reached = False
-        self.seen = 0
-        self._inside = 0
-        self._before: dict[str, Any] = {}
+        super().__init__(model, fault)
+        self.seen = 0  # steps so far
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
@@ -43,18 +30,6 @@ class Hook:
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        for name, before in self._before.items():
-            _state.unset_instance(self.model, name)
-            if before is not None:
-                _state.set_instance(self.model, name, before)
-        self.model.train_function = None
-
-    def _override(self, name: str, value: Any) -> None:
-        self._before[name] = vars(self.model).get(name)
-        _state.set_instance(self.model, name, value)
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(force: bool = False) -> Any:
@@ -88,32 +63,11 @@ class Hook:
     # The batch
 
     def _spoiled(self, data: Any) -> Any:
-        parts = data if isinstance(data, tuple) else (data,)
-        inputs = self.fault.site == "inputs"
-        chosen, found = (parts[:1] if inputs else parts[1:]), []
-
-        def spoil(path: str, value: Any) -> Any:
-            if isinstance(value, dict):
-                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
-            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
-            if value is None or not hasattr(value, "shape"):
-                return value
+        def bad(value: Any) -> Any:
             tensor = keras.ops.convert_to_tensor(value)
-            if not tensor.is_floating_point() or not self.fault.matches(path):
-                return value
-            found.append(path)
             return self._bad(tensor, _some(tensor, self.fault.rows, self.fault.entries)) if self._now else value
 
-        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
-        if not found:
-            what = f"float {self.fault.site} that match path={self.fault.path!r}"
-            types = [str(getattr(t, "dtype", type(t))) for t in keras.tree.flatten(chosen)]
-            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
-        self.reached = True
-        if not isinstance(data, tuple):
-            return spoiled[0]
-        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+        return self._in_batch(data, _is_float, bad)
 
     def _bad(self, value: Any, mask: Any) -> Any:
         wanted = self.fault.value(_name(value))
@@ -127,27 +81,12 @@ class Hook:
 
     def _write(self) -> None:
         """Write to the state ahead of the step."""
-        chosen = [v for v in self._variables() if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"{self.fault.site} that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self._variables()) or "none"
-            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
-        self.reached = True
+        chosen = self._in_state()
         if self._now:
             with torch.no_grad():
                 for variable in chosen:
                     old = variable.value.detach()
                     variable.assign(self._bad(old, _first(old, self.fault.entries)))
-
-    def _variables(self) -> list[Any]:
-        anatomy = _state.Anatomy.of(self.model)
-        groups: dict[str, tuple[Any, ...]] = {
-            "weights": anatomy.trainable,
-            "statistics": anatomy.statistics,
-            "slots": anatomy.slots,
-            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
-        }
-        return [v for v in groups[self.fault.site] if _probes.is_float(v.dtype)]
 
     # Loss and gradients
 
@@ -173,12 +112,7 @@ class Hook:
 
     def _with_some(self, loss: Any, factor: float) -> Any:
         """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
-        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
-        if not chosen:
-            what = f"trainable variables that match path={self.fault.path!r}"
-            paths = ", ".join(v.path for v in self.model.trainable_variables)
-            raise GuardError(expected(what, paths, "Choose another path."))
-        for variable in chosen:
+        for variable in self._trained():
             mask = _first(variable.value, self.fault.entries)
             loss = loss + _Zero.apply(variable.value, factor, mask).to(loss.dtype)
         return loss
@@ -198,6 +132,10 @@ class _Zero(torch.autograd.Function):  # type: ignore[misc]
         (mask,) = ctx.saved_tensors
         bad = (upstream * ctx.factor).to(ctx.dtype)
         return torch.where(mask, bad, torch.zeros_like(bad)), None, None
+
+
+def _is_float(value: Any) -> bool:
+    return hasattr(value, "shape") and bool(keras.ops.convert_to_tensor(value).is_floating_point())
 
 
 def _name(tensor: Any) -> str:

@@ -10,24 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard import _state
+from keras_nanguard._step._proof import BOUND, EVERY, PROVEN_BYTES, is_proven
 
 __all__ = ["add", "can_be_bad", "counts", "ends", "exact", "kind", "squares", "total"]
 
 LARGE = 1 << 16
 """Elements from which an array is read where it stands rather than joined with others."""
-
-PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion"})
-"""Optimizers whose slots stay finite while the gradients stay below `BOUND`; docs/proof.md has the proof."""
-
-BOUND = 1e24
-"""Half the sum of squares of the gradients up to which the proof holds."""
-
-EVERY = 16
-"""Steps between two full reads of the slots where the proof holds for the steps between."""
-
-PROVEN_BYTES = 8 << 20
-"""Slots smaller than this are read after every step: they stand in the processor's cache and cost nothing."""
 
 
 def can_be_bad(array: Any) -> bool:
@@ -109,13 +97,7 @@ def ends(optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any
     """
     if sum(math.prod(s.shape) * s.dtype.itemsize for s in slots) <= PROVEN_BYTES:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
-    if turn is None or not _proven(optimizer, slots):
+    if turn is None or not is_proven(optimizer, [s.dtype.itemsize for s in slots]):
         return total(weights, dtype), total(slots, dtype)
     due = (turn % EVERY == 0) | (gradients > BOUND)
     return total(weights, dtype), jax.lax.cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))
-
-
-def _proven(optimizer: Any, slots: Sequence[Any]) -> bool:
-    inner = _state.inner(optimizer)
-    known = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
-    return bool(known and all(s.dtype.itemsize >= 4 for s in slots))

@@ -14,23 +14,12 @@ import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._step import _graph
+from keras_nanguard._step._proof import BOUND, EVERY, PROVEN_BYTES, is_proven
 
 __all__ = ["add", "can_be_bad", "counts", "ends", "exact", "kind", "squares", "total"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""
-
-PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion"})
-"""Optimizers whose slots stay finite while the gradients stay below `BOUND`; docs/proof.md has the proof."""
-
-BOUND = 1e24
-"""Half the sum of squares of the gradients up to which the proof holds."""
-
-EVERY = 16
-"""Steps between two full reads of the slots where the proof holds for the steps between."""
-
-PROVEN_BYTES = 8 << 20
-"""Slots smaller than this are read after every step: they stand in the processor's cache and cost nothing."""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -131,7 +120,7 @@ def ends(anatomy: _state.Anatomy, records: Sequence[Any], gradients: Any, dtype:
         if not _large(variables):
             together += variables
             continue
-        if not _proven(optimizer, variables):
+        if not is_proven(optimizer, [v.dtype.size for v in variables]):
             sums.append(total(variables, dtype))
             continue
         turn = _state.inner(optimizer).iterations.value.read_value() % EVERY == 0
@@ -143,9 +132,3 @@ def ends(anatomy: _state.Anatomy, records: Sequence[Any], gradients: Any, dtype:
 
 def _large(variables: Sequence[Any]) -> bool:
     return bool(sum(math.prod(v.shape) * v.dtype.size for v in variables) > PROVEN_BYTES)
-
-
-def _proven(optimizer: Any, variables: Sequence[Any]) -> bool:
-    inner = _state.inner(optimizer)
-    known = type(inner).__name__ in PROVEN and type(inner).__module__.startswith("keras.")
-    return bool(known and all(v.dtype.size >= 4 for v in variables))

@@ -257,16 +257,10 @@ class _Run:
             return [*ends, *flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, self._apart(refuse))
+        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
         counts = flat.pop() if outside else None
         refused = ~self.fine if self.owner.refuse else tf.constant(False)
         return result.pack(flat, outputs), self._row(refused, [weight_sum, slot_sum]), counts
-
-    def _apart(self, branch: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-        """Return the branch as one call that is not inlined: what a healthy step has to pass by is one node, not hundreds."""
-        if self.graph is None or self.owner.jit:
-            return branch
-        return tf.function(branch, autograph=False, experimental_attributes={"_noinline": True})  # type: ignore[no-any-return]
 
     def _update(self) -> list[Any]:
         """Run the updates that were put off, then read what they wrote."""

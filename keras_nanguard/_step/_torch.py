@@ -26,6 +26,7 @@ import torch
 
 from keras_nanguard import _state
 from keras_nanguard._step import _torch_outputs, _torch_sums
+from keras_nanguard._step._proof import EVERY
 from keras_nanguard._step._torch_intercept import Intercept
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_raised import is_numeric
@@ -253,7 +254,7 @@ class _Run:
 
     def _read_ends(self) -> None:
         """Read the weights and slots that were updated."""
-        turn = self.owner.steps % _torch_sums.EVERY == 0
+        turn = self.owner.steps % EVERY == 0
         stale = self.births or self.owner.stale
         slots = {} if stale else self.parts.slots
         sums = _torch_sums.ends(self.anatomy, self.seen.records, slots, self.gradients, turn, self.parts.kind)

@@ -14,23 +14,12 @@ from typing import Any
 import torch
 
 from keras_nanguard import _state
+from keras_nanguard._step._proof import BOUND, PROVEN_BYTES, is_proven
 
 __all__ = ["can_be_bad", "counts", "ends", "kind", "squares", "total"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
-
-PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion"})
-"""Optimizers whose slots stay finite while the gradients stay below `BOUND`; docs/proof.md has the proof."""
-
-BOUND = 1e24
-"""Half the sum of squares of the gradients up to which the proof holds."""
-
-EVERY = 16
-"""Steps between two full reads of the slots where the proof holds for the steps between."""
-
-PROVEN_BYTES = 8 << 20
-"""Slots smaller than this are read after every step."""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -122,7 +111,7 @@ def ends(
         slots, small = known.get(id(optimizer)) or slots_of(anatomy, optimizer)
         if small:
             together += slots
-        elif not (_proven(optimizer, slots) and gradients <= BOUND) or turn:
+        elif not (is_proven(optimizer, [s.dtype.itemsize for s in slots]) and gradients <= BOUND) or turn:
             sums.append(total(slots, dtype))
     return total(together, dtype), _add(sums, dtype)
 
@@ -132,9 +121,3 @@ def slots_of(anatomy: _state.Anatomy, optimizer: Any) -> tuple[list[Any], bool]:
     listed = {id(v) for v in anatomy.slots}
     slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
     return slots, sum(math.prod(t.shape) * t.dtype.itemsize for t in slots) <= PROVEN_BYTES
-
-
-def _proven(optimizer: Any, slots: Sequence[Any]) -> bool:
-    inner = _state.inner(optimizer)
-    known = type(inner).__name__ in PROVEN and type(inner).__module__.startswith(("keras.", "torch.optim."))
-    return bool(known and all(t.dtype.itemsize >= 4 for t in slots))

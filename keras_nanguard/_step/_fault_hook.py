@@ -1,0 +1,96 @@
+"""What a fault on order has in common on all backends: where it goes, and how it is put in place and taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._errors import GuardError, expected
+
+__all__ = ["FaultHook"]
+
+
+class FaultHook:
+    """One fault, put around every train step of one model.
+
+    Args:
+        model: a compiled model.
+        fault: a `keras_nanguard.testing.Fault`.
+
+    Attributes:
+        reached: whether a step that was traced (or run) has a place for the fault.
+    """
+
+    def __init__(self, model: Any, fault: Any):
+        self.model, self.fault = model, fault
+        self.reached = False
+        self._inside = 0
+        self._before: dict[str, Any] = {}
+
+    def remove(self) -> None:
+        """Leave the model as it was; the next fit makes its train function without the fault."""
+        for name, before in self._before.items():
+            _state.unset_instance(self.model, name)
+            if before is not None:
+                _state.set_instance(self.model, name, before)
+        self.model.train_function = None
+
+    def _override(self, name: str, value: Any) -> None:
+        self._before[name] = vars(self.model).get(name)
+        _state.set_instance(self.model, name, value)
+
+    def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
+        """Return a batch with `bad` of each float tensor that the fault is meant for."""
+        parts = data if isinstance(data, tuple) else (data,)
+        inputs = self.fault.site == "inputs"
+        chosen, found = (parts[:1] if inputs else parts[1:]), []
+
+        def spoil(path: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
+            if not is_float(value) or not self.fault.matches(path):
+                return value
+            found.append(path)
+            return bad(value)
+
+        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
+        if not found:
+            what = f"float {self.fault.site} that match path={self.fault.path!r}"
+            types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
+            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
+        self.reached = True
+        if not isinstance(data, tuple):
+            return spoiled[0]
+        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+
+    def _in_state(self) -> list[Any]:
+        """Return the variables of the fault's site that it is meant for."""
+        anatomy = _state.Anatomy.of(self.model)
+        groups: dict[str, tuple[Any, ...]] = {
+            "weights": anatomy.trainable,
+            "statistics": anatomy.statistics,
+            "slots": anatomy.slots,
+            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
+        }
+        variables = [v for v in groups[self.fault.site] if _probes.is_float(v.dtype)]
+        chosen = [v for v in variables if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"{self.fault.site} that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in variables) or "none"
+            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
+        self.reached = True
+        return chosen
+
+    def _trained(self) -> list[Any]:
+        """Return the trainable variables whose gradients the fault is meant for."""
+        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"trainable variables that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in self.model.trainable_variables)
+            raise GuardError(expected(what, paths, "Choose another path."))
+        return chosen
