@@ -156,6 +156,8 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command = _command(commands, "replay", says, _commands.replay)
     command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident, as Incident.bundle names it")
     command.add_argument("--model", metavar="FILE", help="a .keras file, where the bundle holds no configuration")
+    own = "module with the classes and functions of your own that the model is made of; it is imported"
+    command.add_argument("--import", dest="own", metavar="MODULE", action="append", default=[], help=own)
     modes = command.add_mutually_exclusive_group()
     for mode in ("eager", "graph", "xla"):
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"run it in {mode} mode")

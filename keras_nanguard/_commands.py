@@ -6,10 +6,12 @@ Everything but the standard library is imported inside the command that needs it
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -152,12 +154,31 @@ def replay(given: argparse.Namespace) -> int:
         dtype=given.dtype,
         device=given.device,
         counterfactuals=not given.plain,
+        custom_objects=_own(given.own),
     )
     if given.json:
         _print_json(found.to_dict())
     else:
         print(found)
     return FOUND if found.result == "bad" else CLEAN
+
+
+def _own(modules: Sequence[str]) -> dict[str, Any]:
+    """Import modules by name, also from the current folder, and return their classes and functions by name."""
+    from keras_nanguard._errors import GuardError, expected
+
+    found: dict[str, Any] = {}
+    if modules and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            module = importlib.import_module(name.removesuffix(".py"))
+        except ImportError as error:
+            raise GuardError(
+                expected("a module that can be imported", f"--import {name}: {error}", "Run it where Python finds the module.")
+            ) from error
+        found |= {word: thing for word, thing in vars(module).items() if callable(thing) and not word.startswith("__")}
+    return found
 
 
 def report(given: argparse.Namespace) -> int:

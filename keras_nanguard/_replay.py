@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def replay(
     dtype: str | None = None,
     device: str | None = None,
     counterfactuals: bool = False,
+    custom_objects: Mapping[str, Any] | None = None,
 ) -> Replay:
     """Run the bad step of a bundle again and find out anew why it is bad.
 
@@ -107,6 +109,8 @@ def replay(
         device: where to run, in the backend's words (`"CPU:0"`, `"GPU:0"`); `None` where the backend likes.
         counterfactuals: train a few steps from the start on this batch, each time with one thing changed, and tell
             which change cures it. Costs some dozens of steps.
+        custom_objects: classes and functions of your own that the model is made of, by name, as
+            `keras.saving.load_model` takes them; not needed for those that are registered with Keras.
 
     Returns:
         What came of it; print it.
@@ -123,7 +127,7 @@ def replay(
     with contextlib.ExitStack() as stack:
         if device is not None:
             stack.enter_context(keras.device(device))
-        model = _model(found, model)
+        model = _model(found, model, custom_objects)
         step = _prepared(found, model)
         batch = keras.tree.map_structure(lambda a: None if a is None else here().tensor(a), found.batch)
         if dtype == "float32":
@@ -133,21 +137,33 @@ def replay(
     return Replay(found.incident, mode, run.word, conclude(evidence), run.rows, cures)
 
 
-def _model(found: _bundle.Bundle, model: Any) -> Any:
+def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
     """Return the model: as given, from a file, or from the bundle's configuration."""
+    own = dict(custom_objects or {})
     try:
         if isinstance(model, (str, Path)):
-            return keras.saving.load_model(model)
+            return keras.saving.load_model(model, own)
         if model is None and found.model:
-            return keras.models.model_from_json(found.model)
+            return keras.models.model_from_json(found.model, own)
     except Exception as error:
-        raise BundleError(
-            f"The model cannot be made: {type(error).__name__}: {error} "
-            "A model with Python code in it is not run from a file; pass the model itself."
-        ) from error
+        raise BundleError(f"The model cannot be made: {_why_not(error)}") from error
     if model is None:
         raise BundleError("The bundle has no configuration of its model. Pass the model, or the path of a .keras file.")
     return model
+
+
+def _why_not(error: Exception) -> str:
+    """Return why Keras could not make the model, and what to do: its own messages carry the whole configuration."""
+    if missing := re.search(r"Could not locate (class|function) '([^']+)'", str(error)):
+        word, name = missing.groups()
+        return (
+            f"its {word} {name!r} is your own, and is not known here. Pass custom_objects={{{name!r}: {name}}} or the model "
+            f"itself; on the command line, --import the module that defines {name}."
+        )
+    first = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no reason given"
+    return (
+        f"{type(error).__name__}: {first} A model with Python code in it is not run from a file; pass the model itself."
+    )
 
 
 def _prepared(found: _bundle.Bundle, model: Any) -> Step:

@@ -55,7 +55,8 @@ def _cause(incident: Incident) -> str:
 def epoch_line(epoch: int, refused: int, steps: int) -> str:
     """Return the line at the end of an epoch in which steps were left out."""
     left = steps - refused
-    return f"NanGuard: epoch {epoch + 1}: {refused} of {steps} steps were left out; the means are over the other {left}."
+    means = f"the means are over the other {left}" if left else "there is no step to take the means over"
+    return f"NanGuard: epoch {epoch + 1}: {refused} of {steps} steps were left out; {means}."
 
 
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:

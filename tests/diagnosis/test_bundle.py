@@ -150,6 +150,49 @@ def test_python_code_in_a_configuration_is_not_run(tmp_path):
         replay(incident.bundle)
 
 
+@pytest.fixture
+def own_layer(tmp_path):
+    """The bundle of a model with a layer that is registered nowhere, and the module that defines it."""
+    source = """
+import keras
+
+class Root(keras.layers.Layer):
+    def call(self, inputs):
+        return keras.ops.log(keras.ops.relu(inputs))
+"""
+    (tmp_path / "parts_of_mine.py").write_text(source)
+    names = {}
+    exec(source, names)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), names["Root"](name="root"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    guard = NanGuard("stop", verbose=0, directory=tmp_path / "run")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0, callbacks=[guard])
+    return guard.incidents[0].bundle, names["Root"]
+
+
+def test_a_layer_of_ones_own_is_asked_for_by_name(own_layer):
+    bundle, layer = own_layer
+    with pytest.raises(BundleError, match="its class 'Root' is your own") as told:
+        replay(bundle)
+    assert len(str(told.value)) < 400, "the configuration of the model is not poured over the user"
+    found = replay(bundle, custom_objects={"Root": layer})
+    assert (found.result, found.diagnosis.culprit) == ("bad", "root")
+
+
+def test_the_command_line_imports_layers_of_ones_own(own_layer, tmp_path, monkeypatch, capsys):
+    from keras_nanguard._cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["replay", own_layer[0], "--plain", "--json"]) == 2
+    assert "--import" in capsys.readouterr().err
+    assert main(["replay", own_layer[0], "--plain", "--import", "nowhere_to_be_found"]) == 2
+    capsys.readouterr()
+    assert main(["replay", own_layer[0], "--plain", "--json", "--import", "parts_of_mine"]) == 1
+    assert json.loads(capsys.readouterr().out)["diagnosis"]["culprit"] == "root"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
