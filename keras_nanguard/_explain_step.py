@@ -14,6 +14,7 @@ import keras
 
 from keras_nanguard import _state
 from keras_nanguard._diagnose import batches, raised
+from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_facts
@@ -22,6 +23,7 @@ from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._incident import Diagnosis, Finding, Incident
+from keras_nanguard._step._fault_hook import without_faults
 
 __all__ = ["Explainer"]
 
@@ -51,7 +53,8 @@ class Explainer:
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            return self._explained(session, incident, report)
+            with without_faults():
+                return self._explained(session, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
 
@@ -110,6 +113,8 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state = [f for f in incident.findings if f.site in ("weights", "statistics")]
     fresh = session.step == 0 and not incident.refused
     roles = _roles(anatomy)
+    first = "" if incident.refused else _committed(incident)
+    facts = optimizer_facts(anatomy.optimizers, committed=bool(_committed(incident)))
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,
@@ -119,11 +124,12 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state_fresh=fresh,
         mode=_mode(session),
         growth=growth(session.history, incident.step, own, () if _committed(incident) else anatomy.trainable),
-        optimizers=optimizer_facts(anatomy.optimizers, committed=bool(_committed(incident))),
+        optimizers=facts,
+        written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(session.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),
-        first="" if incident.refused else _committed(incident),
+        first=first,
     )
     if report is None or report.batch is None:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
@@ -147,8 +153,10 @@ def step_of(session: Any) -> Step:
 
 
 def _committed(incident: Incident) -> str:
-    """Return the first bad site of a step that committed."""
+    """Return the first bad site of a step that committed, where that is one which only the update writes."""
     sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
+    if any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings):
+        return ""
     return next((site for site in ("weights", "slots") if site in sites), "")
 
 

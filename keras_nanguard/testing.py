@@ -27,6 +27,7 @@ import numpy as np
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._settings import on_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 
@@ -48,7 +49,7 @@ class Fault:
         site: one of `SITES`.
         kind: one of `KINDS`.
         steps: the train steps it hits, in order, from 0.
-        path: glob on the Keras path of the variable, or on the place in the batch (`0`, `0/name`).
+        path: glob on the Keras path of the variable or a run of its parts, or on the place in the batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
         entries: how many entries of each tensor (of each row, in a batch), from the first; `None` for all.
         magnitude: factor of a spike.
@@ -64,7 +65,8 @@ class Fault:
 
     def matches(self, path: str) -> bool:
         """Whether this place is meant."""
-        return fnmatchcase(path, self.path)
+        in_batch = self.site in ("inputs", "targets")
+        return fnmatchcase(path, self.path) if in_batch else on_path(path, self.path)
 
     def factor(self, dtype: Any) -> float:
         """Return the number that a value of this dtype is multiplied by."""
@@ -105,8 +107,8 @@ def inject(
         step: the train step it happens at, counted from 0 from the start of the context on, over all fits in it; or
             several of them.
         count: how many steps in a row, from each `step` on.
-        path: glob on the Keras path of the variables (`"dense/*"`), or on the place in the batch: inputs are `0` or
-            `0/name`, targets `0`, sample weights `1`.
+        path: glob on the Keras path of the variables or on a run of its parts, as in a policy (`"dense"`, `"dense/kernel"`),
+            or on the place in the batch: inputs are `0` or `0/name`, targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
         entries: how many entries of each tensor, or of each row of a batch, from the first; `None` for all.
         magnitude: factor of a spike.
@@ -233,7 +235,7 @@ def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnit
     array = _state.read(variable)
     flat = array.reshape(-1)
     fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
-    value = fault.value(variable.dtype)
+    value = fault.value(array.dtype)
     wide = _probes.widen(flat[:entries])
     flat[:entries] = np.where(wide == 0, magnitude, wide * magnitude) if value is None else value
     _state.write(variable, array)

@@ -218,6 +218,8 @@ def _update(e: Evidence) -> Verdict | None:
         return Verdict("optimizer_domain", e.first_path, confidence=0.95, because="rate")
     if grown(e, 1e4) and not any(o.epsilon_in_dtype == 0.0 and o.epsilon for o in e.optimizers):
         return Verdict("divergence", e.first_path, confidence=0.8, because="growth")
+    if e.written:
+        return Verdict("state_nonfinite", e.first_path, confidence=0.85, because="written")
     return Verdict("optimizer_domain", e.first_path, confidence=0.85, because="update")
 
 

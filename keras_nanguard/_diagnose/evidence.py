@@ -241,6 +241,7 @@ class Evidence:
         low_precision: lowest float dtype that a layer computes in.
         growth: the history.
         optimizers: the optimizers.
+        written: whether the bad weights or slots cannot have been made by the update, whose numbers are all moderate.
         loss_scale: the loss scale, `None` where there is none.
         loss_scale_start: the loss scale that the optimizer begins with.
         table: one row for each call of a layer.
@@ -279,6 +280,7 @@ class Evidence:
     low_precision: str = ""
     growth: Growth = Growth()
     optimizers: tuple[OptimizerFacts, ...] = ()
+    written: bool = False
     loss_scale: float | None = None
     loss_scale_start: float | None = None
     table: tuple[LayerRow, ...] = ()

@@ -46,8 +46,11 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield _birth(e.birth)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        seen = "Run again on the untouched state, the first bad value is" if e.replay else "The first bad value is"
+        seen = "Run again on the untouched state, the step shows it first in" if e.replay else "The step shows it first in"
         yield f"{seen} {SITES.get(e.first, e.first)}{path}."
+    if verdict.because == "written":
+        names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
+        yield f"With these gradients, rates, weights and slots the arithmetic of {names} stays finite: it was there before the step."
     if e.first == "gradients" and e.birth is None and e.replay == "bad":
         yield "Every gradient is finite, and so large that the sum of their squares overflows float32."
     kinds = dict(site.partition(":")[::2] for site in e.sites)

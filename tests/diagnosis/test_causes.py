@@ -60,6 +60,15 @@ def test_every_diagnosis_has_sentences(cause):
     assert diagnosis.evidence or cause in ("spike", "unknown")
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_what_the_update_cannot_have_made_was_there_before(written):
+    """Finite gradients and bad weights: the optimizer is to blame, unless its arithmetic cannot have done it."""
+    evidence = replace(TABLE["optimizer_domain"], refused=False, optimizers=(replace(ADAM, epsilon_in_dtype=1e-8),))
+    diagnosis = conclude(replace(evidence, written=written))
+    assert diagnosis.cause == ("state_nonfinite" if written else "optimizer_domain")
+    assert any("it was there before the step" in line for line in diagnosis.evidence) is written
+
+
 def test_every_cause_has_advice():
     assert set(ADVICE) == set(CAUSES)
 

@@ -1,0 +1,103 @@
+"""The same policy decides the same on every backend: one table of faults and of what the default makes of them.
+
+The table is written down, not computed: every backend runs this file, and every backend has to come to these lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
+
+WARN, SKIP = "warn: done", "skip: done"
+BACK, SLOWER, STOP = "rollback: done", "lower_lr: done", "stop: done"
+
+TABLE = {
+    "nothing": ("recover", [], [], 1e-3),
+    "one bad input": (
+        "recover", [{"site": "inputs", "step": 5}], [(5, "input_nonfinite", WARN, SKIP)], 1e-3,
+    ),
+    "one bad target": (
+        "recover", [{"site": "targets", "kind": "inf", "step": 5}], [(5, "target_nonfinite", WARN, SKIP)], 1e-3,
+    ),
+    "one bad loss": ("recover", [{"site": "loss", "step": 5}], [(5, "transient", WARN, SKIP)], 1e-3),
+    "one bad gradient": (
+        "recover", [{"site": "gradients", "kind": "-inf", "step": 4}], [(4, "transient", WARN, SKIP)], 1e-3,
+    ),
+    "three bad gradients": (
+        "recover",
+        [{"site": "gradients", "step": 6, "count": 3}],
+        [(6, "transient", WARN, SKIP), (7, "transient", WARN, SKIP), (8, "transient", WARN, BACK, SLOWER)],
+        1e-4,
+    ),
+    "four bad gradients in half precision": (
+        "strict-fp16",
+        [{"site": "gradients", "step": 6, "count": 4}],
+        [(6, "transient", WARN, SKIP), (7, "transient", WARN, SKIP), (8, "transient", WARN, BACK, SLOWER),
+         (9, "transient", WARN, SKIP)],
+        1e-4,
+    ),
+    "three bad gradients while fine-tuning": (
+        "finetune",
+        [{"site": "gradients", "step": 3, "count": 3}],
+        [(3, "transient", WARN, SKIP), (4, "transient", WARN, SKIP), (5, "transient", WARN, BACK, SLOWER)],
+        3e-4,
+    ),
+    "damaged weights": (
+        "recover", [{"site": "weights", "step": 7, "path": "hidden"}], [(7, "state_nonfinite", WARN, BACK)], 1e-3,
+    ),
+    "damaged statistics": (
+        "recover", [{"site": "statistics", "kind": "inf", "step": 7}], [(7, "state_nonfinite", WARN, BACK)], 1e-3,
+    ),
+    "damaged slots": ("recover", [{"site": "slots", "step": 7}], [(7, "state_nonfinite", WARN, BACK)], 1e-3),
+    "a finite jump": (
+        "recover", [{"site": "loss", "kind": "spike", "step": 20, "magnitude": 1e9}], [(20, "spike", WARN)], 1e-3,
+    ),
+    "trouble without end": (
+        "recover",
+        [{"site": "gradients", "step": 0, "count": 24}],
+        [*((step, "transient", WARN, *((BACK, SLOWER) if step % 3 == 2 else (SKIP,))) for step in range(11)),
+         (11, "transient", WARN, STOP)],
+        1e-6,
+    ),
+    "stop at the first": ("stop", [{"site": "loss", "step": 3}], [(3, "transient", STOP)], 1e-3),
+    "see and tell": ("observe", [{"site": "inputs", "step": 3}], [(3, "input_nonfinite", WARN)], 1e-3),
+}  # fmt: skip
+"""Policy, faults, what the guard makes of them (step, cause, outcomes), and the learning rate at the end."""
+
+
+def decided(policy, faults):
+    """Train for 24 steps and return what was seen, decided and done, and the rate at the end."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="relu", name="hidden"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(1, dtype="float32", name="head"),
+        ]
+    )
+    model.compile("adam", "mse")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((192, 8)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    guard = NanGuard(policy, verbose=0)
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(inject(model, must_happen=False, **fault))
+        model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    lines = [(i.step, i.diagnosis.cause, *(f"{o.action}: {o.status}" for o in i.outcomes)) for i in guard.incidents]
+    return lines, float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_same_decisions(name):
+    policy, faults, lines, rate = TABLE[name]
+    assert decided(policy, faults) == (lines, pytest.approx(rate))
