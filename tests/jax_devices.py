@@ -1,0 +1,168 @@
+"""Training over several simulated devices on JAX, in a process of its own: `python jax_devices.py DEVICES WHAT`.
+
+The number of devices is settled when JAX starts, so each of these needs a process. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+
+DEVICES, WHAT = int(sys.argv[1]), sys.argv[2]
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import jax
+import keras
+import numpy as np
+from keras import distribution, layers
+from keras.src.backend.jax import trainer
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
+
+BATCH, STEPS = 16, 12
+BAD = {3: 1, 7: 14}
+"""Bad batch and the row in it: one row of the first device, one of the last."""
+
+ITEM = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "f64": 8, "s64": 8}
+
+
+def data(bad):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
+    y = x.sum(2, keepdims=True)
+    for batch, row in BAD.items():
+        x[batch, row, 2] = np.nan
+    kept = list(range(STEPS)) if bad else [i for i in range(STEPS) if i not in BAD]
+    return x[kept].reshape(-1, 8), y[kept].reshape(-1, 1)
+
+
+def model(width=16):
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(width, activation="tanh", name="hidden"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dropout(0.2),
+            layers.Dense(1, dtype="float32", name="head"),
+        ]
+    )
+    net.compile(keras.optimizers.Adam(1e-2), "mse")
+    return net
+
+
+def values(net):
+    held = [*net.variables, *net.optimizer.variables]
+    return [np.asarray(v.value).astype("float64") for v in held]
+
+
+def oracle(**more):
+    """Compare a guarded run over bad batches with a plain one without them.
+
+    In float16 that one is guarded as well: stock Keras lets statistics and seeds move on in a step that overflows.
+    """
+    x, y = data(bad=False)
+    plain = model()
+    half = keras.config.dtype_policy().name == "mixed_float16"
+    history = plain.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(verbose=0)] if half else [])
+    x, y = data(bad=True)
+    guard, net = NanGuard(verbose=0, **more), model()
+    guarded = net.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    far = [float(np.max(np.abs(a - b) / (np.abs(b) + 1e-6))) for a, b in zip(values(net), values(plain)) if a.size]
+    return {
+        "far": max(far),
+        "loss": abs(guarded.history["loss"][0] - history.history["loss"][0]),
+        "steps": [i.step for i in guard.incidents],
+        "causes": [i.diagnosis.cause for i in guard.incidents],
+        "rows": [list(i.diagnosis.samples) for i in guard.incidents],
+        "spread": len(net.layers[0].kernel.value.sharding.device_set),
+    }
+
+
+def rolled_back():
+    """Three bad batches in a row: a rollback, on arrays that lie on several devices."""
+    x, y = data(bad=False)
+    guard, net = NanGuard(verbose=0), model()
+    before = net.layers[0].kernel.value.sharding
+    with inject(net, site="gradients", step=5, count=3):
+        net.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    return {
+        "finite": all(np.isfinite(v).all() for v in values(net)),
+        "outcomes": [[o.action for o in i.outcomes] for i in guard.incidents],
+        "same place": net.layers[0].kernel.value.sharding.is_equivalent_to(before, 2),
+    }
+
+
+def reduced(text):
+    """Return the bytes that each collective of a compiled program gives, as a sorted list."""
+    found = []
+    for line in text.splitlines():
+        made = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (.+?) (?:all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(", line)
+        if made:
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", made.group(1))
+            found.append(sum(ITEM[kind] * int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for kind, dims in shapes))
+    return sorted(found)
+
+
+def traffic():
+    """Return the bytes that one step exchanges between devices, plain and guarded, for two sizes of the model."""
+    told = {}
+    for width in (16, 256):
+        for word, callbacks in (("plain", []), ("guarded", [NanGuard(verbose=0)])):
+            with compiled() as seen:
+                x, y = data(bad=False)
+                model(width).fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0, callbacks=callbacks)
+            step, given = seen[0]
+            told[f"{word} {width}"] = sum(reduced(step.lower(*given).compile().as_text()))
+    return told
+
+
+@contextlib.contextmanager
+def compiled():
+    """Give the list of compiled functions that are called in the context, each with its arguments."""
+    seen, real = [], jax.jit
+
+    def jit(function, *args, **kwargs):
+        made = real(function, *args, **kwargs)
+
+        def call(*given):
+            seen.append((made, jax.tree_util.tree_map(_abstract, given)))
+            return made(*given)
+
+        return call
+
+    trainer.jit = jax.jit = jit
+    try:
+        yield seen
+    finally:
+        trainer.jit = jax.jit = real
+
+
+def _abstract(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+
+
+def main():
+    devices = distribution.list_devices()
+    if WHAT.startswith("model"):
+        mesh = distribution.DeviceMesh((DEVICES // 2, 2), ["batch", "model"], devices)
+        layout = distribution.LayoutMap(mesh)
+        layout[".*hidden/kernel"] = (None, "model")
+        layout[".*hidden/bias"] = ("model",)
+        distribution.set_distribution(distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+    else:
+        distribution.set_distribution(distribution.DataParallel(devices=devices))
+    if WHAT.endswith("float16"):
+        keras.config.set_dtype_policy("mixed_float16")
+    name = WHAT.partition(" ")[2]
+    print(json.dumps({"rollback": rolled_back, "traffic": traffic}.get(name, oracle)()))
+
+
+if __name__ == "__main__":
+    main()
