@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _results, _state
+from keras_nanguard import _processes, _results, _state
 from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._errors import GuardError, GuardInUseError, expected
 from keras_nanguard._firewall import Firewall, shielded
@@ -93,6 +93,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self.incidents: list[Incident] = []
         self.session: Session | None = None
         self._attachment: Attachment | None = None
+        self._scratch: Any = None
         self._fit: Fit | None = None
         self._firewall: Firewall | None = None
         self._training = False
@@ -141,10 +142,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             optimizers=optimizers,
             functions=self.functions,
         )
-        session.directory = None if self.directory is None else str(self.directory)
-        if self.directory is not None and self.policy.snapshot.storage == "disk":
+        directory, self._scratch = _processes.folder(self.directory)
+        session.directory = None if directory is None else str(directory)
+        if directory is not None and self.policy.snapshot.storage == "disk":
             kept = self.policy.snapshot
-            session.ring = DiskRing(kept.keep, kept.good_after, self.directory, session)
+            session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
         earlier = self.session
         if earlier is not None and earlier.model is model and earlier.course is not None:
             earlier.course.apply(session, write=False)
@@ -184,6 +186,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.resume and self.session is not None and self.directory is not None:
             self.resume = False
             self.session.resuming = found = find(self.directory, steps)
+            _processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
             if found is not None and self.verbose:
                 _state.print_line(found.sentence())
 
@@ -271,12 +274,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         """Write all incidents to a file and return its path.
 
         `.json` holds one object with a format number, `.jsonl` one incident a line; `.md` and `.html` are texts for
-        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it.
+        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it. Of
+        several processes the first one writes it.
 
         Raises:
             GuardError: for another ending.
         """
-        return files.write(self.incidents, self.summary(), path)
+        return files.write(self.incidents, self.summary(), path) if _processes.index() == 0 else Path(path)
 
 
 def _explainer() -> Any:

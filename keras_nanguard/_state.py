@@ -23,7 +23,7 @@ import keras
 import numpy as np
 from keras.src.utils import io_utils
 
-from keras_nanguard import _probes
+from keras_nanguard import _probes, _processes
 
 __all__ = [
     "Anatomy",
@@ -59,8 +59,9 @@ VARIABLE = keras.src.backend.Variable
 
 
 def print_line(text: str) -> None:
-    """Print a line the way Keras prints: on the screen, or into the log where interactive logging is off."""
-    io_utils.print_msg(text)
+    """Print a line the way Keras prints: on the screen, or into the log; of several processes the first one does."""
+    if _processes.index() == 0:
+        io_utils.print_msg(text)
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
@@ -252,7 +253,7 @@ def _recurrent_states(layer: Any) -> list[Any]:
 
 def read(variable: Any) -> np.ndarray[Any, Any]:
     """Return the variable's value as a NumPy array that shares no memory with it."""
-    return np.array(keras.ops.convert_to_numpy(variable.value))
+    return np.array(keras.ops.convert_to_numpy(_processes.whole(variable.value)))
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
@@ -268,7 +269,7 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "detach"):  # torch: NumPy knows neither its gradients, nor its devices, nor its bfloat16
         value = value.detach().cpu()
         return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else keras.ops.convert_to_numpy(value))
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else keras.ops.convert_to_numpy(_processes.whole(value)))
 
 
 def is_statistic(variable: Any) -> bool:
@@ -324,8 +325,7 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
             return dense(inner_values)
     if hasattr(value, "detach"):
         return _as_numpy(value)
-    value = value.numpy() if hasattr(value, "numpy") else value
-    return np.asarray(value)
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else _processes.whole(value))
 
 
 def batchnorms(model: Any) -> list[Any]:

@@ -3,6 +3,8 @@
 The number of devices is settled when JAX starts, so each of these needs a process. Prints one line of JSON.
 """
 
+# ruff: noqa: E402  what JAX reads when it starts is set before it is imported
+
 from __future__ import annotations
 
 import contextlib

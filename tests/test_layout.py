@@ -29,8 +29,8 @@ BOTTOM = (
 BACKENDS = ("tensorflow", "jax", "torch")
 HOMES = {
     "tensorflow": ("_step.*", "_attach.*", "_diagnose.*", "replay"),
-    "torch": ("reestimate", "_step.*", "_attach.*", "_diagnose.*"),
-    "jax": ("_step.*", "_attach.*", "_diagnose.*"),
+    "torch": ("reestimate", "processes", "_step.*", "_attach.*", "_diagnose.*"),
+    "jax": ("processes", "_step.*", "_attach.*", "_diagnose.*"),
 }
 """Where a backend may be imported."""
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
-from keras_nanguard import _internals, _probes, _state
+from keras_nanguard import _internals, _probes, _processes, _state
 from keras_nanguard._diagnose import batches, rows
 from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
@@ -46,6 +47,9 @@ class Trials:
         """Return the evidence with what the replays showed."""
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
+            return self.evidence
+        if _processes.count() > 1 and keras.backend.backend() == "jax":
+            self._add(notes=(f"The step runs in {_processes.count()} processes, so it was not run again by one of them.",))
             return self.evidence
         run = self._replayed()
         self._look_at_targets(run)

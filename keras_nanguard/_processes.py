@@ -1,0 +1,85 @@
+"""Training that is spread over several processes: which of them this one is, and what all of them hold together.
+
+Every process sees the same verdicts and so decides the same, step for step. Only the first one prints, and writes to the
+guard's directory; the others run the same code with a folder of their own that goes when they end, for some of what it does
+(reading a value that is spread over processes, giving a variable a value) has to be done by all of them at once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._errors import GuardError, expected
+
+__all__ = ["agreed", "count", "folder", "index", "whole"]
+
+
+def count() -> int:
+    """Return how many processes train together."""
+    return _place()[1]
+
+
+def index() -> int:
+    """Return the number of this process among them, from 0."""
+    return _place()[0]
+
+
+def _place() -> tuple[int, int]:
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.process_index(), jax.process_count()
+    if keras.backend.backend() == "torch":
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def whole(value: Any) -> Any:
+    """Return an array that this process can read: where it is spread over processes, gathered by all of them."""
+    if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
+        return value
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
+def folder(directory: Path | None) -> tuple[Path | None, Any]:
+    """Return where this process writes, and what keeps that folder alive: the guard's directory in the first process."""
+    if directory is None or index() == 0:
+        return directory, None
+    scratch = tempfile.TemporaryDirectory(prefix="keras_nanguard-")
+    return Path(scratch.name), scratch
+
+
+def agreed(number: int, what: str) -> None:
+    """Check that all processes found the same.
+
+    Args:
+        number: what this one found.
+        what: what that is, in words.
+
+    Raises:
+        GuardError: if another process found something else.
+    """
+    if count() == 1:
+        return
+    if keras.backend.backend() == "jax":
+        from jax.experimental import multihost_utils
+
+        found = np.ravel(multihost_utils.process_allgather(np.asarray(number))).tolist()
+    else:
+        import torch.distributed
+
+        found = [0] * count()
+        torch.distributed.all_gather_object(found, number)
+    if len(set(found)) > 1:
+        remedy = "Give all of them the same directory, on a file system that they share."
+        raise GuardError(expected(f"all processes to find the same {what}", f"{found}, by process", remedy))

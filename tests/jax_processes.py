@@ -1,0 +1,89 @@
+"""Two processes that train together on JAX: `python jax_processes.py RANK PORT WHAT DIRECTORY`. Prints one line of JSON."""
+
+# ruff: noqa: E402  what JAX reads when it starts is set before it is imported
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+
+RANK, PORT, WHAT, DIRECTORY = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+
+import keras
+import numpy as np
+from keras import distribution, layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
+
+BATCH, STEPS = 16, 24
+BAD = {3: 1, 7: 14}
+"""Bad batch and the row in it: one row of the first process, one of the second."""
+
+DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "good_after": 1, "keep": 3}}
+
+
+class Die(keras.callbacks.Callback):
+    """Ends the second process without a word."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 1 and batch == 13:
+            os._exit(9)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
+    y = x.sum(2, keepdims=True)
+    kept = [i for i in range(STEPS) if WHAT != "plain" or i not in BAD]
+    if WHAT in ("bad", "endless"):
+        for batch, row in BAD.items() if WHAT == "bad" else ((b, 3) for b in range(STEPS)):
+            x[batch, row, 2] = np.nan
+    mine = slice(RANK * BATCH // 2, (RANK + 1) * BATCH // 2)
+    return x[kept][:, mine].reshape(-1, 8), y[kept][:, mine].reshape(-1, 1)
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(1),
+        ]
+    )
+    net.compile(keras.optimizers.Adam(1e-2), "mse")
+    return net
+
+
+def main():
+    distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
+    devices = distribution.list_devices()
+    distribution.set_distribution(distribution.DataParallel(devices=devices, auto_shard_dataset=False))
+    net, (x, y) = model(), data()
+    on_disk = WHAT in ("killed", "resumed", "whole")
+    guard = NanGuard(DISK if on_disk else "recover", directory=DIRECTORY, verbose=1, resume=WHAT == "resumed")
+    callbacks = [] if WHAT == "plain" else [guard, *([Die()] if WHAT == "killed" else [])]
+    fault = inject(net, site="gradients", step=5, count=3) if WHAT == "rollback" else contextlib.nullcontext()
+    with fault:
+        history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
+    told = {
+        "loss": history.history["loss"],
+        "weights": [np.asarray(v.value).astype("float64").ravel().tolist() for v in net.trainable_variables],
+        "rate": float(np.asarray(net.optimizer.learning_rate)),
+        "incidents": [
+            [i.step, i.diagnosis.cause, list(i.diagnosis.samples), [o.action for o in i.outcomes]] for i in guard.incidents
+        ],
+        "folder": guard.session.directory if guard.session is not None else "",
+    }
+    print(json.dumps(told), flush=True)
+
+
+main()
