@@ -1,6 +1,6 @@
 """What guarding costs, as a ratio to plain `fit`, measured in paired rounds in one process.
 
-    python benchmarks/overhead.py [--models mlp wide ...] [--rounds 15] [--json out.json] [--xla]
+    python benchmarks/overhead.py [--models mlp wide ...] [--rounds 15] [--json out.json] [--xla] [--replicas 2]
 
 Every round times one epoch of each variant on the same data, in an order that changes from round to round, and takes
 ratios within the round; the median over the rounds is told with its quartiles. Absolute times are shown only to say
@@ -13,6 +13,7 @@ what the ratio is of. The claim, checked with `--check`:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -96,13 +97,23 @@ VARIANTS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+REPLICAS: list[str] = []
+
+
+@functools.cache
+def strategy() -> Any:
+    """Return the one strategy that all models train under."""
+    return tf.distribute.MirroredStrategy(REPLICAS) if REPLICAS else tf.distribute.get_strategy()
+
+
 class Variant:
     """One model under one set of callbacks, its functions compiled once and kept between epochs."""
 
     def __init__(self, name: str, build: Callable[[], Any], xla: bool):
         keras.utils.set_random_seed(0)
-        self.model, shape, batch, self.steps = build()
-        self.model.compile("adam", LOSS(from_logits=True), jit_compile=xla)
+        with strategy().scope():
+            self.model, shape, batch, self.steps = build()
+            self.model.compile("adam", LOSS(from_logits=True), jit_compile=xla)
         rng = np.random.default_rng(0)
         size = (batch * self.steps, *shape)
         tokens = len(shape) == 1 and shape[0] == 64
@@ -179,11 +190,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--xla", action="store_true")
     parser.add_argument("--numerics", action="store_true", help="tf.debugging.enable_check_numerics beside it")
+    parser.add_argument("--replicas", type=int, default=0, help="MirroredStrategy over so many logical CPUs")
     parser.add_argument("--json")
     parser.add_argument("--check", action="store_true", help="exit 1 where the claim does not hold")
     a = parser.parse_args()
     random.seed(0)
     results, broken = [], []
+    if a.replicas:
+        cpus = [tf.config.LogicalDeviceConfiguration()] * a.replicas
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
+        REPLICAS.extend(f"CPU:{n}" for n in range(a.replicas))
     if a.numerics:
         VARIANTS["check_numerics"] = lambda: [CheckNumerics()]
     print(f"keras {keras.__version__}, tensorflow {tf.__version__}, {os.cpu_count()} cores, {a.rounds} rounds")

@@ -173,6 +173,7 @@ class Incident:
         decision: what the policy chose.
         outcomes: what came of each action.
         bundle: folder from which the step can be replayed, or `None`.
+        replicas: numbers of the replicas that saw something bad, where a strategy trains on several; else empty.
     """
 
     step: int
@@ -185,6 +186,7 @@ class Incident:
     decision: Decision | None = None
     outcomes: tuple[Outcome, ...] = ()
     bundle: str | None = None
+    replicas: tuple[int, ...] = ()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -246,6 +248,7 @@ def _records(given: Mapping[str, Any]) -> dict[str, Any]:
         "diagnosis": Diagnosis(**{k: _tupled(v) for k, v in diagnosis.items()}) if diagnosis else None,
         "decision": Decision(**{k: _tupled(v) for k, v in decision.items()}) if decision else None,
         "outcomes": tuple(Outcome(**o) for o in given.get("outcomes", ())),
+        "replicas": tuple(given.get("replicas", ())),
     }
 
 

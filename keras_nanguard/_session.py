@@ -319,7 +319,8 @@ class Session:
         act: bool = True,
     ) -> None:
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        incident = Incident(step, self.epoch, max(step - self.epoch_start, 0), ordered, refused, values)
+        batch, replicas = max(step - self.epoch_start, 0), report.replicas if report is not None else ()
+        incident = Incident(step, self.epoch, batch, ordered, refused, values, replicas=replicas)
         if self.explain is not None:
             incident = incident.with_(diagnosis=diagnosis or self.explain(self, incident, report))
             if self.directory is not None and hasattr(self.explain, "bundle"):
@@ -373,8 +374,7 @@ class Session:
         told = of_error(self, error) if of_error is not None else None
         if told is not None:
             finding, diagnosis = told
-            batch = max(self.step - self.epoch_start, 0)
-            self.tell(Incident(self.step, self.epoch, batch, (finding,), diagnosis=diagnosis))
+            self.tell(Incident(self.step, self.epoch, max(self.step - self.epoch_start, 0), (finding,), diagnosis=diagnosis))
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Any = None, act: bool = True) -> None:
         """Tell of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._session import Session
-from keras_nanguard._step import _tensorflow
+from keras_nanguard._step import _mirrored, _tensorflow
 
 __all__ = ["LoopStep", "ModelAttachment"]
 
@@ -20,9 +20,10 @@ class ModelAttachment(Attachment):
     def _build(self) -> None:
         model, session = self.model, self.session
         many = model.steps_per_execution
-        jit = bool(model.jit_compile) and not model.run_eagerly
+        mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
+        jit = bool(model.jit_compile) and not model.run_eagerly and not mirrored
         old = session.transaction
-        transaction = _tensorflow.Transaction(
+        transaction = (_mirrored.MirroredTransaction if mirrored else _tensorflow.Transaction)(
             self.body,
             session.read_anatomy,
             model=model,
@@ -31,7 +32,7 @@ class ModelAttachment(Attachment):
             counted=many if many > 1 else 0,
             capacity=max(8, many),
             born=session.born,
-            refuse=session.policy.refuse and not self._spread_out(),
+            refuse=session.policy.refuse and (mirrored or not self._spread_out()),
         )
         if old is not None:
             transaction.inherit(old)
@@ -48,7 +49,7 @@ class ModelAttachment(Attachment):
         model.train_function = self.run
 
     def _spread_out(self) -> bool:
-        """Whether the model trains under a `tf.distribute` strategy, where a step is watched and healed, not refused."""
+        """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
         return self.model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
 
     def run(self, iterator: Any) -> Any:
@@ -78,7 +79,7 @@ class ModelAttachment(Attachment):
         """Trace the step without running it, so that every variable that it makes is there to be written."""
         while hasattr(iterator, "element_spec"):
             try:
-                tf.function(self.session.transaction, autograph=False).get_concrete_function(iterator.element_spec)
+                self.session.transaction.trace(iterator.element_spec)
                 return
             except _tensorflow.Retrace:
                 self._build()

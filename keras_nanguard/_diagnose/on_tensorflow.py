@@ -56,8 +56,11 @@ def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
 
 @contextlib.contextmanager
 def kept(variables: Sequence[Any]) -> Iterator[None]:
-    """Put these variables, and the generator of eager operations that have no seed of their own, back at the end."""
-    natives = [_state.native(v) for v in variables]
+    """Put these variables, and the generator of eager operations that have no seed of their own, back at the end.
+
+    Of a variable that is spread over several replicas, the copy of each.
+    """
+    natives = [part for v in variables for part in getattr(_state.native(v), "values", (_state.native(v),))]
     natives = [v for v in natives if hasattr(v, "assign")]
     old = [v.read_value() for v in natives]
     drawn = getattr(context.context(), "_rng", None)

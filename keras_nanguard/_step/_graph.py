@@ -53,7 +53,7 @@ def accesses(graph: Any, start: int, late: int | None = None) -> Iterable[Access
     """
     for position, op in enumerate(graph.get_operations()[start:], start):
         resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
-        if not resources:
+        if not resources or op.type.startswith("Collective"):  # what orders collectives is no state of the model
             continue
         reads = set(resources) if op.type in _READS else _read_only(op)
         for i in resources:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._step import _graph
 
-__all__ = ["Intercept", "Record"]
+__all__ = ["Intercept", "Record", "Seen"]
 
 _COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
 
@@ -41,14 +42,9 @@ def _trained_by(optimizer: Any) -> Sequence[Any]:
     return variables
 
 
-class Intercept:
-    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
-
-    Args:
-        model: the model whose `compute_loss` is noted, or `None`.
-        optimizers: the optimizers to stand in for.
-        through: let each update run at once (its effect can be undone) instead of putting it off.
-        born: called with each variable that comes into being while the body runs, before anything writes it.
+@dataclass(slots=True)
+class Seen:
+    """What one run of the body was seen to do.
 
     Attributes:
         records: the calls of `apply`, in order.
@@ -59,35 +55,58 @@ class Intercept:
         nested: whether an update was asked for inside a function or conditional of the body's own.
     """
 
+    records: list[Record] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    boundary: int | None = None
+    nested: bool = False
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        model: the model whose `compute_loss` is noted, or `None`.
+        optimizers: the optimizers to stand in for.
+        through: let each update run at once (its effect can be undone) instead of putting it off.
+        born: called with each variable that comes into being while the body runs, before anything writes it.
+        seen: returns the notes for the replica that asks, where there are several; else there are the notes that
+            entering the context returns.
+    """
+
     def __init__(
         self,
         model: Any,
         optimizers: Iterable[Any],
         through: bool,
         born: Callable[[Any], None],
+        seen: Callable[[], Seen] | None = None,
     ):
         self.model, self.optimizers, self.through, self.born = model, list(optimizers), through, born
+        self.notes, self.alone = Seen(), seen is None
+        self.seen = seen or (lambda: self.notes)
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.records: list[Record] = []
-        self.gradients: list[Any] = []
-        self.losses: list[Any] = []
-        self.outputs: list[tuple[str, Any]] = []
-        self.boundary: int | None = None
-        self.nested = False
         self._creating = False
         self._before: list[tuple[Any, str, Any]] = []
 
-    def __enter__(self) -> Intercept:
+    def __enter__(self) -> Seen:
         for optimizer in self.optimizers:
             self._override(optimizer, "apply", self._applier(optimizer, optimizer.apply))
         if hasattr(self.model, "compute_loss"):
             self._override(self.model, "compute_loss", self._noting(self.model.compute_loss))
-        self._creation = tf.variable_creator_scope(self._create)
-        self._creation.__enter__()
-        return self
+        if self.alone:
+            self._creation = self.creating()
+            self._creation.__enter__()
+        return self.notes
+
+    def creating(self) -> Any:
+        """Return a context in which variables are made outside of the graph; each replica's thread enters its own."""
+        return tf.variable_creator_scope(self._create)
 
     def __exit__(self, *details: Any) -> None:
-        self._creation.__exit__(*details)
+        if self.alone:
+            self._creation.__exit__(*details)
         for target, name, before in reversed(self._before):
             _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
 
@@ -101,14 +120,15 @@ class Intercept:
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
                 self._build(optimizer, variables)
+            seen = self.seen()
             if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
-                self.nested = True
+                seen.nested = True
                 return real(grads, variables) if variables is not None else real(grads)
             record = Record(optimizer, real, grads, variables)
-            if self.boundary is None and self.graph is not None:
-                self.boundary = _graph.mark(self.graph)
-            self.records.append(record)
-            self.gradients += [g for g in grads if g is not None]
+            if seen.boundary is None and self.graph is not None:
+                seen.boundary = _graph.mark(self.graph)
+            seen.records.append(record)
+            seen.gradients += [g for g in grads if g is not None]
             if self.through:
                 record.run()
             return None
@@ -143,9 +163,10 @@ class Intercept:
             loss = real(*args, **kwargs)
             here = self.graph is None or tf.compat.v1.get_default_graph() is self.graph
             if loss is not None and here:
-                self.losses.append(tf.convert_to_tensor(loss))
+                seen = self.seen()
+                seen.losses.append(tf.convert_to_tensor(loss))
                 predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-                self.outputs += _named(self.model, predicted)
+                seen.outputs += _named(self.model, predicted)
             return loss
 
         return compute_loss

@@ -32,10 +32,17 @@ class Files:
         self._layouts: list[tuple[Any, tuple[tuple[str, str], ...]]] = []
         self._queues: dict[tuple[Any, ...], Any] = {}
 
-    def put(self, row: Any, counts: Any, args: Any) -> Any:
-        """File one report; returns a scalar bool, so that it can stand in a conditional."""
+    def put(self, row: Any, counts: Any, args: Any, blamed: Any = ()) -> Any:
+        """File one report; returns a scalar bool, so that it can stand in a conditional.
+
+        Args:
+            row: the numbers of the step.
+            counts: a line for each of `rows`.
+            args: what the step was called with.
+            blamed: for each replica, where there are several, whether it saw something bad.
+        """
         leaves = [tf.convert_to_tensor(t) for t in tf.nest.flatten(args, expand_composites=True) if t is not None]
-        items = [tf.constant(self._layout(args), tf.int64), tf.cast(row, tf.float64), counts, *leaves]
+        items = [tf.constant(self._layout(args), tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
         with tf.device("CPU:0"):
             queue = self._queue(tuple(t.dtype for t in items))
 
@@ -60,10 +67,11 @@ class Files:
         reports = []
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
-                layout, row, counts, *leaves = queue.dequeue()
+                layout, row, counts, blamed, *leaves = queue.dequeue()
                 specs, rows = self._layouts[int(layout)]
                 verdict = Verdict.of(row.numpy().tolist())
-                reports.append(Report(verdict, rows, np.asarray(counts), _packed(specs, leaves)))
+                replicas = tuple(np.flatnonzero(blamed).tolist())
+                reports.append(Report(verdict, rows, np.asarray(counts), _packed(specs, leaves), replicas))
         return sorted(reports, key=lambda report: report.verdict.step)
 
 

@@ -17,17 +17,17 @@ Decided with one `tf.cond`: selecting old or new for each variable costs a pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._step import _graph, _outputs, _reports, _sums
-from keras_nanguard._step._intercept import Intercept
+from keras_nanguard._step._intercept import Intercept, Seen
 from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
-__all__ = ["Retrace", "Transaction"]
+__all__ = ["Retrace", "Run", "Transaction"]
 
 
 class Retrace(Exception):
@@ -87,10 +87,10 @@ class Transaction:
     def __call__(self, *args: Any) -> Any:
         if self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
-            self._note(row)
+            self.note(row)
             return self.outputs.join(outputs, row)
         outputs, row, counts = self.compiled(*args)
-        self._note(row)
+        self.note(row)
         told = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
         tf.cond(told, lambda: self.files.put(row, counts, args), lambda: tf.constant(False))
         return self.outputs.join(outputs, row)
@@ -99,11 +99,11 @@ class Transaction:
         """Return the outputs and the row of numbers of one call, on the host."""
         return self.outputs.split(result)
 
-    def _note(self, row: Any) -> None:
+    def note(self, row: Any) -> None:
+        """Keep the row of a step until the host looks, where it does not look after every step."""
         if self.counted:
-            row = tf.cast(row, tf.float64)
             place = self.counter.read_value() % self.counted
-            self.rows.scatter_nd_update([[place]], [row])
+            self.rows.assign(tf.tensor_scatter_nd_update(self.rows.read_value(), [[place]], [tf.cast(row, tf.float64)]))
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
         """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
@@ -128,62 +128,97 @@ class Transaction:
         if self.counted:
             self.counter.assign(step - 1)
 
+    def trace(self, spec: Any) -> None:
+        """Trace the step for arguments like this, without running it."""
+        tf.function(self, autograph=False).get_concrete_function(spec)
+
     def _run(self, *args: Any) -> tuple[Any, Any, Any]:
-        saving = self.refuse and (self.saving or tf.executing_eagerly())
-        return _Run(self, saving).complete(args)
+        return Run(self, self.keeps_all).complete(args)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the old values of weights and slots are kept, too, because updates are not put off."""
+        return self.refuse and (self.saving or tf.executing_eagerly())
+
+    def count(self) -> tuple[Any, Any]:
+        """Count the step that begins; returns whether it has to stand still, and its number."""
+        if not self.counted:
+            return tf.constant(False), tf.constant(0, tf.int64)
+        step = self.counter.read_value() + 1
+        self.counter.assign(step)
+        return self.halted.read_value(), step
+
+    def note_poison(self, through: bool, ends: Sequence[Any]) -> None:
+        """Stand still from here on, where the step that has just committed left bad weights or slots behind."""
+        if self.counted and not through:
+            self.halted.assign(~tf.math.is_finite(ends[0] + ends[1]))
 
 
-class _Run:
-    """One trace (or one eager run) of the transaction."""
+class Run:
+    """One trace (or one eager run) of the transaction; on one replica, where there are several.
+
+    Args:
+        owner: the transaction.
+        saving: whether old values of weights and slots are kept.
+    """
 
     def __init__(self, owner: Transaction, saving: bool):
-        self.owner, self.saving = owner, saving
+        self.owner, self.saving, self.seen = owner, saving, Seen()
         self.through = saving or not owner.refuse
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.anatomy = owner.anatomy()
         self.kept: list[tuple[Any, Any]] = []
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        self._keep([*self.anatomy.other, *self.anatomy.metrics])
-        if self.graph is None:  # a graph tells of them itself
-            self._keep(self.anatomy.unlisted)
-        self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
-        if self.saving:
-            self._keep([*self.anatomy.trainable, *self.anatomy.slots])
-        self.scales = [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
-        halted, step = self._count()
+        """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
+        self.keep()
+        halted, step = self.owner.count()
         start = _graph.mark(self.graph) if self.graph is not None else 0
-        with Intercept(self.owner.model, self.anatomy.optimizers, self.through, self._born) as self.seen:
+        with Intercept(self.owner.model, self.anatomy.optimizers, self.through, self.born) as self.seen:
             outputs = self.owner.body(*args)
         self.anatomy = self.owner.anatomy()
         if self.graph is not None and self.owner.refuse:
-            self._inspect(start)
-        self._measure(outputs, halted, step)
+            self.inspect(start)
+        self.measure(outputs)
+        self.judge(halted, step)
         return self._decide(outputs, args)
 
-    def _keep(self, variables: Sequence[Any]) -> None:
+    def keep(self) -> None:
+        """Hold on to what the body may write and what a refusal gives back."""
+        self.hold([*self.anatomy.other, *self.anatomy.metrics])
+        if self.graph is None:  # a graph tells of them itself
+            self.hold(self.anatomy.unlisted)
+        self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
+        if self.saving:
+            self.hold([*self.anatomy.trainable, *self.anatomy.slots])
+        self.scales = [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
+
+    def hold(self, variables: Sequence[Any]) -> None:
         """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
-        for variable in variables:
-            if not isinstance(variable, tf.Variable):
-                variable = variable.value
+        for variable in map(self.local, variables):
             self.kept.append((variable, variable.read_value()))
 
-    def _born(self, variable: Any) -> None:
-        self._keep([variable])
+    def local(self, variable: Any) -> Any:
+        """Return TensorFlow's own variable behind one of Keras', and any other one as it is."""
+        return variable if isinstance(variable, tf.Variable) else variable.value
+
+    def keys(self, variables: Iterable[Any]) -> set[int]:
+        """Return what tells these variables from others in a graph."""
+        return {id(self.local(v).handle) for v in variables}
+
+    def born(self, variable: Any) -> None:
+        self.hold([variable])
         with tf.init_scope():
             self.owner.born(variable, variable.numpy())
 
-    def _count(self) -> tuple[Any, Any]:
-        if not self.owner.counted:
-            return tf.constant(False), tf.constant(0, tf.int64)
-        return self.owner.halted.read_value(), self.owner.counter.assign_add(1, read_value=True)
+    def inspect(self, start: int, foreign: Iterable[int] = ()) -> None:
+        """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it.
 
-    def _inspect(self, start: int) -> None:
-        """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it."""
-        known = {id(v.handle) for v, _ in self.kept}
-        heavy = {id(v.value.handle) for v in (*self.anatomy.trainable, *self.anatomy.slots)}
-        ours = {id(v.value.handle) for pair in self.anatomy.scales for v in pair}
-        ours |= {id(v.value.handle) for v in self.anatomy.rates}
+        Variables that are `foreign` are looked after by another replica.
+        """
+        known = {id(v.handle) for v, _ in self.kept}.union(foreign)
+        heavy = self.keys([*self.anatomy.trainable, *self.anatomy.slots])
+        ours = self.keys([*(v for pair in self.anatomy.scales for v in pair), *self.anatomy.rates])
         written: set[int] = set()
         for access in _graph.accesses(self.graph, start, self.seen.boundary):
             handle = _graph.eager_handle(access.handle)
@@ -202,75 +237,76 @@ class _Run:
             raise Retrace
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
-    def _measure(self, outputs: Any, halted: Any, step: Any) -> None:
+    def measure(self, outputs: Any) -> None:
+        """Sum up loss, gradients and the statistics that were written, and weights and slots where they are written, too."""
         anatomy, seen = self.anatomy, self.seen
         self.kind = kind = _sums.kind([*anatomy.trainable, *anatomy.slots])
-        metrics = {id(v.value.handle) for v in anatomy.metrics}
-        trainable = {id(v.value.handle) for v in (*anatomy.trainable, *anatomy.slots)}
-        self.written = [
-            v
-            for v, _ in self.kept
-            if id(v.handle) not in metrics | trainable | self.owner.tolerated and _sums.can_be_bad(v)
-        ]
+        others = self.keys([*anatomy.metrics, *anatomy.trainable, *anatomy.slots]) | self.owner.tolerated
+        self.written = [v for v, _ in self.kept if id(v.handle) not in others and _sums.can_be_bad(v)]
         self.loss = _sums.add([tf.cast(loss, kind) for loss in seen.losses or self.owner.outputs.losses(outputs)], kind)
         self.gradients = _sums.squares(seen.gradients, kind)
         self.statistics = _sums.total(self.written, kind)
-        scale = tf.cast(tf.reduce_min([s for s, _, _, _ in self.scales]), kind) if self.scales else tf.ones((), kind)
-        self.scale, self.step, self.halt = scale, tf.cast(step % PERIOD, kind), tf.cast(halted, kind)
-        told = [self.loss, self.gradients] + ([self.statistics] if self.written else [])
+        scales = [s for s, _, _, _ in self.scales]
+        self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
+        self.ends: Sequence[Any] = []
+        if self.through:
+            self.ends = [_sums.exact(_values(v), kind) for v in (anatomy.trainable, anatomy.slots)]
+
+    def judge(self, halted: Any, step: Any) -> None:
+        """Decide, from the sums, whether the step may commit."""
+        self.step, self.halt = tf.cast(step % PERIOD, self.kind), tf.cast(halted, self.kind)
+        told = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.ends]
         finite = tf.math.is_finite(tf.add_n(told))
         if self.scales:
-            finite &= tf.math.is_finite(scale) & (scale > 0)
+            finite &= tf.math.is_finite(self.scale) & (self.scale > 0)
         self.fine = finite & ~halted if self.owner.counted else finite
 
-    def _row(self, refused: Any, ends: Sequence[Any]) -> Any:
+    def row(self, refused: Any, ends: Sequence[Any]) -> Any:
         """Return the row of numbers; `ends` are the sums over weights and slots."""
         first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
         return tf.stack([*first, *ends, self.scale, self.step, self.halt])
 
     def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        places = self._places()
+        places = self.places()
         nothing = tf.zeros((len(places), 3), tf.int64)
-        result = self.owner.outputs
-        if self.through:
-            weights = _sums.exact(_values(self.anatomy.trainable), self.kind)
-            slots = _sums.exact(_values(self.anatomy.slots), self.kind)
-            self.fine &= tf.math.is_finite(weights + slots)
-
         outside = self.owner.jit and self.graph is not None
 
         def commit() -> list[Any]:
-            ends = [weights, slots] if self.through else self._update()
-            self._note_poison(ends)
-            return [*ends, *result.committed(outputs), *([nothing] if outside else [])]
+            flat = self.commit(outputs)
+            self.owner.note_poison(self.through, flat)
+            return [*flat, *([nothing] if outside else [])]
 
         def refuse() -> list[Any]:
-            if self.owner.refuse:
-                for variable, old in self.kept:
-                    variable.assign(old)
-                self._learn_scale()
-            ends = [weights, slots] if self.through else [tf.zeros((), self.kind)] * 2
-            counts = _sums.counts([tensor for _, _, tensor in places])
+            counts = _sums.counts([tensor for _, _, tensor in places])  # before the statistics are given back
+            flat = self.refuse(outputs)
             if not outside:
-                self.owner.files.put(self._row(self.owner.refuse, ends), counts, args)
-            flat = result.refused(outputs) if self.owner.refuse else result.committed(outputs)
-            return [*ends, *flat, *([counts] if outside else [])]
+                self.owner.files.put(self.row(self.owner.refuse, flat[:2]), counts, args)
+            return [*flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
         weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
         counts = flat.pop() if outside else None
         refused = ~self.fine if self.owner.refuse else tf.constant(False)
-        return result.pack(flat, outputs), self._row(refused, [weight_sum, slot_sum]), counts
+        return self.owner.outputs.pack(flat, outputs), self.row(refused, [weight_sum, slot_sum]), counts
 
-    def _update(self) -> list[Any]:
-        """Run the updates that were put off, then read what they wrote."""
-        for record in self.seen.records:
-            record.run()
-        return list(_sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind))
+    def commit(self, outputs: Any) -> list[Any]:
+        """Run the updates that were put off and read what they wrote; returns these sums, and what the outputs need."""
+        ends = self.ends
+        if not self.through:
+            for record in self.seen.records:
+                record.run()
+            ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+        return [*ends, *self.owner.outputs.committed(outputs)]
 
-    def _note_poison(self, ends: Sequence[Any]) -> None:
-        if self.owner.counted and not self.through:
-            self.owner.halted.assign(~tf.math.is_finite(ends[0] + ends[1]))
+    def refuse(self, outputs: Any) -> list[Any]:
+        """Give back what was kept; returns the same as `commit`."""
+        ends = self.ends or [tf.zeros((), self.kind)] * 2
+        if not self.owner.refuse:
+            return [*ends, *self.owner.outputs.committed(outputs)]
+        for variable, old in self.kept:
+            variable.assign(old)
+        self._learn_scale()
+        return [*ends, *self.owner.outputs.refused(outputs)]
 
     def _learn_scale(self) -> None:
         """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
@@ -282,9 +318,10 @@ class _Run:
             scale.value.assign(tf.where(sound, kept, tf.cast(optimizer.initial_scale, old.dtype)))
             counter.value.assign(tf.where(blamed | ~sound, tf.zeros_like(steps), steps))
 
-    def _places(self) -> list[tuple[str, str, Any]]:
+    def places(self) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that is counted for a report."""
         places = [("outputs", name, t) for name, t in self.seen.outputs]
-        paths = {id(v.value.handle): v.path for v in (*self.anatomy.other, *self.anatomy.trainable)}
+        paths = {id(self.local(v).handle): v.path for v in (*self.anatomy.other, *self.anatomy.trainable)}
         for record in self.seen.records:
             places += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
         places += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]

@@ -89,12 +89,14 @@ class Report:
         rows: `(site, path)` of each place.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each place.
         batch: the arguments of the step as they went in (nested as they were), or `None` where they were not kept.
+        replicas: the replicas that saw something bad, where there are several.
     """
 
     verdict: Verdict
     rows: tuple[tuple[str, str], ...]
     counts: Any
     batch: Any = None
+    replicas: tuple[int, ...] = ()
 
     def findings(self) -> list[Finding]:
         """One finding for each bad place; a sum that overflowed although every entry is finite is an explosion."""

@@ -29,7 +29,7 @@ def incident_line(incident: Incident) -> str:
     what = finding_words(first) if first is not None else "trouble"
     also = f" (+{more} more)" if more > 0 else ""
     state = "refused" if incident.refused else "seen"
-    where = f"step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch})"
+    where = f"step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch}{_replicas(incident)})"
     parts = [f"NanGuard: {where} {state}: {what}{also}."]
     if incident.diagnosis is not None:
         parts.append(_cause(incident))
@@ -37,6 +37,11 @@ def incident_line(incident: Incident) -> str:
     skipped = [f"{o.action} not done: {o.detail}" for o in incident.outcomes if o.status == "skipped"]
     parts += [f"-> {text}." for text in (*done, *skipped) if text != "warn"]
     return " ".join(parts)
+
+
+def _replicas(incident: Incident) -> str:
+    numbers = ", ".join(str(number) for number in incident.replicas)
+    return f", replica{'s' if len(incident.replicas) > 1 else ''} {numbers}" if numbers else ""
 
 
 def _cause(incident: Incident) -> str:
@@ -76,7 +81,7 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
     """Return all incidents as a Markdown text."""
     parts = ["# NanGuard report", "", "```", head, "```", ""]
     for incident in incidents:
-        parts += [f"## Step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch})", ""]
+        parts += [f"## Step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch}{_replicas(incident)})", ""]
         parts += [f"- {finding_words(finding)}" for finding in incident.findings]
         diagnosis = incident.diagnosis
         if diagnosis is not None:
