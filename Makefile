@@ -20,8 +20,9 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network twice on troubled data, with and without the guard
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY) lint types  ## everything that CI runs
+test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow, then what depends on the backend on the others
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
+	$(MAKE) test-jax test-torch
 
 lint: $(READY)
 	$(BIN)/ruff check keras_nanguard tests benchmarks examples
@@ -38,13 +39,13 @@ campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
 bench: $(READY)  ## what guarding costs
 	$(BIN)/python benchmarks/overhead.py
 
-test-jax: .venv-jax/.ready  ## the guarded step on JAX
-	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) -m "not slow" $(STEP) tests/test_jax.py
+test-jax: .venv-jax/.ready  ## the same promise on JAX
+	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) tests/test_jax*.py
 
-test-torch: .venv-torch/.ready  ## the guarded step on PyTorch
-	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) -m "not slow" $(STEP) tests/test_torch.py
+test-torch: .venv-torch/.ready  ## the same promise on PyTorch
+	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) tests/test_torch.py
 
-STEP = $(addprefix tests/test_,$(addsuffix .py,transaction logs firewall results))
+ELSEWHERE = $(addprefix tests/test_,$(addsuffix .py,transaction decisions identity logs firewall results inject))
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*

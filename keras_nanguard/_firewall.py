@@ -35,6 +35,8 @@ class Firewall:
         if not session.policy.refuse:
             return
         for target, name in [(session.model, "save"), (session.model, "save_weights"), *_state.savers(callbacks)]:
+            if not hasattr(target, name):  # a trainer that is no `keras.Model`
+                continue
             self._before.append((target, name, vars(target).get(name)))
             _state.set_instance(target, name, self._looked_at(getattr(target, name)))
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._session import Session
-from keras_nanguard._step import _mirrored, _tensorflow
+from keras_nanguard._step import _abort, _mirrored, _tensorflow
 
 __all__ = ["LoopStep", "ModelAttachment"]
 
@@ -33,6 +33,7 @@ class ModelAttachment(Attachment):
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not self._spread_out()),
+            aborts=session.policy.refuse and not (jit or many > 1 or model.run_eagerly or self._spread_out()),
         )
         if old is not None:
             transaction.inherit(old)
@@ -86,10 +87,18 @@ class ModelAttachment(Attachment):
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
         while True:
+            transaction = self.session.transaction
+            transaction.watched = True
             try:
-                return self.session.transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
+                return transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
             except _tensorflow.Retrace:
                 self._build()
+            except tf.errors.InvalidArgumentError as error:
+                if not _abort.is_refusal(error):
+                    raise
+                return transaction.refused(self.session.shown)  # type: ignore[no-any-return]
+            finally:
+                transaction.watched = False
 
 
 class LoopStep:

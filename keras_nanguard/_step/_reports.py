@@ -29,6 +29,7 @@ class Files:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.rows: tuple[tuple[str, str], ...] = ()
+        self._held: list[Report] = []
         self._layouts: list[tuple[Any, tuple[tuple[str, str], ...]]] = []
         self._queues: dict[tuple[Any, ...], Any] = {}
 
@@ -62,9 +63,14 @@ class Files:
                 self._queues[dtypes] = tf.queue.FIFOQueue(self.capacity, list(dtypes))
         return self._queues[dtypes]
 
+    def hold(self) -> list[Report]:
+        """Return what was filed, and keep it until it is taken."""
+        self._held = self.take()
+        return self._held
+
     def take(self) -> list[Report]:
         """Return and forget what was filed, in the order of the steps."""
-        reports = []
+        reports, self._held = self._held, []
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
                 layout, row, counts, blamed, *leaves = queue.dequeue()

@@ -12,7 +12,8 @@ The verdict is known before anything large is written, so nothing large is ever 
 after an update (a GAN), writes them itself (sharpness-aware minimisation) or runs eagerly cannot be put off: there the
 old values of everything it writes are kept, and the updates are undone on a refusal.
 
-Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
+Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them. Where one execution is
+one step, the conditional holds the refusal alone, and an error keeps the updates from running (`_abort`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard import _state
-from keras_nanguard._step import _graph, _outputs, _reports, _sums
+from keras_nanguard._step import _abort, _graph, _outputs, _reports, _sums
 from keras_nanguard._step._intercept import Intercept, Seen
 from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
@@ -48,11 +49,19 @@ class Transaction:
         capacity: how many refused batches are kept between two looks of the host.
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
+        aborts: refuse with an error, where that serves, while the step is `watched`.
+
+    Attributes:
+        saving: whether old values of weights and slots are kept.
+        leaks: whether an update was seen that an error does not keep from running.
 
     Calling it returns what `read` takes apart on the host: the outputs, and a row in the order of `Verdict.FIELDS`.
     """
 
     is_transaction = True
+
+    watched = False
+    """Whether the host stands by to catch the error of a refusal; a call from elsewhere is traced by itself."""
 
     def __init__(
         self,
@@ -66,11 +75,12 @@ class Transaction:
         capacity: int = 8,
         born: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
+        aborts: bool = False,
     ):
         self.body, self.anatomy, self.model = body, anatomy, model
         self.jit, self.counted, self.born = jit, counted, born
-        self.refuse = refuse
-        self.saving = False
+        self.refuse, self.aborts = refuse, aborts
+        self.saving = self.leaks = False
         self.strays: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.files = _reports.Files(capacity)
@@ -99,6 +109,10 @@ class Transaction:
         """Return the outputs and the row of numbers of one call, on the host."""
         return self.outputs.split(result)
 
+    def refused(self, shown: Any) -> tuple[Any, list[float]]:
+        """Return the same for a call that a refusal has ended; `shown` are the logs that were shown last."""
+        return self.outputs.instead(shown), self.files.hold()[-1].verdict.row
+
     def note(self, row: Any) -> None:
         """Keep the row of a step until the host looks, where it does not look after every step."""
         if self.counted:
@@ -113,6 +127,7 @@ class Transaction:
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
         self.saving, self.strays, self.tolerated = other.saving, other.strays, other.tolerated
+        self.leaks = other.leaks
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
@@ -168,6 +183,7 @@ class Run:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.anatomy = owner.anatomy()
         self.kept: list[tuple[Any, Any]] = []
+        self.scales: list[Any] = []
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
@@ -177,6 +193,8 @@ class Run:
         with Intercept(self.owner.model, self.anatomy.optimizers, self.through, self.born) as self.seen:
             outputs = self.owner.body(*args)
         self.anatomy = self.owner.anatomy()
+        if not (self.scales or self.through):  # an optimizer that was built by the body, and has written nothing yet
+            self.scales = self.old_scales()
         if self.graph is not None and self.owner.refuse:
             self.inspect(start)
         self.measure(outputs)
@@ -191,7 +209,11 @@ class Run:
         self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
         if self.saving:
             self.hold([*self.anatomy.trainable, *self.anatomy.slots])
-        self.scales = [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
+        self.scales = self.old_scales()
+
+    def old_scales(self) -> list[Any]:
+        """Return the loss scales: value and counter as they are at this point of the program, and the variables."""
+        return [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
 
     def hold(self, variables: Sequence[Any]) -> None:
         """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
@@ -284,10 +306,25 @@ class Run:
             return [*flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
+        if self.owner.aborts and self.owner.watched and not (self.owner.leaks or self.through or self.scales):
+            return self._commit_or_abort(outputs, refuse)
         weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
         counts = flat.pop() if outside else None
         refused = ~self.fine if self.owner.refuse else tf.constant(False)
         return self.owner.outputs.pack(flat, outputs), self.row(refused, [weight_sum, slot_sum]), counts
+
+    def _commit_or_abort(self, outputs: Any, refuse: Callable[[], Any]) -> tuple[Any, Any, Any]:
+        """Refuse with an error, which the updates wait for."""
+        gate = _abort.gate(tf.cond(self.fine, lambda: tf.constant(True), lambda: [refuse(), tf.constant(False)][1]))
+        start = _graph.mark(self.graph)
+        with tf.control_dependencies([gate]):
+            for record in self.seen.records:
+                record.run()
+            ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+        if not _abort.holds_back(self.graph, start, gate):
+            self.owner.leaks = True
+            raise Retrace
+        return self.owner.outputs.pack(self.owner.outputs.uncommitted(outputs), outputs), self.row(False, ends), None
 
     def commit(self, outputs: Any) -> list[Any]:
         """Run the updates that were put off and read what they wrote; returns these sums, and what the outputs need."""

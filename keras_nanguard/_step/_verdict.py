@@ -47,6 +47,11 @@ class Verdict:
         return cls(refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0)
 
     @property
+    def row(self) -> list[float]:
+        """The numbers that this was read from."""
+        return [float(getattr(self, name)) for name in FIELDS]
+
+    @property
     def gradient_norm(self) -> float:
         """Global norm of the unscaled gradients."""
         unscaled = self.gradients / self.scale / self.scale if self.scale else math.nan

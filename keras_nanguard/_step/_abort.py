@@ -1,0 +1,39 @@
+"""Refusing a step by an error that ends its execution before anything large is written.
+
+A conditional around all updates passes every gradient, weight and slot through a switch. One operation that fails in place
+of it, with a control dependency from it to every update, costs 0.03 of a step of 0.65 ms less, and what depends on it does
+not run. The host catches the error; nobody else sees it. That serves where one execution is one step that the host waits
+for: not under XLA, which leaves assertions out, and not inside of a loop over several steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_nanguard._step import _graph
+
+__all__ = ["gate", "holds_back", "is_refusal"]
+
+MARK = "NanGuard refused this step"
+
+
+def gate(fine: Any) -> Any:
+    """Return an operation that fails where this scalar bool is false."""
+    with tf.device("CPU:0"):
+        return tf.raw_ops.Assert(condition=fine, data=[tf.constant(MARK)])
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is that of a gate."""
+    return MARK in str(error)
+
+
+def holds_back(graph: Any, start: int, stop: Any) -> bool:
+    """Return whether every write to a resource by the operations made since `start` waits for the gate `stop`."""
+    waiting = {stop}
+    for op in graph.get_operations()[start:]:
+        if waiting.intersection((*op.control_inputs, *(t.op for t in op.inputs))):
+            waiting.add(op)
+    return all(access.op in waiting for access in _graph.accesses(graph, start) if access.writes)
