@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-with test-jax test-torch lint types check bench campaigns lowest clean
+.PHONY: demo test test-with test-jax test-jax-all test-torch lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,9 +43,15 @@ test-jax: .venv-jax/.ready  ## the same promise on JAX
 	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) tests/test_jax*.py
 
 test-torch: .venv-torch/.ready  ## the same promise on PyTorch
-	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) tests/test_torch.py
+	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) $(ON_TORCH) tests/test_torch.py
 
-ELSEWHERE = $(addprefix tests/test_,$(addsuffix .py,transaction decisions identity logs firewall results inject))
+test-jax-all: .venv-jax/.ready  ## more of it on JAX, which compiles for long
+	KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ELSEWHERE) $(ON_JAX) tests/test_jax*.py
+
+tests = $(addprefix tests/test_,$(addsuffix .py,$(1)))
+ELSEWHERE = $(call tests,decisions logs results)
+ON_JAX = $(call tests,transaction identity firewall inject)
+ON_TORCH = $(ON_JAX) $(call tests,sites snapshots actions guard_model lifecycle recovery traps)
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*

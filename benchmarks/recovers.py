@@ -179,7 +179,7 @@ def run(name: str, seed: int, callbacks: list[Any], fault: Scenario | None = Non
             fit()
     state = [*model.variables, *model.optimizer.variables]
     finite = all(np.isfinite(np.asarray(v.numpy(), "float64")).all() for v in state)
-    predicted = np.asarray(model(held_out, training=False))
+    predicted = keras.ops.convert_to_numpy(model(held_out, training=False))
     return finite, float(np.mean(predicted.argmax(1) == labels.argmax(1)))
 
 

@@ -6,9 +6,11 @@ public way. `tests/diagnosis/test_internals.py` fails when a release of Keras ta
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_nanguard import _state
 
@@ -16,6 +18,7 @@ __all__ = [
     "adds_losses",
     "exchange",
     "exchange_policy",
+    "generator_state",
     "global_seed_variables",
     "know_twins",
     "losses_by_output",
@@ -25,6 +28,7 @@ __all__ = [
     "output_shapes",
     "path_of",
     "rate_before",
+    "set_generator_state",
     "snake_case",
     "symbolic_inputs",
     "with_mask_of",
@@ -173,3 +177,17 @@ def adds_losses(model: Any) -> bool:
     """Whether a layer of the model adds a loss of its own, by `add_loss` or by an activity regularizer."""
     layers = _state.layers_of(model)
     return any(getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers)
+
+
+def generator_state() -> np.ndarray[Any, Any] | None:
+    """Return the state of the generator that belongs to no variable and that layers draw from: PyTorch's, else `None`."""
+    if keras.backend.backend() != "torch":
+        return None
+    return np.array(sys.modules["torch"].get_rng_state().numpy())
+
+
+def set_generator_state(state: np.ndarray[Any, Any]) -> None:
+    """Put it back; a state of another backend says nothing here."""
+    if keras.backend.backend() == "torch":
+        torch = sys.modules["torch"]
+        torch.set_rng_state(torch.from_numpy(np.array(state)))

@@ -10,7 +10,7 @@ from typing import Any
 from keras_nanguard import _sealed, _state
 from keras_nanguard._course import Course
 from keras_nanguard._errors import FileFormatError, GuardError, expected
-from keras_nanguard._snapshot_disk import COURSE, Record, build_optimizers, folder_of, load, read, variables_of, written
+from keras_nanguard._snapshot_disk import COURSE, Record, build_optimizers, folder_of, load, load_generator, read, variables_of, written
 
 __all__ = ["Resumed", "find"]
 
@@ -51,6 +51,7 @@ class Resumed:
             raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error
         for metric, value in fresh if not self.batch else ():
             _state.write(metric, value)
+        load_generator(self.path)
         self.course.apply(session, write=True)
 
     def sentence(self) -> str:

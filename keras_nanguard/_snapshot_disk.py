@@ -25,16 +25,19 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _sealed, _state
+from keras_nanguard import _internals, _sealed, _state
 from keras_nanguard._course import Course
 from keras_nanguard._errors import FileFormatError, expected
 from keras_nanguard._snapshot import Ring, Snapshot, first_bad
 from keras_nanguard._version import __version__
 
-__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "read", "variables_of", "written"]
+__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "load_generator", "read", "variables_of", "written"]
 
 FORMAT = 1
 """Number of the form of `snapshot.json`."""
+
+GENERATOR = "generator"
+"""In `rest.npz`, on PyTorch: the state of its generator."""
 
 FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weights.h5", "rest.npz", "snapshot.json"
 
@@ -124,6 +127,13 @@ def build_optimizers(anatomy: _state.Anatomy, trained: Sequence[Sequence[int] | 
     for optimizer, numbers in zip(anatomy.optimizers, trained):
         if numbers is not None and not optimizer.built and max(numbers, default=0) < len(weights):
             optimizer.build([weights[number] for number in numbers])
+
+
+def load_generator(path: Path) -> None:
+    """Go on with the random numbers that would have come next, where those are no variable's."""
+    with np.load(path / REST, allow_pickle=False) as arrays:
+        if GENERATOR in arrays:
+            _internals.set_generator_state(arrays[GENERATOR])
 
 
 def load(model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record) -> None:
@@ -253,6 +263,8 @@ class DiskRing(Ring):
         with (folder / REST).open("wb") as file:
             metrics = {f"m{number}": _state.read(metric) for number, metric in enumerate(anatomy.metrics)}
             arrays = {f"v{number}": _plain(array) for number, array in rest.items()}
+            if (drawn := _internals.generator_state()) is not None:
+                arrays[GENERATOR] = drawn
             np.savez(file, allow_pickle=False, **arrays, **metrics)  # type: ignore[arg-type]
         files[REST] = _kept(folder / REST)
         epoch, batch = session.position()

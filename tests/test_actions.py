@@ -230,6 +230,7 @@ class TestLowerLr:
         }.get(kind, lambda: keras.optimizers.SGD(0.5))()
         rates = SCHEDULES["CosineDecay"]() if kind == "scaled" else lambda step: 0.5
         mode = zoo.MODES.get(kind, {})
+        zoo.supported(mode)
         guard = acting({"lower_lr": {"factor": 0.25}})
         steps = walk(line(optimizer, **mode), guard, 4, 7)
         wanted = expected_walk(rates, (4, 7), 0.25)
@@ -239,6 +240,7 @@ class TestLowerLr:
 
     def test_exact_numbers_after_a_new_trace(self):
         """A rate that is lowered within an execution of several steps does not shift the numbers of later steps."""
+        zoo.supported({"steps_per_execution": 4})
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), steps_per_execution=4)
         guard = acting({"lower_lr": {"factor": 0.5}})
         walk(model, guard, 1, 6, 9)
@@ -246,6 +248,7 @@ class TestLowerLr:
 
     def test_two_optimizers(self):
         """With two optimizers both rates are lowered."""
+        zoo.tensorflow_only("a train step that is written with GradientTape")
         model = _Pair()
         model.compile()
         x = np.ones((8, 1), "float32")
@@ -588,6 +591,7 @@ class TestQuarantine:
 
     def test_any_structure(self):
         """Nested, ragged, sparse, text and bfloat16 data come out as plain arrays under readable names."""
+        zoo.tensorflow_only("ragged and sparse tensors")
         import tensorflow as tf
 
         from keras_nanguard._quarantine import arrays_of

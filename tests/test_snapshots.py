@@ -165,6 +165,10 @@ class TestResume:
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
         """A run that was cut short and goes on in a new model ends bit-identical to one that never was."""
+        if case == "every kind of state" and zoo.BACKEND != "tensorflow":
+            pytest.skip("Keras cannot train a stateful recurrent layer on torch, and hands its state to no step on JAX")
+        if case == "at the end of an epoch" and zoo.BACKEND == "torch":
+            pytest.skip("on torch Keras draws from the generator between two epochs, too: dropout goes on with other numbers")
         build, data, cut = RESUMED[case]
         whole = zoo.run(build, data(), epochs=3)
         every = {"at the end of an epoch": 12, "steps4": 4}.get(case, 5)

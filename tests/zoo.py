@@ -102,6 +102,12 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
         pytest.skip("on torch a guarded step runs eagerly, and to compile the other one takes a minute")
 
 
+def tensorflow_only(what: str) -> None:
+    """Skip a test of something that the other backends do not have."""
+    if BACKEND != "tensorflow":
+        pytest.skip(f"{what}: TensorFlow has it alone")
+
+
 def plain(
     optimizer: Any = "adam", *, dropout: bool = True, loss: Any = "mse", metrics: Any = ("mae",), **mode: Any
 ) -> Any:
