@@ -76,6 +76,19 @@ def test_not_with_a_loss_scale(gates):
     assert not gates
 
 
+def test_not_where_assertions_are_stripped(gates):
+    """TensorFlow can be told to leave assertions out of its graphs."""
+    before = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"debug_stripper": True})
+    try:
+        guard, model = NanGuard(verbose=0), network()
+        fit(model, BAD, Y, guard)
+    finally:
+        tf.config.optimizer.set_experimental_options({"debug_stripper": False, **before})
+    assert not gates
+    assert [i.refused for i in guard.incidents] == [True]
+
+
 def test_an_update_that_does_not_wait(gates):
     """An optimizer that steps out of the control dependencies is seen while it is traced; the conditional takes over."""
 

@@ -33,7 +33,7 @@ class ModelAttachment(Attachment):
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not self._spread_out()),
-            aborts=session.policy.refuse and not (jit or many > 1 or model.run_eagerly or self._spread_out()),
+            aborts=_abort.kept() and not (jit or many > 1 or model.run_eagerly or self._spread_out()),
         )
         if old is not None:
             transaction.inherit(old)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_nanguard._step import _graph
 
-__all__ = ["gate", "holds_back", "is_refusal"]
+__all__ = ["gate", "holds_back", "is_refusal", "kept"]
 
 MARK = "NanGuard refused this step"
 
@@ -23,6 +23,11 @@ def gate(fine: Any) -> Any:
     """Return an operation that fails where this scalar bool is false."""
     with tf.device("CPU:0"):
         return tf.raw_ops.Assert(condition=fine, data=[tf.constant(MARK)])
+
+
+def kept() -> bool:
+    """Whether TensorFlow leaves assertions in the graphs that it rewrites, as it does unless told otherwise."""
+    return not tf.config.optimizer.get_experimental_options().get("debug_stripper", False)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -306,7 +306,8 @@ class Run:
             return [*flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        if self.owner.aborts and self.owner.watched and not (self.owner.leaks or self.through or self.scales):
+        owner = self.owner
+        if owner.aborts and owner.refuse and owner.watched and not (owner.leaks or self.through or self.scales):
             return self._commit_or_abort(outputs, refuse)
         weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
         counts = flat.pop() if outside else None
