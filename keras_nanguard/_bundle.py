@@ -178,7 +178,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
             return {"dict": {str(key): describe(child) for key, child in item.items()}}
         if isinstance(item, (list, tuple)):
             return {"tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]}
-        array = np.asarray(item.numpy() if hasattr(item, "numpy") else _processes.whole(item))
+        array = _processes.as_array(item)
         if array.dtype.kind == "O" or not hasattr(array, "dtype"):
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
         arrays.append(array)

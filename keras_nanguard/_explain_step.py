@@ -113,8 +113,9 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state = [f for f in incident.findings if f.site in ("weights", "statistics")]
     fresh = session.step == 0 and not incident.refused
     roles = _roles(anatomy)
-    first = "" if incident.refused else _committed(incident)
-    facts = optimizer_facts(anatomy.optimizers, committed=bool(_committed(incident)))
+    committed = _committed(incident)
+    first = "" if incident.refused or _bad_before_update(incident) else committed
+    facts = optimizer_facts(anatomy.optimizers, committed=bool(committed))
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,
@@ -123,7 +124,7 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
         state_fresh=fresh,
         mode=_mode(session),
-        growth=growth(session.history, incident.step, own, () if _committed(incident) else anatomy.trainable),
+        growth=growth(session.history, incident.step, own, () if committed else anatomy.trainable),
         optimizers=facts,
         written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
@@ -153,11 +154,14 @@ def step_of(session: Any) -> Step:
 
 
 def _committed(incident: Incident) -> str:
-    """Return the first bad site of a step that committed, where that is one which only the update writes."""
+    """Return the first bad site of a step that committed."""
     sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
-    if any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings):
-        return ""
     return next((site for site in ("weights", "slots") if site in sites), "")
+
+
+def _bad_before_update(incident: Incident) -> bool:
+    """Whether what the update went by was bad already, as `observe` lets it."""
+    return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
 
 
 def _roles(anatomy: _state.Anatomy) -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._rewrite import beside
-from keras_nanguard._stored import READ_FAULTS, plain_text
+from keras_nanguard._stored import READ_FAULTS, first_line, plain_text
 
 __all__ = ["data_arrays", "first_rows", "load_model", "save_model"]
 
@@ -36,9 +36,7 @@ def load_model(path: str) -> Any:
     try:
         return keras.models.load_model(path, safe_mode=True)
     except READ_FAULTS as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = plain_text(lines[0], 300).rstrip(".")
-        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {reason}.") from error
+        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}.") from error
 
 
 def data_arrays(path: str) -> tuple[Any, Any]:

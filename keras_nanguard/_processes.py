@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_nanguard._errors import GuardError, expected
 
-__all__ = ["agreed", "count", "folder", "index", "whole"]
+__all__ = ["agreed", "as_array", "count", "folder", "index", "whole"]
 
 
 def count() -> int:
@@ -49,6 +49,11 @@ def whole(value: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor or array of any backend as a NumPy array, in its own memory where that can be read."""
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else whole(value))
 
 
 def folder(directory: Path | None) -> tuple[Path | None, Any]:

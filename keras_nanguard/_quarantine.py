@@ -90,7 +90,7 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(value.numpy() if hasattr(value, "numpy") else _processes.whole(value))
+    array = _processes.as_array(value)
     if array.dtype.kind == "O":  # text, as TensorFlow hands it out
         text = [str(item, "utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
         return np.array(text).reshape(array.shape)

@@ -25,6 +25,7 @@ from keras_nanguard._diagnose.trials import Trials, standardised
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._errors import BundleError, GuardError, expected
 from keras_nanguard._incident import Diagnosis, Incident
+from keras_nanguard._stored import first_line, plain_text
 
 __all__ = ["MODES", "Replay", "replay"]
 
@@ -155,15 +156,13 @@ def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] 
 def _why_not(error: Exception) -> str:
     """Return why Keras could not make the model, and what to do: its own messages carry the whole configuration."""
     if missing := re.search(r"Could not locate (class|function) '([^']+)'", str(error)):
-        word, name = missing.groups()
+        word, name = missing[1], plain_text(missing[2])
         return (
             f"its {word} {name!r} is your own, and is not known here. Pass custom_objects={{{name!r}: {name}}} or the model "
             f"itself; on the command line, --import the module that defines {name}."
         )
-    first = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no reason given"
-    return (
-        f"{type(error).__name__}: {first} A model with Python code in it is not run from a file; pass the model itself."
-    )
+    remedy = "A model with Python code in it is not run from a file; pass the model itself."
+    return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
 
 def _prepared(found: _bundle.Bundle, model: Any) -> Step:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard import _sealed, _state
+from keras_nanguard import _internals, _sealed, _state
 from keras_nanguard._course import Course
 from keras_nanguard._errors import FileFormatError, GuardError, expected
-from keras_nanguard._snapshot_disk import COURSE, Record, build_optimizers, folder_of, load, load_generator, read, variables_of, written
+from keras_nanguard._snapshot_disk import COURSE, Record, build_optimizers, folder_of, load, read, variables_of, written
 
 __all__ = ["Resumed", "find"]
 
@@ -45,13 +45,14 @@ class Resumed:
         anatomy = session.anatomy()
         fresh = [(metric, _state.read(metric)) for metric in anatomy.metrics]
         try:
-            load(session.model, variables_of(anatomy), anatomy.metrics, self.path, self.record)
+            drawn = load(session.model, variables_of(anatomy), anatomy.metrics, self.path, self.record)
         except FileFormatError as error:
             remedy = "Build the model as in the run before (call it on data once), or leave resume=True out."
             raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error
         for metric, value in fresh if not self.batch else ():
             _state.write(metric, value)
-        load_generator(self.path)
+        if drawn is not None:
+            _internals.set_generator_state(drawn)
         self.course.apply(session, write=True)
 
     def sentence(self) -> str:

@@ -31,7 +31,7 @@ from keras_nanguard._errors import FileFormatError, expected
 from keras_nanguard._snapshot import Ring, Snapshot, first_bad
 from keras_nanguard._version import __version__
 
-__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "load_generator", "read", "variables_of", "written"]
+__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "read", "variables_of", "written"]
 
 FORMAT = 1
 """Number of the form of `snapshot.json`."""
@@ -129,15 +129,13 @@ def build_optimizers(anatomy: _state.Anatomy, trained: Sequence[Sequence[int] | 
             optimizer.build([weights[number] for number in numbers])
 
 
-def load_generator(path: Path) -> None:
-    """Go on with the random numbers that would have come next, where those are no variable's."""
-    with np.load(path / REST, allow_pickle=False) as arrays:
-        if GENERATOR in arrays:
-            _internals.set_generator_state(arrays[GENERATOR])
-
-
-def load(model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record) -> None:
+def load(
+    model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record
+) -> np.ndarray[Any, Any] | None:
     """Write a snapshot that `read` has checked into the variables of a model, and its metrics where they are the same.
+
+    Returns:
+        The state of the generator that is no variable's, for `_internals.set_generator_state`; `None` where there is none.
 
     Raises:
         FileFormatError: if it belongs to a model of another shape; some variables may be written by then.
@@ -155,6 +153,8 @@ def load(model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Pat
             if len(metrics) == record.metrics:
                 for number, metric in enumerate(metrics):
                     _state.write(metric, arrays[f"m{number}"])
+            drawn: np.ndarray[Any, Any] | None = arrays.get(GENERATOR)
+            return drawn
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise FileFormatError(f"{path} does not fit this model: {error}") from error
 

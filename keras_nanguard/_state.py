@@ -325,7 +325,7 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
             return dense(inner_values)
     if hasattr(value, "detach"):
         return _as_numpy(value)
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else _processes.whole(value))
+    return _processes.as_array(value)
 
 
 def batchnorms(model: Any) -> list[Any]:

@@ -119,6 +119,12 @@ def plain_text(text: object, longest: int = 300) -> str:
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error that says something, made safe to print; its class where none does."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return plain_text(lines[0]).rstrip(".")
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 

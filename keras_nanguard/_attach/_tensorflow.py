@@ -21,7 +21,7 @@ class ModelAttachment(Attachment):
         model, session = self.model, self.session
         many = model.steps_per_execution
         mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
-        jit = bool(model.jit_compile) and not model.run_eagerly and not mirrored
+        jit, spread_out = bool(model.jit_compile) and not model.run_eagerly and not mirrored, self._spread_out()
         old = session.transaction
         transaction = (_mirrored.MirroredTransaction if mirrored else _tensorflow.Transaction)(
             self.body,
@@ -32,8 +32,8 @@ class ModelAttachment(Attachment):
             counted=many if many > 1 else 0,
             capacity=max(8, many),
             born=session.born,
-            refuse=session.policy.refuse and (mirrored or not self._spread_out()),
-            aborts=_abort.kept() and not (jit or many > 1 or model.run_eagerly or self._spread_out()),
+            refuse=session.policy.refuse and (mirrored or not spread_out),
+            aborts=_abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out),
         )
         if old is not None:
             transaction.inherit(old)

@@ -34,11 +34,7 @@ class PlainOutputs:
         """Nothing has to pass through the conditional."""
         return []
 
-    refused = committed
-
-    def uncommitted(self, outputs: Any) -> list[Any]:
-        """Nothing has to be remembered."""
-        return []
+    refused = uncommitted = committed
 
     def instead(self, shown: Any) -> Any:
         """A loop waits for no error, so nothing takes the place of its outputs."""

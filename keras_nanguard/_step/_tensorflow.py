@@ -319,9 +319,7 @@ class Run:
         gate = _abort.gate(tf.cond(self.fine, lambda: tf.constant(True), lambda: [refuse(), tf.constant(False)][1]))
         start = _graph.mark(self.graph)
         with tf.control_dependencies([gate]):
-            for record in self.seen.records:
-                record.run()
-            ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+            ends = self.update()
         if not _abort.holds_back(self.graph, start, gate):
             self.owner.leaks = True
             raise Retrace
@@ -329,12 +327,14 @@ class Run:
 
     def commit(self, outputs: Any) -> list[Any]:
         """Run the updates that were put off and read what they wrote; returns these sums, and what the outputs need."""
-        ends = self.ends
-        if not self.through:
-            for record in self.seen.records:
-                record.run()
-            ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+        ends = self.ends if self.through else self.update()
         return [*ends, *self.owner.outputs.committed(outputs)]
+
+    def update(self) -> Sequence[Any]:
+        """Run the updates that were put off; returns the sums over the weights and slots that they wrote."""
+        for record in self.seen.records:
+            record.run()
+        return _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
 
     def refuse(self, outputs: Any) -> list[Any]:
         """Give back what was kept; returns the same as `commit`."""
