@@ -6,7 +6,8 @@
         bundle.json       what the other files hold: structure of the batch, paths of the variables, versions, mode
         batch.npz         the arrays of the batch
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss scale, rates
-        start.npz         the same before the first step or at the oldest snapshot, where training had diverged
+        start.npz         the same in an earlier snapshot, where training had diverged
+      before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
         model.json        the model's configuration, where it has one
         layers.txt        the table of layers
         README.md         what happened, for a human
@@ -30,6 +31,8 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard import _archives, _probes, _processes, _sealed, _state
+from keras_nanguard._diagnose.evidence import Evidence, Growth
+from keras_nanguard._diagnose.words import table
 from keras_nanguard._errors import BundleError, FileFormatError, expected
 from keras_nanguard._incident import Incident
 from keras_nanguard._stored import READ_FAULTS
@@ -61,7 +64,9 @@ class Bundle:
         about: what stands in `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty where they were left out.
-        start: the same at the start.
+        start: the same in the snapshot that `before` goes on from.
+        before: the arguments of the steps before it, oldest first.
+        growth: how loss, gradient norm and weights had gone before it.
         model: the model's configuration as JSON text, `""` where it has none.
     """
 
@@ -71,10 +76,12 @@ class Bundle:
     batch: Any
     state: Sequence[tuple[str, np.ndarray[Any, Any]]]
     start: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    before: Sequence[Any]
+    growth: Growth
     model: str
 
 
-def write(directory: str | Path, session: Any, incident: Incident, batch: Any, layers: str, mode: str) -> str:
+def write(directory: str | Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> str:
     """Write a bundle and return its path.
 
     Args:
@@ -82,7 +89,7 @@ def write(directory: str | Path, session: Any, incident: Incident, batch: Any, l
         session: the session, whose state is the one before the step.
         incident: the incident with its diagnosis.
         batch: the arguments of the step.
-        layers: the table of layers as text.
+        evidence: what the diagnosis was decided from.
         mode: how the step was compiled.
     """
     folder = Path(directory) / FOLDER
@@ -92,7 +99,7 @@ def write(directory: str | Path, session: Any, incident: Incident, batch: Any, l
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
-        _fill(beside, session, incident.with_(bundle=str(folder / name)), batch, layers, mode)
+        _fill(beside, session, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
         _sealed.put(beside, folder / name)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -114,36 +121,31 @@ def _drop_oldest(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _fill(folder: Path, session: Any, incident: Incident, batch: Any, layers: str, mode: str) -> None:
+def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
     left = MOST_BYTES
     anatomy = session.anatomy()
     variables = [v for v in anatomy.everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     left -= _save(folder / "batch.npz", arrays)
     state = [_state.view(v) for v in variables]
-    notes = []
-    held: dict[str, list[np.ndarray[Any, Any]]] = {"state": state, "start": []}
-    if sum(a.nbytes for a in state) > left:
-        held["state"] = []
-    if not held["state"]:
+    notes, before = [], None
+    fits = sum(a.nbytes for a in state) <= left
+    if not fits:
         notes.append("The state was too large for the bundle; give replay a model with the weights before the step.")
     else:
         left -= _save(folder / "state.npz", state)
-        first = session.ring.oldest()
-        then = [first.value(v) if first is not None else None for v in variables]
-        start = [now if before is None else before for now, before in zip(state, then)]
-        diverged = incident.diagnosis is not None and incident.diagnosis.cause in ("divergence", "input_scale")
-        if diverged and sum(a.nbytes for a in start) <= left:
-            _save(folder / "start.npz", start)
-            held["start"] = start
+        if incident.diagnosis is not None and incident.diagnosis.cause in ("divergence", "input_scale"):
+            before = _save_approach(folder, session, variables, state, left)
     model = _configuration(session.model)
     about = {
         "format": FORMAT,
         "batch": structure,
         "dtypes": [a.dtype.name for a in arrays],
-        "state": [_described(v) for v in variables] if held["state"] else [],
-        "start": bool(held["start"]),
+        "state": [_described(v) for v in variables] if fits else [],
+        "before": before,
+        "growth": evidence.growth.to_dict(),
         "mode": mode,
+        "saving": bool(session.transaction.saving),
         "steps_per_execution": int(getattr(session.model, "steps_per_execution", 1) or 1),
         "trainer": hasattr(session.model, "train_step") and session.transaction.model is not None,
         "model": {"class": type(session.model).__name__, "name": str(session.model.name), "config": bool(model)},
@@ -154,9 +156,30 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, layers: st
     _text(folder / "incident.json", incident.to_json())
     if model:
         _text(folder / "model.json", model)
-    _text(folder / "layers.txt", layers + "\n")
+    _text(folder / "layers.txt", table(evidence.table) + "\n")
     _text(folder / "README.md", _readme(incident, about))
     _text(folder / "reproduce.py", _REPRODUCE)
+
+
+def _save_approach(folder: Path, session: Any, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
+    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` where they do not fit."""
+    approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
+    snapshot = approach.snapshot if approach is not None else session.ring.oldest()
+    if snapshot is None or not session.ring.at_hand(snapshot):
+        return None
+    start = [now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)]
+    structure, arrays = _flattened(approach.batches if approach is not None else ())
+    if sum(a.nbytes for a in (*start, *arrays)) > left:
+        return None
+    _save(folder / "start.npz", start)
+    _save(folder / "before.npz", arrays)
+    return {
+        "snapshot": snapshot.step,
+        "steps": list(approach.steps) if approach is not None else [],
+        "exact": approach is not None and approach.exact,
+        "batches": structure,
+        "dtypes": [a.dtype.name for a in arrays],
+    }
 
 
 def _described(variable: Any) -> dict[str, Any]:
@@ -271,12 +294,22 @@ def read(path: str | Path) -> Bundle:
         arrays = _load(folder / "batch.npz", [str(name) for name in about["dtypes"]])
         entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
         state, start = (_variables(folder / name, entries) for name in ("state.npz", "start.npz"))
+        before = _before(folder, about.get("before"))
+        growth = Growth.from_dict(about["growth"])
         model = _limited(folder / "model.json") if (folder / "model.json").is_file() else ""
-        return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, model)
+        return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, before, growth, model)
     except BundleError:
         raise
     except (FileFormatError, *READ_FAULTS) as error:
         raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _before(folder: Path, told: Any) -> Sequence[Any]:
+    if not told or not (folder / "before.npz").is_file():
+        return ()
+    arrays = _load(folder / "before.npz", [str(name) for name in told["dtypes"]])
+    batches: Sequence[Any] = _packed(told["batches"], arrays)
+    return batches
 
 
 def _limited(path: Path) -> str:

@@ -21,7 +21,6 @@ from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_fact
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
-from keras_nanguard._diagnose.words import table
 from keras_nanguard._incident import Diagnosis, Finding, Incident
 from keras_nanguard._step._fault_hook import without_faults
 
@@ -64,9 +63,8 @@ class Explainer:
 
         if report is None or report.batch is None or not incident.refused or not self.full:
             return None
-        layers = table(self.evidence.table if self.evidence is not None else ())
         try:
-            return _bundle.write(session.directory, session, incident, report.batch, layers, _mode(session))
+            return _bundle.write(session.directory, session, incident, report.batch, self.evidence or Evidence(), _mode(session))
         except Exception as error:  # noqa: BLE001  a full disk must not end training
             _state.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
             return None
@@ -105,7 +103,7 @@ class Explainer:
 def gather(session: Any, incident: Incident, report: Any) -> Evidence:
     """Return everything that can be measured about an incident."""
     anatomy = session.anatomy()
-    session.remember_start(anatomy)
+    session.history.start(session.ring.snapshots, anatomy.trainable)
     own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
     state = [f for f in incident.findings if f.site == "state"]
     outside = any(f.site in ("validation", "predictions") for f in incident.findings)
@@ -132,9 +130,11 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         first_path=next((f.path for f in incident.findings if f.path), ""),
         first=first,
     )
-    if report is None or report.batch is None:
+    if report is None or report.verdict.sound:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
-        return dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
+        evidence = dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
+    if report is None or report.batch is None:
+        return evidence
     start = next((s for s in session.ring.snapshots if s.step == 0), None)
     return Trials(step_of(session), report.batch, evidence, start).carried_out()
 

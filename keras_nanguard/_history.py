@@ -6,7 +6,7 @@ Pushing costs a store into a list. All arithmetic waits until an incident asks f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,10 +60,12 @@ class History:
         if step < FIRST:
             self._first.append(entry)
 
-    def start(self, arrays: Mapping[int, np.ndarray[Any, Any]]) -> None:
-        """Note how large the weights were at the start, given their values by `id`; only the first call counts."""
-        if not self.weights:
-            self.weights = {key: sizes(array) for key, array in arrays.items()}
+    def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
+        """Note how large these weights were at the start, while the first snapshot is still there."""
+        first = next((s for s in snapshots if s.step == 0), None)
+        if first is not None and not self.weights:
+            known = [(id(v), first.value(v)) for v in weights]
+            self.weights = {key: sizes(array) for key, array in known if array is not None}
 
     def before(self, step: int) -> list[Measured]:
         """Return what is remembered of the steps before this one, oldest first."""

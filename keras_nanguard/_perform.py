@@ -17,6 +17,9 @@ from keras_nanguard._snapshot import Snapshot
 
 __all__ = ["PERFORMERS", "perform"]
 
+_ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
+"""Actions after which training goes on from a state that no snapshot holds."""
+
 Answer = tuple[str, str]
 """`("done" | "skipped", detail)`."""
 
@@ -39,6 +42,8 @@ def perform(session: Any, incident: Incident, report: Any) -> tuple[tuple[Outcom
         except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
             status, detail = "skipped", f"{type(problem).__name__}: {problem}"
         outcomes.append(Outcome(name, status, detail))
+        if name in _ANEW and status == "done":
+            session.recent.restart(session.step + 1)
         if name == "raise_error":
             error = NonFiniteError(f"NanGuard stopped training at step {incident.step}. {incident.decision.reason}")
     return tuple(outcomes), error
@@ -78,6 +83,7 @@ def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
 
 def _put_back(session: Any, snapshot: Snapshot) -> None:
     session.ring.forget_after(snapshot.step)
+    session.recent.restart(session.step + 1, snapshot)
     for variable in session.anatomy().restorable:
         value = snapshot.value(variable)
         if value is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ import keras
 import numpy as np
 
 from keras_nanguard import _bundle, _state
-from keras_nanguard._diagnose import batches
+from keras_nanguard._counterfactuals import Anew, tried
 from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.rerun import Run, Step, preserved
-from keras_nanguard._diagnose.trials import Trials, standardised
+from keras_nanguard._diagnose.rerun import Run, Step
+from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._errors import BundleError, GuardError, expected
 from keras_nanguard._incident import Diagnosis, Incident
@@ -30,9 +30,6 @@ from keras_nanguard._stored import first_line, plain_text
 __all__ = ["MODES", "Replay", "replay"]
 
 MODES = ("eager", "graph", "xla")
-
-STEPS = 10
-"""Steps of each trial of `counterfactuals`."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,12 @@ def replay(
         bundle: folder of the bundle, as `Incident.bundle` names it.
         model: a compiled model, or the path of a `.keras` file; by default it is made from the bundle's configuration.
             Its weights are set to those of the bundle.
-        mode: `"eager"`, `"graph"` or `"xla"`.
+        mode: `"eager"`, `"graph"` or `"xla"`; on JAX both of the latter are XLA, and PyTorch has only the first.
         dtype: `"float32"` computes everything in it; `None` as it was.
         device: where to run, in the backend's words (`"CPU:0"`, `"GPU:0"`); `None` where the backend likes.
-        counterfactuals: train a few steps from the start on this batch, each time with one thing changed, and tell
-            which change cures it. Costs some dozens of steps.
+        counterfactuals: run the steps up to the bad one again, from a snapshot, each time with one thing changed, and
+            tell which change cures it. Where the bundle holds no steps before it (they are kept where training had
+            diverged), a few steps on its batch alone. Costs six times as many steps, eagerly.
         custom_objects: classes and functions of your own that the model is made of, by name, as
             `keras.saving.load_model` takes them; not needed for those that are registered with Keras.
 
@@ -122,6 +120,8 @@ def replay(
     """
     if mode not in MODES:
         raise GuardError(expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one."))
+    if mode != "eager" and keras.backend.backend() == "torch":
+        raise GuardError(expected("mode='eager' on PyTorch, where a guarded step runs eagerly", f"mode={mode!r}", "Leave it out."))
     if dtype not in (None, "float32"):
         raise GuardError(expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one."))
     found = _bundle.read(bundle)
@@ -130,12 +130,29 @@ def replay(
             stack.enter_context(keras.device(device))
         model = _model(found, model, custom_objects)
         step = _prepared(found, model)
-        batch = keras.tree.map_structure(lambda a: None if a is None else here().tensor(a), found.batch)
+        batch = _tensors(found.batch)
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
-        cures = tuple(_counterfactuals(found, step, batch)) if counterfactuals else ()
+        cures = tuple(tried(step, _anew(found, step, batch))) if counterfactuals else ()
     return Replay(found.incident, mode, run.word, conclude(evidence), run.rows, cures)
+
+
+def _tensors(batch: Any) -> Any:
+    return keras.tree.map_structure(lambda a: None if a is None else here().tensor(a), batch)
+
+
+def _anew(found: _bundle.Bundle, step: Step, batch: Any) -> Anew:
+    """Return from where and over which batches the steps up to the bad one are run again."""
+    told, start = found.about.get("before") or {}, found.start or found.state
+    return Anew(
+        start=lambda: _write_state(start, _state.Anatomy.of(step.model, step.optimizers).everything),
+        before=[_tensors(args) for args in found.before],
+        batch=batch,
+        rows=tuple(found.incident.diagnosis.samples) if found.incident.diagnosis else (),
+        since=int(told.get("snapshot", 0)),
+        exact=bool(told.get("exact")),
+    )
 
 
 def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
@@ -173,16 +190,22 @@ def _prepared(found: _bundle.Bundle, model: Any) -> Step:
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-    step = Step(model.train_step, model, optimizers)
+    step = Step.of(model, optimizers, saving=bool(found.about.get("saving")))
     if found.state:
         _write_state(found.state, _state.Anatomy.of(model, optimizers).everything)
     return step
 
 
 def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> None:
-    """Give the variables the values of a bundle: by path where that is unique, else in order."""
+    """Give the variables the values of a bundle: by path where that is unique, else in order.
+
+    A variable that came into being in the bad step itself (a slot, in the first step) is in no bundle, and is left.
+    """
     by_path = dict(state) if len({path for path, _ in state}) == len(state) else {}
-    if not {v.path for v in variables} <= set(by_path):
+    paths = {v.path for v in variables}
+    if by_path and set(by_path) < paths and len(paths) == len(variables):
+        variables = [v for v in variables if v.path in by_path]
+    elif not paths <= set(by_path):
         if len(state) != len(variables):
             raise BundleError(
                 expected(f"a model with {len(state)} variables", len(variables), "Pass the model that was trained.")
@@ -203,11 +226,13 @@ def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run,
         refused=True,
         sites=tuple(f"{f.site}:{f.kind}" for f in own.findings),
         mode=mode,
+        growth=found.growth,
         optimizers=optimizer_facts(step.optimizers),
         loss_scale=own.values.get("loss_scale"),
         low_precision=lowest(step.model),
     )
-    trials = Trials(step, batch, evidence, _Start(found.start) if found.start else None)
+    first = found.start and not (found.about.get("before") or {}).get("snapshot")
+    trials = Trials(step, batch, evidence, _Start(found.start) if first else None)
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
@@ -223,67 +248,3 @@ class _Start:
     def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
         """Return the value of one variable, `None` where there is none."""
         return self._arrays.get(variable.path)
-
-
-def _counterfactuals(found: _bundle.Bundle, step: Step, batch: Any) -> Iterator[tuple[str, str]]:
-    """Yield `(what was changed, what came of it)` for a few steps on the batch from the start of the bundle."""
-    start = found.start or found.state
-    suspects = list(found.incident.diagnosis.samples) if found.incident.diagnosis else []
-    plain = _trained(step, start, batch)
-    yield "as it was", plain
-    with _rates(step, 0.1):
-        yield "with a tenth of the learning rate", _trained(step, start, batch)
-    with _clipped(step):
-        yield "with gradients clipped to a global norm of 1", _trained(step, start, batch)
-    if lowest(step.model):
-        with in_float32(step.model, step.variables(), step.optimizers):
-            yield "in float32", _trained(step, start, batch)
-    if suspects and len(suspects) < batches.row_count(batch):
-        shown = ", ".join(map(str, suspects[:8]))
-        yield f"without rows {shown}", _trained(step, start, batches.without(batch, suspects))
-    yield "with inputs and targets scaled to unit deviation", _trained(step, start, batches.mapped(batch, standardised))
-
-
-def _trained(step: Step, start: Sequence[tuple[str, np.ndarray[Any, Any]]], batch: Any) -> str:
-    """Return in words what comes of a few steps on one batch."""
-    variables = step.variables()
-    with preserved(variables):
-        _write_state(start, _state.Anatomy.of(step.model, step.optimizers).everything)
-        losses: list[float] = []
-        for number in range(STEPS):
-            losses.append(step.train(batch))
-            if not math.isfinite(losses[-1]):
-                return f"the loss goes bad at step {number + 1}"
-    grown = abs(losses[-1]) > 10 * abs(losses[0]) + 1e-12
-    return f"the loss {'grows' if grown else 'stays finite, and goes'} from {losses[0]:.3g} to {losses[-1]:.3g}"
-
-
-@contextlib.contextmanager
-def _rates(step: Step, factor: float) -> Iterator[None]:
-    undo: list[tuple[Any, str, Any]] = []
-    for optimizer in map(_state.inner, step.optimizers):
-        real: Callable[[], Any] = optimizer._get_current_learning_rate
-        undo.append((optimizer, "_get_current_learning_rate", vars(optimizer).get("_get_current_learning_rate")))
-        _state.set_instance(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
-    yield from _undone(undo)
-
-
-@contextlib.contextmanager
-def _clipped(step: Step) -> Iterator[None]:
-    undo: list[tuple[Any, str, Any]] = []
-    for optimizer in map(_state.inner, step.optimizers):
-        for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
-            undo.append((optimizer, name, vars(optimizer).get(name)))
-            _state.set_instance(optimizer, name, value)
-    yield from _undone(undo)
-
-
-def _undone(undo: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for target, name, value in reversed(undo):
-            if value is None and name.startswith("_"):
-                _state.unset_instance(target, name)
-            else:
-                _state.set_instance(target, name, value)

@@ -19,6 +19,7 @@ from keras_nanguard._incident import SITES, Finding, Incident
 from keras_nanguard._monitors import Monitors
 from keras_nanguard._policy import Ledger, Policy, decide
 from keras_nanguard._rates import Rate
+from keras_nanguard._recent import Recent
 from keras_nanguard._sightings import bad_state, has_nan, in_batch, values
 from keras_nanguard._snapshot import Ring
 from keras_nanguard._step._verdict import PERIOD, Report, Verdict
@@ -60,7 +61,7 @@ class Session:
         self.model, self.policy, self.tell, self.explain = model, policy, tell, explain
         self.optimizers, self.functions, self.ledger = optimizers, dict(functions or {}), ledger or Ledger()
         self.trend, self.history, self.monitors = Trend(policy.checks.trend), History(), Monitors(policy.checks)
-        self.ring = Ring(policy.snapshot.keep, policy.snapshot.good_after)
+        self.ring, self.recent = Ring(policy.snapshot.keep, policy.snapshot.good_after), Recent()
         self.rates: dict[int, Rate] = {}
         self.step = self.refused = self.overflows = self.good = self.streak = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.rollbacks = self.skip_batches = 0
@@ -169,9 +170,10 @@ class Session:
         self.good += 1
         self.streak, self.last_refused = 0, False
         self.history.push(self.step, loss, gradients, scale)
+        self.recent.push(self.step, self.transaction.given)
         findings = self.trend.push(self.step, loss, sqrt(2.0 * gradients) / scale)
         if findings:
-            self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(Verdict.of(row)))
+            self._committed(Verdict.of(row), findings)
         self.step += 1
         if statistics > self.monitors.ceiling:
             self._due = self.monitors.due = self.step
@@ -244,12 +246,18 @@ class Session:
     def _good(self, verdict: Verdict, last: bool = True) -> None:
         self.good += 1
         self.history.push(self.step, verdict.loss, verdict.gradients, verdict.scale)
+        self.recent.push(self.step, self.transaction.given)
         self.streak = 0
         if last:  # of its execution: the state can be seen only then
             self.aftercare.after_good_step(self)
         findings = self.trend.push(self.step, verdict.loss, verdict.gradient_norm)
         if findings:
-            self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))
+            self._committed(verdict, findings)
+
+    def _committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
+        """Raise the incident of a step that has committed."""
+        report = Report(verdict, (), (), self.transaction.batch(self.step, self.transaction.given))
+        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
@@ -257,8 +265,7 @@ class Session:
         if self._is_ordinary_overflow(verdict):
             self.overflows += 1
             return
-        findings = report.findings() if report is not None else Report(verdict, (), ()).findings()
-        findings = [*in_batch(report), *self.scan("state"), *findings]
+        findings = [*in_batch(report), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
@@ -287,7 +294,7 @@ class Session:
             self._good(verdict)
             self.transaction.resume()
             return
-        self._raise_incident(self.step, findings, refused=False, report=None, values=self._values(verdict))
+        self._committed(verdict, findings)
         self.transaction.resume()
 
     def _observed(self, verdict: Verdict, reports: list[Report]) -> None:
@@ -319,8 +326,8 @@ class Session:
         act: bool = True,
     ) -> None:
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        batch, replicas = max(step - self.epoch_start, 0), report.replicas if report is not None else ()
-        incident = Incident(step, self.epoch, batch, ordered, refused, values, replicas=replicas)
+        batch = max(step - self.epoch_start, 0)
+        incident = Incident(step, self.epoch, batch, ordered, refused, values, replicas=report.replicas if report else ())
         if self.explain is not None:
             incident = incident.with_(diagnosis=diagnosis or self.explain(self, incident, report))
             if self.directory is not None and hasattr(self.explain, "bundle"):
@@ -356,17 +363,10 @@ class Session:
 
     def _take_snapshot(self) -> None:
         anatomy = self.anatomy()
-        self.remember_start(anatomy)
+        self.history.start(self.ring.snapshots, anatomy.trainable)
         bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
         if bad:
             self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values={})
-
-    def remember_start(self, anatomy: _state.Anatomy) -> None:
-        """Note how large the weights were at the start, while the first snapshot is still there."""
-        first = next((s for s in self.ring.snapshots if s.step == 0), None)
-        if first is not None and not self.history.weights:
-            known = {id(v): first.value(v) for v in anatomy.trainable}
-            self.history.start({key: value for key, value in known.items() if value is not None})
 
     def raised(self, error: BaseException) -> None:
         """Tell of an exception inside of a step that is about its data, before it goes on to the user."""

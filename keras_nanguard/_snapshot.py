@@ -96,6 +96,10 @@ class Ring:
         """Return the oldest snapshot that is kept, `None` where there is none."""
         return self.snapshots[0] if self.snapshots else None
 
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """See to it that a snapshot's values are in memory; returns whether they are."""
+        return True
+
     def forget_after(self, step: int) -> None:
         """Give up the snapshots taken after this step: the run that they belong to has been undone."""
         self.snapshots = [s for s in self.snapshots if s.step <= step]

@@ -221,15 +221,20 @@ class DiskRing(Ring):
     def newest(self, depth: int = 1) -> Snapshot | None:
         """Return the verified snapshot that is `depth`-th from the newest, or the next older one where that is broken."""
         while (snapshot := super().newest(depth)) is not None:
-            if snapshot.arrays or not isinstance(snapshot, _OnDisk):
+            if self.at_hand(snapshot):
                 return snapshot
-            try:
-                self._fetch(snapshot)
-                return snapshot
-            except FileFormatError as error:
-                warnings.warn(f"NanGuard goes back one snapshot further: {error}", stacklevel=2)
-                self.snapshots = [s for s in self.snapshots if s is not snapshot]
+            self.snapshots = [s for s in self.snapshots if s is not snapshot]
         return None
+
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """Read a snapshot's values from disk where they are not in memory; returns whether they are now."""
+        if snapshot.arrays or not isinstance(snapshot, _OnDisk):
+            return True
+        try:
+            self._fetch(snapshot)
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard leaves a snapshot out: {error}", stacklevel=3)
+        return bool(snapshot.arrays)
 
     def forget_after(self, step: int) -> None:
         """Give up the snapshots taken after this step, on disk too."""

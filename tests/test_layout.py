@@ -42,7 +42,7 @@ DEBT = {
     "live": {"_flatten_layers"},
     "perform": {"_trainable_variables", "_model_variables_moving_average"},
     "rates": {"_get_current_learning_rate", "_learning_rate"},
-    "replay": {"_get_current_learning_rate"},
+    "counterfactuals": {"_get_current_learning_rate"},
     "repair_model": {"_trainable_variables", "_model_variables_moving_average"},
     "snapshot_disk": {"_trainable_variables"},
     "_step.intercept": {"_trainable_variables"},

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
+from keras_nanguard._recent import held
 from keras_nanguard._session import Session
 from keras_nanguard._step import _abort, _mirrored, _tensorflow
 
@@ -34,6 +35,7 @@ class ModelAttachment(Attachment):
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not spread_out),
             aborts=_abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out),
+            stores=not spread_out,
         )
         if old is not None:
             transaction.inherit(old)
@@ -128,11 +130,13 @@ class LoopStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.session.before()
+        given = held((args, kwargs))
         while True:
             try:
                 outputs, row = self.session.transaction.read(self.run(args, kwargs))
                 break
             except _tensorflow.Retrace:
                 self.build()
+        self.session.transaction.given = given
         self.session.after(row)
         return outputs

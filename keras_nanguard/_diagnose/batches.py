@@ -148,7 +148,9 @@ def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
 def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
     magnitudes = np.abs(np.where(np.isfinite(flat), flat, 0.0))
     largest = magnitudes.max(axis=1, initial=0.0)
-    typical = float(np.median(largest))
-    rows = np.flatnonzero(largest > OUTLIER * max(typical, 1e-30))
+    if not largest.any():
+        return ()
+    typical = float(np.median(largest[largest > 0.0]))  # most rows of sparse data may hold nothing at all
+    rows = np.flatnonzero(largest > OUTLIER * typical)
     return tuple(int(i) for i in rows[np.argsort(-largest[rows])])
 

@@ -135,8 +135,15 @@ def _told_by_monitors(e: Evidence) -> Verdict | None:
     if "explosion" in kinds.values():
         return Verdict("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
-        return Verdict("spike", e.first_path, confidence=0.8, because="spike")
+        return Verdict("spike", e.first_path, _outliers(e), confidence=0.8, because="spike")
     return None
+
+
+def _outliers(e: Evidence) -> tuple[int, ...]:
+    """Return the rows of the batch that stand out, where they are few."""
+    parts = [part for part in (*e.inputs, *e.targets) if not part.integer]
+    rows = tuple(dict.fromkeys(row for part in parts for row in part.outliers))
+    return rows if len(rows) <= e.count / 4 else ()
 
 
 def _scale(e: Evidence) -> Verdict | None:

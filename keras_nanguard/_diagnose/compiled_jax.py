@@ -6,7 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from keras_nanguard import _state
 from keras_nanguard._diagnose.rerun import Run, Step
+from keras_nanguard._step._jax import Transaction
+from keras_nanguard._step._jax_outputs import LogOutputs
+from keras_nanguard._step._jax_trainer import by_part, variables
 from keras_nanguard._step._verdict import Verdict
 
 __all__ = ["run_compiled"]
@@ -16,13 +20,13 @@ def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
     """Run a step once, compiled, and forget it; see what it came to.
 
     Args:
-        step: the step, whose body is that of a transaction on JAX.
+        step: the step; its body is that of a transaction on JAX, or `body_of` its model.
         args: its arguments.
         jit: compile it, as JAX always does.
     """
     transaction: Any = getattr(step.body, "__self__", None)
     if not hasattr(transaction, "judged"):
-        return Run(error="the compiled step is not at hand")
+        transaction = _of_model(step)
     try:
         verdict = Verdict.of(transaction.judged(*args))
     except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
@@ -30,3 +34,19 @@ def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
     sites = {"loss": verdict.loss, "statistics": verdict.statistics, "gradients": verdict.gradients}
     first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
     return Run(first=first, loss=verdict.loss, norm=verdict.gradient_norm)
+
+
+def _of_model(step: Step) -> Transaction:
+    """Return the transaction that guards the train step of a model."""
+    model = step.model
+    transaction = Transaction(
+        model.train_step,
+        lambda: _state.Anatomy.of(model, step.optimizers),
+        lambda: variables(model),
+        outputs=LogOutputs(model),
+        model=model,
+        jit=True,
+    )
+    transaction.tolerated = set(step.tolerated)
+    transaction.adopt(tuple([v.value for v in part] for part in by_part(model)))
+    return transaction

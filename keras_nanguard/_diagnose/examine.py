@@ -183,7 +183,7 @@ class _Examiner:
         return self._as_step().run(self.batch, observe=True, update=True)
 
     def _as_step(self) -> Step:
-        return Step(here().body_of(self.model), self.model, self.anatomy.optimizers)
+        return Step.of(self.model, self.anatomy.optimizers)
 
     def _in_float32(self, step: bool) -> str:
         variables = [*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]

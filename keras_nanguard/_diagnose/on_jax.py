@@ -20,8 +20,23 @@ from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births_jax import Births
 from keras_nanguard._step import _jax_intercept
 from keras_nanguard._step._jax_intercept import primal
+from keras_nanguard._step._jax_outputs import LogOutputs
+from keras_nanguard._step._jax_trainer import by_part
 
-__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "tensor",
+    "twin",
+    "without_rows",
+]
 
 
 class Instrument(instrument.Instrument):
@@ -115,7 +130,7 @@ def body_of(model: Any) -> Any:
     """Return the train step of a model as a function of its batch, which reads and writes the variables."""
 
     def body(data: Any) -> Any:
-        lists = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables)
+        lists = by_part(model)
         logs, new = model.train_step(tuple([v.value for v in variables] for variables in lists), data)
         for variables, values in zip(lists, new):
             for variable, value in zip(variables, values):
@@ -123,6 +138,11 @@ def body_of(model: Any) -> Any:
         return logs
 
     return body
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs(model).losses
 
 
 def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:

@@ -13,8 +13,22 @@ from keras_nanguard import _state
 from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births import Births
 from keras_nanguard._step._intercept import Intercept
+from keras_nanguard._step._outputs import LogOutputs
 
-__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "tensor",
+    "twin",
+    "without_rows",
+]
 
 
 class Instrument(instrument.Instrument):
@@ -47,6 +61,11 @@ class Instrument(instrument.Instrument):
 def body_of(model: Any) -> Any:
     """Return the train step of a model as a function of its batch."""
     return model.train_step
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs(model).losses
 
 
 def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:

@@ -16,8 +16,22 @@ from keras_nanguard._diagnose.births_torch import Births, storage
 from keras_nanguard._step._torch_intercept import Intercept
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_module import LIVE, TorchModule
+from keras_nanguard._step._torch_outputs import LogOutputs
 
-__all__ = ["Births", "Instrument", "body_of", "intercepted", "is_tensor", "kept", "key", "like", "tensor", "twin", "without_rows"]
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "tensor",
+    "twin",
+    "without_rows",
+]
 
 
 class Instrument(instrument.Instrument):
@@ -65,6 +79,11 @@ class _Probe(torch.autograd.Function):  # type: ignore[misc]
 def body_of(model: Any) -> Any:
     """Return the train step of a model as a function of its batch."""
     return model.train_step
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs(model).losses
 
 
 @contextlib.contextmanager

@@ -104,6 +104,11 @@ class Step:
         self.saving, self.losses, self.strays = saving, losses, list(strays)
         self.tolerated = {id(v) for v in tolerated}
 
+    @classmethod
+    def of(cls, model: Any, optimizers: Sequence[Any], saving: bool = False) -> Step:
+        """Return the train step of a model."""
+        return cls(here().body_of(model), model, optimizers, saving, here().losses_of(model))
+
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
         anatomy = _state.Anatomy.of(self.model, self.optimizers)

@@ -310,7 +310,10 @@ ADVICE: dict[str, Callable[[Evidence, Verdict], Iterator[str]]] = {
         (f"Call the model with training=True in the training loop; {_name(v, 'BatchNormalization')} never moved.",)
     ),
     "spike": lambda e, v: iter(
-        ("Look at the batch of this step for outliers; clip gradients (global_clipnorm=1.0) or lower the rate.",)
+        (
+            f"Look at {f'rows {_list(v.samples)}' if v.samples else 'the batch'} of this step; clip gradients "
+            "(global_clipnorm=1.0) or lower the rate.",
+        )
     ),
     "transient": lambda e, v: iter(
         (

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from keras_nanguard import _state
+from keras_nanguard._recent import held
 from keras_nanguard._step._jax_intercept import Retrace
 from keras_nanguard._step._jax_reports import Files
 from keras_nanguard._step._jax_runs import PutOff, Through
@@ -59,6 +60,7 @@ class Transaction:
 
     Attributes:
         saving: whether the updates run at once, and old or new is chosen at the end.
+        given: the arguments of the last step.
     """
 
     counted = False
@@ -89,6 +91,7 @@ class Transaction:
         self.files = Files()
         self.told = len(FIELDS)
         self._last: Any = None
+        self.given: Any = None
         place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
         self._light = jax.jit(self._both) if jit else self._both
@@ -105,7 +108,7 @@ class Transaction:
         Returns:
             the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
         """
-        self._last = state
+        self._last, self.given = state, held(args)
         if self.light is None:
             self.light = not self.jit or _size(state) <= SMALL
         if not self.light:
@@ -170,6 +173,10 @@ class Transaction:
                 variable.assign(value)
         return outputs
 
+    def adopt(self, state: Any) -> None:
+        """Take a state for that of the last step."""
+        self._last = state
+
     def judged(self, *args: Any) -> list[float]:
         """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
         leaves, tree = jax.tree_util.tree_flatten(self._last)
@@ -180,6 +187,10 @@ class Transaction:
         return row
 
     # What the session asks of it
+
+    def batch(self, step: int, given: Any) -> Any:
+        """Return the arguments of an earlier step, which nobody can have changed."""
+        return given
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""

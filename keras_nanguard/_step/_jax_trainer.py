@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["Custody", "in_executions", "shardings", "variables"]
+__all__ = ["Custody", "by_part", "in_executions", "shardings", "variables"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
@@ -63,10 +63,14 @@ class Custody:
             self.reach()
 
 
+def by_part(model: Any) -> tuple[list[Any], ...]:
+    """Return the variables of a model in the four lists in which `fit` hands out their values."""
+    return model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+
+
 def variables(model: Any) -> list[Any]:
     """Return the variables of a model in the order in which `fit` hands out their values."""
-    own = [*model.trainable_variables, *model.non_trainable_variables]
-    return [*own, *model.optimizer.variables, *model.metrics_variables]
+    return [v for part in by_part(model) for v in part]
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_nanguard._step._batches import Layouts
 from keras_nanguard._step._verdict import Report, Verdict
 
 __all__ = ["Files"]
@@ -30,7 +31,8 @@ class Files:
         self.capacity = capacity
         self.rows: tuple[tuple[str, str], ...] = ()
         self._held: list[Report] = []
-        self._layouts: list[tuple[Any, tuple[tuple[str, str], ...]]] = []
+        self._layouts = Layouts()
+        self._places: dict[int, tuple[tuple[str, str], ...]] = {}
         self._queues: dict[tuple[Any, ...], Any] = {}
 
     def put(self, row: Any, counts: Any, args: Any, blamed: Any = ()) -> Any:
@@ -42,8 +44,9 @@ class Files:
             args: what the step was called with.
             blamed: for each replica, where there are several, whether it saw something bad.
         """
-        leaves = [tf.convert_to_tensor(t) for t in tf.nest.flatten(args, expand_composites=True) if t is not None]
-        items = [tf.constant(self._layout(args), tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
+        number, leaves = self._layouts.flat(args)
+        self._places[number] = self.rows
+        items = [tf.constant(number, tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
         with tf.device("CPU:0"):
             queue = self._queue(tuple(t.dtype for t in items))
 
@@ -52,10 +55,6 @@ class Files:
                 return tf.constant(True)
 
             return tf.cond(queue.size() < self.capacity, enqueue, lambda: tf.constant(False))
-
-    def _layout(self, args: Any) -> int:
-        self._layouts.append((tf.nest.map_structure(_spec, args), self.rows))
-        return len(self._layouts) - 1
 
     def _queue(self, dtypes: tuple[Any, ...]) -> Any:
         if dtypes not in self._queues:
@@ -74,33 +73,8 @@ class Files:
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
                 layout, row, counts, blamed, *leaves = queue.dequeue()
-                specs, rows = self._layouts[int(layout)]
+                number = int(layout)
                 verdict = Verdict.of(row.numpy().tolist())
-                replicas = tuple(np.flatnonzero(blamed).tolist())
-                reports.append(Report(verdict, rows, np.asarray(counts), _packed(specs, leaves), replicas))
+                replicas, batch = tuple(np.flatnonzero(blamed).tolist()), self._layouts.packed(number, leaves)
+                reports.append(Report(verdict, self._places[number], np.asarray(counts), batch, replicas))
         return sorted(reports, key=lambda report: report.verdict.step)
-
-
-class _Leaf:
-    """Stands for one component tensor in a remembered structure."""
-
-
-def _spec(value: Any) -> Any:
-    if value is None:
-        return None
-    return tf.type_spec_from_value(value) if isinstance(value, tf.__internal__.CompositeTensor) else _Leaf()
-
-
-def _packed(specs: Any, leaves: list[Any]) -> Any:
-    """Put component tensors back into the structure they came from."""
-    rest = iter(leaves)
-
-    def fill(spec: Any) -> Any:
-        if spec is None:
-            return None
-        if isinstance(spec, _Leaf):
-            return next(rest)
-        parts = tf.nest.flatten(spec, expand_composites=True)
-        return tf.nest.pack_sequence_as(spec, [next(rest) for _ in parts], expand_composites=True)
-
-    return tf.nest.map_structure(fill, specs)

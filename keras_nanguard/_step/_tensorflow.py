@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard import _state
-from keras_nanguard._step import _abort, _graph, _outputs, _reports, _sums
+from keras_nanguard._step import _abort, _batches, _graph, _outputs, _reports, _sums
 from keras_nanguard._step._intercept import Intercept, Seen
 from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
@@ -50,8 +50,10 @@ class Transaction:
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
         aborts: refuse with an error, where that serves, while the step is `watched`.
+        stores: keep the batches of the last steps for the host.
 
     Attributes:
+        given: the number of executions so far; of a loop's step, what the last one was given.
         saving: whether old values of weights and slots are kept.
         leaks: whether an update was seen that an error does not keep from running.
 
@@ -76,6 +78,7 @@ class Transaction:
         born: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
         aborts: bool = False,
+        stores: bool = False,
     ):
         self.body, self.anatomy, self.model = body, anatomy, model
         self.jit, self.counted, self.born = jit, counted, born
@@ -84,6 +87,9 @@ class Transaction:
         self.strays: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.files = _reports.Files(capacity)
+        self.stored = _batches.Stored() if stores else None
+        self.filed: Any = None
+        self.given: Any = 0
         self.outputs = _outputs.LogOutputs(model) if logs else _outputs.PlainOutputs()
         self.compiled = (
             tf.function(self._run, jit_compile=True, reduce_retracing=True, autograph=False) if jit else None
@@ -95,6 +101,8 @@ class Transaction:
                 self.rows = tf.Variable(-tf.ones((counted, len(FIELDS)), tf.float64), trainable=False)  # of no step yet
 
     def __call__(self, *args: Any) -> Any:
+        if self.stored is not None:
+            self.filed = self.stored.put(args)
         if self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
             self.note(row)
@@ -107,10 +115,24 @@ class Transaction:
 
     def read(self, result: Any) -> tuple[Any, list[float]]:
         """Return the outputs and the row of numbers of one call, on the host."""
+        self._ran()
         return self.outputs.split(result)
+
+    def _ran(self) -> None:
+        if self.stored is not None:
+            self.given += 1
+            if not self.stored.fitted:
+                self.stored.fit()
+
+    def batch(self, step: int, given: Any) -> Any:
+        """Return the arguments of an earlier step, `None` where they are gone."""
+        if self.stored is None:
+            return given
+        return self.stored.batch(int(self.counter) - step if self.counted else self.given - given)
 
     def refused(self, shown: Any) -> tuple[Any, list[float]]:
         """Return the same for a call that a refusal has ended; `shown` are the logs that were shown last."""
+        self._ran()
         return self.outputs.instead(shown), self.files.hold()[-1].verdict.row
 
     def note(self, row: Any) -> None:
@@ -316,7 +338,8 @@ class Run:
 
     def _commit_or_abort(self, outputs: Any, refuse: Callable[[], Any]) -> tuple[Any, Any, Any]:
         """Refuse with an error, which the updates wait for."""
-        gate = _abort.gate(tf.cond(self.fine, lambda: tf.constant(True), lambda: [refuse(), tf.constant(False)][1]))
+        with tf.control_dependencies([self.owner.filed] if self.owner.filed is not None else []):  # of a refused step, too
+            gate = _abort.gate(tf.cond(self.fine, lambda: tf.constant(True), lambda: [refuse(), tf.constant(False)][1]))
         start = _graph.mark(self.graph)
         with tf.control_dependencies([gate]):
             ends = self.update()

@@ -27,6 +27,7 @@ import torch
 from keras_nanguard import _state
 from keras_nanguard._step import _torch_outputs, _torch_sums
 from keras_nanguard._step._proof import EVERY
+from keras_nanguard._step._torch_batches import Given
 from keras_nanguard._step._torch_intercept import Intercept
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_raised import is_numeric
@@ -75,6 +76,7 @@ class Transaction:
 
     Attributes:
         row: the row of the last step, in the order of `Verdict.FIELDS`.
+        given: the arguments of the last step.
         strays: what the body writes in place past Keras, by `id`.
         saving: whether an update had to be made before its step was through.
     """
@@ -102,12 +104,14 @@ class Transaction:
         self.saving = False
         self.steps = 0
         self.row: list[float] = [0.0] * _ROW
+        self.given: Any = None
         self.stale = True
 
     def __call__(self, *args: Any) -> Any:
         if self.stale or self.steps < _FRESH or self.steps % _REFRESH == 0:
             self.parts = _Parts(self.read_anatomy())
             self.stale = False
+        self.given = Given(args)
         run = _Run(self)
         try:
             return run.complete(args)
@@ -118,6 +122,10 @@ class Transaction:
         """Start with what another transaction around the same body has found out."""
         self.strays, self.tolerated, self.saving = other.strays, other.tolerated, other.saving
         self.steps = min(other.steps, 1)
+
+    def batch(self, step: int, given: Given) -> Any:
+        """Return the arguments of an earlier step, `None` where someone has written over them."""
+        return None if given.args is None else keras.tree.map_structure(_as_tensor, tuple(given.args))
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""

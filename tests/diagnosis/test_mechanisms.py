@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import mechanisms
 import pytest
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, replay
 
 
-def fitted(case: mechanisms.Case) -> NanGuard:
+def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
     """Fit the program as a stranger would, and return its guard."""
-    guard = NanGuard(verbose=0)
+    guard = NanGuard(verbose=0, directory=directory)
     arguments = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **case.fit, "callbacks": [guard]}
     try:
         case.model.fit(case.x, case.y, **arguments)
@@ -20,9 +23,21 @@ def fitted(case: mechanisms.Case) -> NanGuard:
 
 
 @pytest.mark.parametrize("name", mechanisms.PROGRAMS)
-def test_the_mechanism_is_named(name):
+def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
     case = mechanisms.PROGRAMS[name](True)
-    guard = fitted(case)
+    guard = fitted(case, tmp_path)
+    check(case, guard)
+    bundled = next((incident for incident in guard.incidents if incident.bundle), None)
+    if bundled is not None:
+        mode = json.loads((Path(bundled.bundle) / "bundle.json").read_text())["mode"]
+        again = replay(bundled.bundle, case.model, mode=mode)
+        again = again if again.reproduced else replay(bundled.bundle, case.model)
+        for attribute in ("cause", "culprit", "samples"):
+            assert getattr(again.diagnosis, attribute) == getattr(bundled.diagnosis, attribute)
+
+
+def check(case, guard):
+    """Compare what was told with what the program was made to fail by."""
     if not case.causes:
         assert all(incident.diagnosis.cause == "unknown" or not incident.refused for incident in guard.incidents)
         return

@@ -1,0 +1,144 @@
+"""Counterfactuals: the steps up to a bad one, run again as they were and with one thing changed each time.
+
+What cures it tells the cause apart from what was merely there: a divergence that a tenth of the rate cures is a rate too
+high, one that only float32 cures is a dtype too small, one that goes when three rows go is three rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.precision import in_float32, lowest
+from keras_nanguard._diagnose.rerun import Step, preserved
+from keras_nanguard._diagnose.trials import standardised
+
+__all__ = ["Anew", "tried"]
+
+ALONE = 10
+"""Steps on the bad batch alone, where no batches before it are known."""
+
+GROWN = 10.0
+"""How many times larger the last loss has to be than the first to be told as growing."""
+
+
+@dataclass(frozen=True)
+class Anew:
+    """From where, and over which data, the steps are run again.
+
+    Attributes:
+        start: puts the model into the state to begin with.
+        before: the arguments of the steps before the bad one; none where they are not known.
+        batch: those of the bad step.
+        rows: rows of its batch that are blamed.
+        since: number of the first step after the state to begin with.
+        exact: whether no step between that state and the bad one is missing.
+    """
+
+    start: Callable[[], None]
+    before: Sequence[Any]
+    batch: Any
+    rows: tuple[int, ...] = ()
+    since: int = 0
+    exact: bool = False
+
+    def course(self) -> str:
+        """Return in words which steps are run."""
+        if not self.before:
+            return f"{ALONE} steps on the batch"
+        missing = "" if self.exact else ", others left out that are not known any more"
+        return f"the {len(self.before) + 1} steps from the state before step {self.since}{missing}"
+
+
+def tried(step: Step, anew: Anew) -> Iterator[tuple[str, str]]:
+    """Yield `(what was changed, what came of it)`, and at the end which of the changes cure it."""
+    cures: list[str] = []
+    yield "as it was", f"{anew.course()}: {_outcome(step, anew)[1]}"
+    for change, (cured, told) in _changes(step, anew):
+        cures += [change] * cured
+        yield change, told
+    yield "what cures it", "; ".join(cures) or "nothing of this"
+
+
+Outcome = tuple[bool, str]
+"""Whether all came out well, and what came of it in words."""
+
+
+def _changes(step: Step, anew: Anew) -> Iterator[tuple[str, Outcome]]:
+    with _rates(step, 0.1):
+        yield "with a tenth of the learning rate", _outcome(step, anew)
+    with _clipped(step):
+        yield "with gradients clipped to a global norm of 1", _outcome(step, anew)
+    if lowest(step.model):
+        with in_float32(step.model, step.variables(), step.optimizers):
+            yield "in float32", _outcome(step, anew)
+    if anew.rows and len(anew.rows) < batches.row_count(anew.batch):
+        shown = ", ".join(map(str, anew.rows[:8]))
+        yield f"without rows {shown}", _outcome(step, anew, last=lambda batch: batches.without(batch, anew.rows))
+    scaled = "with inputs and targets scaled to unit deviation"
+    yield scaled, _outcome(step, anew, each=lambda batch: batches.mapped(batch, standardised))
+
+
+def _outcome(
+    step: Step,
+    anew: Anew,
+    each: Callable[[Any], Any] = lambda batch: batch,
+    last: Callable[[Any], Any] = lambda batch: batch,
+) -> Outcome:
+    """Run the steps, with every batch and the last one changed like this."""
+    whole = [*anew.before, anew.batch] if anew.before else [anew.batch] * ALONE
+    losses: list[float] = []
+    with preserved(step.variables()):
+        anew.start()
+        for number, batch in enumerate(whole, 1):
+            batch = each(batch)
+            losses.append(step.train(last(batch) if number == len(whole) or not anew.before else batch))
+            if not math.isfinite(losses[-1]):
+                return False, f"the loss goes bad at step {number} of {len(whole)}"
+        bad = _bad_weight(step)
+    if bad:
+        return False, f"the loss stays finite, and {bad} goes bad"
+    grown = abs(losses[-1]) > GROWN * abs(losses[0]) + 1e-12
+    return not grown, f"the loss {'grows' if grown else 'stays finite, and goes'} from {losses[0]:.3g} to {losses[-1]:.3g}"
+
+
+def _bad_weight(step: Step) -> str:
+    """Return the path of the first weight that is not finite, `""` where all are."""
+    weights = _state.Anatomy.of(step.model, step.optimizers).trainable
+    return next((str(v.path) for v in weights if not _probes.is_finite(_state.view(v))), "")
+
+
+@contextlib.contextmanager
+def _rates(step: Step, factor: float) -> Iterator[None]:
+    undo: list[tuple[Any, str, Any]] = []
+    for optimizer in map(_state.inner, step.optimizers):
+        real: Callable[[], Any] = optimizer._get_current_learning_rate
+        undo.append((optimizer, "_get_current_learning_rate", vars(optimizer).get("_get_current_learning_rate")))
+        _state.set_instance(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
+    yield from _undone(undo)
+
+
+@contextlib.contextmanager
+def _clipped(step: Step) -> Iterator[None]:
+    undo: list[tuple[Any, str, Any]] = []
+    for optimizer in map(_state.inner, step.optimizers):
+        for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
+            undo.append((optimizer, name, vars(optimizer).get(name)))
+            _state.set_instance(optimizer, name, value)
+    yield from _undone(undo)
+
+
+def _undone(undo: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for target, name, value in reversed(undo):
+            if value is None and name.startswith("_"):
+                _state.unset_instance(target, name)
+            else:
+                _state.set_instance(target, name, value)

@@ -1,0 +1,124 @@
+"""A divergence is run again from a snapshot, over the batches that led up to it, with one thing changed each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard, _bundle, replay
+from keras_nanguard._errors import BundleError, GuardError
+from keras_nanguard.testing import inject
+
+BACKEND = keras.backend.backend()
+MODES = {"tensorflow": ("eager", "graph", "xla"), "jax": ("eager", "graph", "xla"), "torch": ("eager",)}[BACKEND]
+
+
+def diverging(directory, rate=0.5, **compile_):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse", **compile_)
+    x = 3 * np.random.default_rng(0).standard_normal((256, 8)).astype("float32")
+    guard = NanGuard(verbose=0, directory=directory)
+    model.fit(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[guard])
+    return model, next(incident for incident in guard.incidents if incident.bundle)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    _, incident = diverging(tmp_path_factory.mktemp("run"))
+    assert incident.diagnosis.cause == "divergence"
+    return incident.bundle
+
+
+def test_the_bundle_holds_the_way_to_the_bad_step(bundle):
+    found = _bundle.read(bundle)
+    step = found.incident.step
+    assert found.about["before"]["exact"]
+    assert found.about["before"]["steps"] == list(range(step))
+    assert [len(x) for ((x, y),) in found.before] == [8] * step
+    assert {path for path, _ in found.start} == {path for path, _ in found.state}
+    assert any(not np.array_equal(dict(found.start)[path], value) for path, value in found.state)
+
+
+def test_as_it_was_the_same_step_goes_bad_and_what_cures_it_is_named(bundle):
+    told = dict(replay(bundle, counterfactuals=True).counterfactuals)
+    step = _bundle.read(bundle).incident.step
+    assert told["as it was"].startswith(f"the {step + 1} steps from the state before step 0: ")
+    assert told["as it was"].endswith(f"the loss goes bad at step {step + 1} of {step + 1}")
+    assert "gradients clipped" in told["what cures it"]
+    assert "finite" in told["with gradients clipped to a global norm of 1"]
+
+
+def test_a_rate_too_high_is_cured_by_a_tenth_of_it(tmp_path):
+    _, incident = diverging(tmp_path, rate=0.03)
+    told = dict(replay(incident.bundle, counterfactuals=True).counterfactuals)
+    assert "with a tenth of the learning rate" in told["what cures it"]
+
+
+def test_nothing_of_it_stays_in_the_model(bundle):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    replay(bundle, model, counterfactuals=True)
+    state = dict(_bundle.read(bundle).state)
+    for variable in model.trainable_variables:
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable.value), state[variable.path])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.5)
+    assert model.optimizer.global_clipnorm is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bundle_is_run_again_in_every_mode(bundle, mode):
+    found = replay(bundle, mode=mode)
+    assert (found.result, found.mode, found.diagnosis.cause) == ("bad", mode, "divergence")
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="TensorFlow and JAX compile their steps")
+def test_a_mode_that_the_backend_has_not_is_said_so(bundle):
+    with pytest.raises(GuardError, match="eager"):
+        replay(bundle, mode="graph")
+
+
+@pytest.mark.parametrize("name", ["before.npz", "start.npz"])
+def test_a_damaged_way_is_refused(bundle, tmp_path, name):
+    import shutil
+
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    (copy / name).write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(BundleError):
+        _bundle.read(copy)
+
+
+def test_a_bundle_without_it_still_reads(bundle, tmp_path):
+    """As one is where the batches did not fit, or no divergence was found."""
+    import shutil
+
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    for name in ("before.npz", "start.npz"):
+        (copy / name).unlink()
+    about = json.loads((copy / "bundle.json").read_text())
+    about["before"] = None
+    (copy / "bundle.json").write_text(json.dumps(about))
+    told = dict(replay(copy, counterfactuals=True).counterfactuals)
+    assert "10 steps on the batch" in told["as it was"]
+
+
+def test_of_a_finite_jump_the_batch_is_known_and_its_rows(tmp_path):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).standard_normal((512, 8)).astype("float32")
+    policy = {"version": 1, "preset": "recover", "rules": [
+        {"name": "keep", "on": ["loss"], "kind": ["spike"], "do": ["quarantine"], "limit": {"times": 5}}]}  # fmt: skip
+    guard = NanGuard(policy, verbose=0, directory=tmp_path)
+    with inject(model, site="targets", kind="spike", step=30, rows=5, magnitude=1e5):
+        model.fit(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[guard])
+    first = guard.incidents[0]
+    assert (first.step, first.diagnosis.cause, first.diagnosis.samples) == (30, "spike", (5,))
+    assert "rows 5" in " ".join(first.diagnosis.advice)
+    assert [o.status for o in first.outcomes if o.action == "quarantine"] == ["done"]
