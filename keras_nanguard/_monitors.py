@@ -8,7 +8,7 @@ they are although they have to move.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,11 @@ LOOKS = (10, 30, 60, 100)
 EVERY = 50
 
 JUMP = 20.0
-"""Rise of the loss over its lowest value before, from which it is worth a look whether the network still learns."""
+"""Rise of the loss over its lowest value before, from which one look shows that the network has died of it."""
+
+RISE = 3.0
+"""Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
+kernels that have moved before."""
 
 NEVER = 50
 """Good steps after which statistics that stand where they were initialised never move at all."""
@@ -57,7 +61,7 @@ class Monitors:
         self.statistics, self.ceiling = 0.0, math.inf
         self._told: set[str] = set()
         self._weights: Mapping[int, np.ndarray[Any, Any]] = {}
-        self._weights_of = 0
+        self._weights_of = self._still = 0
         self._variances: dict[int, float] = {}
         self._rollbacks = 0
 
@@ -80,9 +84,9 @@ class Monitors:
 
     def _dead(self, session: Any) -> Iterator[Finding]:
         """Kernels that stand still after the loss has jumped: every unit above them is dead."""
-        anatomy = session.anatomy()
-        if not self.checks.gradients.enabled or session.history.jump(session.step)[0] < JUMP:
-            self._weights = {}
+        anatomy, rise = session.anatomy(), session.history.jump(session.step)[0]
+        if not self.checks.gradients.enabled or rise < RISE:
+            self._weights, self._still = {}, 0
             return
         before, since = self._weights, self._weights_of
         kernels = [v for v in anatomy.trainable if len(v.shape) > 1]
@@ -91,7 +95,11 @@ class Monitors:
         if session.good - since < 5 or len(compared) < 2 or not _learns(anatomy.optimizers):
             return
         frozen = [v for v in compared if np.array_equal(before[id(v)], self._weights[id(v)])]
-        if len(frozen) > len(compared) / 2 and session.history.moving(session.step):
+        if len(frozen) <= len(compared) / 2 or not session.history.moving(session.step):
+            self._still = 0
+            return
+        self._still += 1
+        if rise >= JUMP or (self._still > 1 and _moved(frozen, self._weights, session.ring.oldest())):
             yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
 
     def _zero(self, session: Any) -> Iterator[Finding]:
@@ -134,6 +142,14 @@ class Monitors:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
             elif value > check.max_value:
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
+
+
+def _moved(kernels: Sequence[Any], now: Mapping[int, np.ndarray[Any, Any]], then: Any) -> bool:
+    """Whether any of these kernels has moved since a snapshot."""
+    if then is None:
+        return False
+    before = [(then.value(v), now[id(v)]) for v in kernels]
+    return any(value is not None and not np.array_equal(value, array) for value, array in before)
 
 
 def _learns(optimizers: Any) -> bool:

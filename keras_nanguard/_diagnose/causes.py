@@ -129,7 +129,8 @@ def _told_by_monitors(e: Evidence) -> Verdict | None:
             return Verdict("divergence", e.first_path, confidence=0.8, because="dead")
         if e.low_precision == "float16":
             return Verdict("float16_underflow", e.first_path, confidence=0.7, because="dead")
-        return Verdict("unknown", e.first_path, because="dead")
+        cause = "divergence" if e.growth.jump[0] >= 3.0 and e.first_path else "unknown"
+        return Verdict(cause, e.first_path, confidence=0.6, because="dead")
     if e.target_fault is not None:
         return Verdict("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
     if "explosion" in kinds.values():

@@ -6,6 +6,7 @@ import time
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard
@@ -66,3 +67,32 @@ def test_history_gives_back_the_last_steps_in_order():
     assert [e.step for e in history.first(3)] == [0, 1, 2]
     assert kept[0].norm == 1.0
     assert history.jump(300)[0] == 300.0
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_network_that_dies_in_a_moderate_rise_of_the_loss_is_told(dies):
+    """Below a twentyfold rise two looks have to agree, and the kernels have to have moved before."""
+    keras.utils.set_random_seed(0)
+    hidden = layers.Dense(16, "relu"), layers.Dense(16, "relu")
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.random.default_rng(0).standard_normal((1600, 4)).astype("float32")
+    y = x.sum(1, keepdims=True) + np.random.default_rng(1).standard_normal((1600, 1)).astype("float32")
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if dies and batch == 45:
+                for layer in hidden:
+                    layer.bias.assign([-1e3] * 16)
+
+    guard = NanGuard("observe", verbose=0)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, Kill()])
+    if not dies:
+        assert guard.incidents == []
+        return
+    assert 3.0 <= guard.session.history.jump(guard.session.step)[0]
+    (incident,) = guard.incidents
+    assert {(f.site, f.kind) for f in incident.findings} == {("gradients", "stuck")}
+    assert {f.path for f in incident.findings} >= {layer.kernel.path for layer in hidden}
+    assert incident.diagnosis.cause == "divergence"
+    assert incident.step > 60, "one look is not enough"
