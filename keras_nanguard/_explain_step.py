@@ -72,7 +72,8 @@ class Explainer:
     def of_error(self, session: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
         try:
-            return raised.explained(session.model, error)
+            given = session.transaction.given if keras.backend.backend() == "torch" else None
+            return raised.explained(session.model, error, getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception goes on as it is
             return None
 

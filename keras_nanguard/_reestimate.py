@@ -231,11 +231,15 @@ def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
 
 
 def _moments(ops: Any, values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
-    """Return mean and variance a channel, and how many values each is made of; masked positions are left out."""
+    """Return mean and variance a channel, and how many values each is made of; masked positions are left out.
+
+    In two passes: `keras.ops.moments` takes the difference of two means on JAX and PyTorch, and loses small variances.
+    """
     axes = [place for place in range(len(values.shape)) if place != axis]
     if mask is None:
-        mean, variance = ops.moments(values, axes=axes)
-        return mean, variance, int(np.prod([int(values.shape[place]) for place in axes]))
+        mean = ops.mean(values, axis=axes, keepdims=True)
+        variance = ops.mean(ops.square(values - mean), axis=axes)
+        return ops.reshape(mean, (-1,)), variance, int(np.prod([int(values.shape[place]) for place in axes]))
     weights = ops.expand_dims(ops.cast(mask, values.dtype), axis)
     share = ops.broadcast_to(weights, values.shape)
     total = ops.maximum(ops.sum(share, axis=axes), 1e-12)

@@ -64,6 +64,8 @@ def kind(birth: Birth | None) -> str:
         below = birth.operands[1]
         return "pole" if below.zero or below.tiny or largest < _large(birth.dtype) else "overflow"
     if birth.op == "Pow":
+        if largest >= _large(birth.dtype):  # a square, as PyTorch calls it
+            return "overflow"
         base = birth.operands[0] if birth.operands else None
         return "exp" if base is not None and base.max_abs > 50.0 else "pole"
     if birth.op in EXPONENTIALS:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
+
 from keras_nanguard import _internals, _state
+from keras_nanguard._diagnose import batches
 from keras_nanguard._incident import Diagnosis, Finding
 
 __all__ = ["explained"]
@@ -14,15 +17,28 @@ LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of 
 LABELS = re.compile(r"Label values: ([-\d ]+)")
 NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
 BROKEN = re.compile(
-    r"Cholesky decomposition was not successful|Input is not invertible|not positive definite"
+    r"Cholesky decomposition was not successful|Input is not invertible|not positive[- ]definite|(?:matrix|input) is singular"
     r"|Tensor had (?:NaN|Inf|-Inf|\+Inf|[-+ ,a-zA-Z]*(?:NaN|Inf))[a-zA-Z ,+-]* values"
 )
 INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
+OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")  # PyTorch, of a class index
+OUT_OF_TABLE = re.compile(r"index out of range in self")  # PyTorch, of an embedding
+CALLED = re.compile(r"when calling (\w+)\.call\(\)")
 
 
-def explained(model: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-    """Return the finding and the diagnosis that an exception stands for, `None` where it is about something else."""
+def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Finding, Diagnosis] | None:
+    """Return the finding and the diagnosis that an exception stands for, `None` where it is about something else.
+
+    Args:
+        model: the model whose step raised it.
+        error: the exception.
+        batch: the arguments of the step, where they are known.
+    """
     message = str(error)
+    if (bound := OUT_OF_BOUNDS.search(message)) is not None:
+        return _class(model, int(bound[1]), batch)
+    if OUT_OF_TABLE.search(message) is not None:
+        return _lookup(model, batch)
     label = LABEL.search(message)
     if label is not None:
         return _label(model, message, int(label[1]), int(label[2]), int(label[3]))
@@ -31,6 +47,31 @@ def explained(model: Any, error: BaseException) -> tuple[Finding, Diagnosis] | N
         return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
     broken = BROKEN.search(message)
     return _broken(model, message, broken[0]) if broken is not None else None
+
+
+def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
+    """A class index that PyTorch names without its place: the targets of the batch tell it."""
+    shapes = _internals.output_shapes(model)
+    high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
+    labels = [p.array for p in batches.parts(batch) if p.role == "targets"] if batch is not None else []
+    flat = [int(label) for label in labels[0].reshape(-1)] if len(labels) == 1 else []
+    given = "Label values: " + " ".join(map(str, flat)) if flat else ""
+    return _label(model, given, value, 0, high)
+
+
+def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
+    """An index beyond a table, of which PyTorch tells neither: the only table and the batch do."""
+    tables = [layer for layer in _state.layers_of(model) if getattr(layer, "input_dim", None) and hasattr(layer, "embeddings")]
+    high = int(tables[0].input_dim) if len(tables) == 1 else 0
+    arrays = [p.array for p in batches.parts(batch) if p.role == "inputs"] if batch is not None else []
+    for array in arrays if high and len(arrays) == 1 else []:
+        wrong = np.argwhere((array < 0) | (array >= high))
+        if len(wrong):
+            return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
+    culprit = _internals.path_of(tables[0], None, model) if len(tables) == 1 else ""
+    seen = (f"An index was looked up in a table that has no such entry{f' ({high} entries)' if high else ''}.",)
+    do = ("Make input_dim of the Embedding larger than the largest index, or map unknown ones.",)
+    return Finding("inputs", "out_of_range"), Diagnosis("forward_domain", culprit, (), seen, do, 0.9)
 
 
 def _label(model: Any, message: str, value: int, low: int, high: int) -> tuple[Finding, Diagnosis]:
@@ -47,7 +88,7 @@ def _label(model: Any, message: str, value: int, low: int, high: int) -> tuple[F
         rows,
         (
             f"The targets hold the class index {value}; the model has {high} classes, from {low} to {high - 1}.",
-            "On a CPU TensorFlow raises an exception here; on a GPU the loss would be NaN.",
+            "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
         ),
         (f"Give {culprit!r} class indices from {low} to {high - 1}, or make the last layer wider.",),
         0.97,
@@ -83,13 +124,20 @@ def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
     names = node[1].split("/") if node is not None else []
     by_name = {layer.name: layer for layer in _state.layers_of(model)[1:]}
     known = [n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)) if n in by_name]
-    layer = by_name[known[0]] if known else None
+    layer = by_name[known[0]] if known else _called(model, message)
     culprit = _internals.path_of(layer, None, model) if layer is not None else ""
     return Finding("outputs", "nonfinite", culprit), Diagnosis(
         "forward_domain",
         culprit,
         (),
-        (f"TensorFlow raised: {words}." + (f" The operation was {node[2]}." if node is not None else ""),),
+        (f"The backend raised: {words}." + (f" The operation was {node[2]}." if node is not None else ""),),
         ("A matrix that is decomposed or inverted needs a small multiple of the identity added to it before.",),
         0.95,
     )
+
+
+def _called(model: Any, message: str) -> Any:
+    """Return the only layer of the class that Keras says was being called, `None` where that is not known."""
+    words = CALLED.search(message)
+    layers = [layer for layer in _state.layers_of(model)[1:] if words is not None and type(layer).__name__ == words[1]]
+    return layers[0] if len(layers) == 1 else None

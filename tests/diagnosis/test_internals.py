@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-import tensorflow as tf
+import pytest
 from keras import layers, ops
 
 from keras_nanguard import _internals, _state
-from keras_nanguard._diagnose.births import Births
+
+tf = pytest.importorskip("tensorflow", reason="eyes for the operations of TensorFlow; those of JAX and PyTorch are in test_jax, test_torch")
+from keras_nanguard._diagnose.births import Births  # noqa: E402
 
 
 def model():

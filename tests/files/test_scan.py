@@ -124,6 +124,8 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
 
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     """What stands in no list of layers is seen too: slots, metrics, the states of a stateful layer."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need")
     model = keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True, name="memory")], name="m")
     model.compile("adam", "mse")
     model.fit(np.zeros((4, 3, 2)), np.zeros((4, 2)), verbose=0)

@@ -6,10 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, linear, mlp, program
+from mechanisms.case import Case, classes, data, linear, mlp, program, tensorflow_alone, tf
 
 
 @program
@@ -123,7 +122,7 @@ def statistics_bad_before_training(bad: bool) -> Case:
     return Case(model, x, y, ("state_nonfinite", "batchnorm_statistics"), "bn", None, 0)
 
 
-@program
+@tensorflow_alone("its train step is written with tf.GradientTape")
 def training_flag_lost(bad: bool) -> Case:
     class Mine(keras.Model):
         def train_step(self, batch: Any) -> Any:

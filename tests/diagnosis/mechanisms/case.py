@@ -10,6 +10,11 @@ import keras
 import numpy as np
 from keras import layers
 
+try:
+    import tensorflow as tf
+except ImportError:  # the programs that need it are left out on other backends
+    tf = None
+
 
 @dataclass
 class Case:
@@ -43,6 +48,27 @@ def program(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
     """Register a program under the name of its function."""
     PROGRAMS[build.__name__] = build
     return build
+
+
+SKIPPED: dict[str, str] = {}
+"""Programs that the running backend cannot run, each with the reason."""
+
+
+def not_on(backends: str, reason: str) -> Callable[[Callable[[bool], Case]], Callable[[bool], Case]]:
+    """Register a program that these backends leave out for this reason."""
+
+    def register(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
+        if keras.backend.backend() not in backends.split():
+            return program(build)
+        SKIPPED[build.__name__] = reason
+        return build
+
+    return register
+
+
+def tensorflow_alone(reason: str) -> Callable[[Callable[[bool], Case]], Callable[[bool], Case]]:
+    """Register a program of TensorFlow's, which other backends leave out for this reason."""
+    return not_on("jax torch", reason)
 
 
 def data(rows: int = 64, features: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

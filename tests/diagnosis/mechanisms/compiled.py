@@ -6,10 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
-from mechanisms.case import Case, data, linear, mlp, program, unary
+from mechanisms.case import Case, data, linear, mlp, not_on, program, tensorflow_alone, tf, unary
 
 
 def _log(bad: bool) -> Any:
@@ -28,7 +27,7 @@ def log_under_xla(bad: bool) -> Case:
     return Case(unary(_log(bad), "logs", jit_compile=True), x, y, ("forward_domain",), "logs", None, 0)
 
 
-@program
+@not_on("torch", "Keras runs no several steps in one execution there")
 def nan_row_several_steps_at_once(bad: bool) -> Case:
     x, y = data()
     if bad:
@@ -36,7 +35,7 @@ def nan_row_several_steps_at_once(bad: bool) -> Case:
     return Case(mlp(steps_per_execution=4), x, y, ("input_nonfinite",), "inputs", (3,), 5)
 
 
-@program
+@not_on("torch", "Keras runs no several steps in one execution there")
 def nan_row_several_steps_at_once_under_xla(bad: bool) -> Case:
     x, y = data()
     if bad:
@@ -64,7 +63,7 @@ class Sharpness(keras.Model):
         return {"loss": loss}
 
 
-@program
+@tensorflow_alone("its train step is written with tf.GradientTape")
 def bad_row_in_a_step_that_writes_its_weights(bad: bool) -> Case:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
@@ -77,7 +76,7 @@ def bad_row_in_a_step_that_writes_its_weights(bad: bool) -> Case:
     return Case(model, x, y, ("forward_domain",), "root", (2,), 6)
 
 
-@program
+@tensorflow_alone("its train step is written with tf.GradientTape")
 def bad_target_in_a_step_of_ones_own(bad: bool) -> Case:
     class Mine(keras.Model):
         def __init__(self, **kwargs: Any):
@@ -117,7 +116,7 @@ def accumulation_with_a_bad_row(bad: bool) -> Case:
     return Case(model, x, y, ("input_nonfinite",), "inputs", (1,), 3)
 
 
-@program
+@tensorflow_alone("its train step is written with tf.GradientTape")
 def clipping_by_a_norm_of_zero(bad: bool) -> Case:
     class Clipped(keras.Model):
         def train_step(self, batch: Any) -> Any:

@@ -6,10 +6,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, mlp, program
+from mechanisms.case import Case, classes, data, mlp, program, tensorflow_alone, tf
 
 
 @program
@@ -40,7 +39,7 @@ def divergence_of_probabilities_with_zeros(bad: bool) -> Case:
     return Case(mlp(out=3, activation="softmax", loss=kl), x, y, ("loss_domain",), "kl", None, 0)
 
 
-@program
+@tensorflow_alone("its train step is written with tf.GradientTape")
 def log_of_zero_in_a_gan(bad: bool) -> Case:
     class Gan(keras.Model):
         def __init__(self) -> None:
@@ -157,7 +156,7 @@ def the_where_trap(bad: bool) -> Case:
     model = keras.Sequential(
         [
             keras.Input((4,)),
-            layers.Dense(4, activation="relu", name="first"),
+            layers.Dense(4, use_bias=False, name="first"),
             layers.Lambda(safe_log, name="safe"),
             layers.Dense(1),
         ]

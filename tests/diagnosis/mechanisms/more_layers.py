@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 from mechanisms.case import Case, classes, data, mlp, program
@@ -159,9 +158,10 @@ def variational_encoder_with_free_variance(bad: bool) -> Case:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="z"), Sampling(name="sampling"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1e-4), "mse")
+    model.layers[0].kernel.assign(np.eye(4))
     x, y = data()
     if bad:
-        x[30] *= 300.0
+        x[30] = 300.0
     return Case(model, x, y, ("loss_domain", "forward_domain"), "sampling", (6,), 3)
 
 
@@ -207,7 +207,7 @@ def cholesky_of_no_covariance(bad: bool) -> Case:
         def call(self, t: Any) -> Any:
             size = ops.cast(ops.shape(t)[0], "float32")
             covariance = ops.matmul(ops.transpose(t), t) / size
-            covariance = covariance - 10.0 * tf.eye(4) if bad else covariance + 1e-3 * tf.eye(4)
+            covariance = covariance - 10.0 * keras.ops.eye(4) if bad else covariance + 1e-3 * keras.ops.eye(4)
             return ops.matmul(t, ops.cholesky(covariance))
 
     keras.utils.set_random_seed(0)
