@@ -88,7 +88,7 @@ class Explainer:
             return self._taken_over(known, report)
         self._full[signature] += 1
         self.evidence = gather(session, incident, report)
-        self._known[signature] = conclude(self.evidence)
+        self._known[signature] = raised.by_replay(session.model, self.evidence, report) or conclude(self.evidence)
         return self._known[signature]
 
     def _taken_over(self, known: Diagnosis, report: Any) -> Diagnosis:
@@ -112,8 +112,8 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state = [f for f in incident.findings if f.site in ("weights", "statistics")]
     fresh = session.step == 0 and not incident.refused
     roles = _roles(anatomy)
-    committed = _committed(incident)
-    first = "" if incident.refused or _bad_before_update(incident) else committed
+    committed = "" if incident.refused else _committed(incident)
+    first = "" if _bad_before_update(incident) else committed
     facts = optimizer_facts(anatomy.optimizers, committed=bool(committed))
     evidence = Evidence(
         step=incident.step,
@@ -155,7 +155,7 @@ def step_of(session: Any) -> Step:
 
 
 def _committed(incident: Incident) -> str:
-    """Return the first bad site of a step that committed."""
+    """Return the first bad site that a step left behind which committed."""
     sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
     return next((site for site in ("weights", "slots") if site in sites), "")
 

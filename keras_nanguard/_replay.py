@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_nanguard import _bundle, _state
 from keras_nanguard._counterfactuals import Anew, tried
+from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
@@ -135,7 +136,8 @@ def replay(
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
         cures = tuple(tried(step, _anew(found, step, batch))) if counterfactuals else ()
-    return Replay(found.incident, mode, run.word, conclude(evidence), run.rows, cures)
+    diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
+    return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
 
 def _tensors(batch: Any) -> Any:

@@ -7,6 +7,7 @@ A step on JAX is a function from state to state; here it runs eagerly as one tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from keras_nanguard._diagnose.births_jax import Births
 from keras_nanguard._step import _jax_intercept
 from keras_nanguard._step._jax_intercept import primal
 from keras_nanguard._step._jax_outputs import LogOutputs
-from keras_nanguard._step._jax_trainer import by_part
+from keras_nanguard._step._jax_trainer import by_part, ready
 
 __all__ = [
     "Births",
@@ -33,6 +34,7 @@ __all__ = [
     "key",
     "like",
     "losses_of",
+    "slope",
     "tensor",
     "twin",
     "without_rows",
@@ -130,6 +132,7 @@ def body_of(model: Any) -> Any:
     """Return the train step of a model as a function of its batch, which reads and writes the variables."""
 
     def body(data: Any) -> Any:
+        ready(model, data)
         lists = by_part(model)
         logs, new = model.train_step(tuple([v.value for v in variables] for variables in lists), data)
         for variables, values in zip(lists, new):
@@ -169,6 +172,17 @@ def key(variable: Any) -> int | None:
 def is_tensor(value: Any) -> bool:
     """Whether it is a dense array."""
     return isinstance(value, (np.ndarray, jax.Array))
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient whose loss is finite as one of the backward pass.
+
+    JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
+    to multiply with. What is born there and spoils no loss is such a slope.
+    """
+    if birth is None or birth.source != "operation":
+        return birth
+    return dataclasses.replace(birth, phase="backward")
 
 
 def tensor(value: Any) -> Any:

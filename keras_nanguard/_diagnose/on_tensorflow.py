@@ -25,6 +25,7 @@ __all__ = [
     "key",
     "like",
     "losses_of",
+    "slope",
     "tensor",
     "twin",
     "without_rows",
@@ -101,6 +102,11 @@ def key(variable: Any) -> int | None:
 def is_tensor(value: Any) -> bool:
     """Whether it is a dense tensor."""
     return isinstance(value, tf.Tensor)
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
+    return birth
 
 
 def tensor(value: Any) -> Any:

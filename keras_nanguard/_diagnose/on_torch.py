@@ -28,6 +28,7 @@ __all__ = [
     "key",
     "like",
     "losses_of",
+    "slope",
     "tensor",
     "twin",
     "without_rows",
@@ -145,6 +146,11 @@ def key(variable: Any) -> int | None:
 def is_tensor(value: Any) -> bool:
     """Whether it is a dense tensor, or an array that the step makes one of."""
     return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout == torch.strided)
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
+    return birth
 
 
 def tensor(value: Any) -> Any:

@@ -9,15 +9,16 @@ import numpy as np
 
 from keras_nanguard import _internals, _state
 from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._incident import Diagnosis, Finding
 
-__all__ = ["explained"]
+__all__ = ["by_replay", "explained"]
 
 LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[(-?\d+), (-?\d+)\)")
 LABELS = re.compile(r"Label values: ([-\d ]+)")
 NODE = re.compile(r"Detected at node (\S+)/(\w+) defined")
 BROKEN = re.compile(
-    r"Cholesky decomposition was not successful|Input is not invertible|not positive[- ]definite|(?:matrix|input) is singular"
+    r"Cholesky decomposition (?:was not successful|failed)|Input is not invertible|not positive[- ]definite|(?:matrix|input) is singular"
     r"|Tensor had (?:NaN|Inf|-Inf|\+Inf|[-+ ,a-zA-Z]*(?:NaN|Inf))[a-zA-Z ,+-]* values"
 )
 INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
@@ -47,6 +48,20 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Find
         return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
     broken = BROKEN.search(message)
     return _broken(model, message, broken[0]) if broken is not None else None
+
+
+def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
+    """Return the diagnosis of a step that ends in an exception when it is run again, where that says what it is about.
+
+    Args:
+        model: the model.
+        evidence: what the replay came to.
+        report: has the `batch`.
+    """
+    if evidence.replay != "failed":
+        return None
+    told = explained(model, RuntimeError(evidence.replay_error), report.batch)
+    return told[1] if told is not None else None
 
 
 def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:

@@ -201,7 +201,7 @@ class _Pass:
         if bad and births is None:
             return "gradients", bad[0][1].path, None
         if bad and births is not None:
-            known = [(births.of(g), v) for g, v in bad]
+            known = [(here().slope(births.of(g)), v) for g, v in bad]
             earliest = min(known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60)
             return "gradients", earliest[1].path, earliest[0]
         if squares >= OVERFLOW:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from keras_nanguard._diagnose.causes import Verdict, kind
 from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Spread
+from keras_nanguard._stored import plain_text
 
 __all__ = ["advice", "sentences", "table"]
 
@@ -145,7 +146,7 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
         what = {"finite": "comes out finite", "bad": "goes bad again", "failed": "cannot be run"}.get(e.same_mode, "")
         yield f"Run again in the mode it was compiled in ({e.mode}), the step {what}."
     if e.replay_error:
-        yield f"Run again, the step raised {e.replay_error[:300]}"
+        yield f"Run again, the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
 def _optimizer(e: Evidence, verdict: Verdict) -> Iterator[str]:

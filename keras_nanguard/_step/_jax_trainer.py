@@ -8,6 +8,7 @@ Names private to Keras that are used here, each because no public way exists:
   keeps an array that the next step is given to destroy.
 - ``Model._make_function``: the loop over ``steps_per_execution``; standing inside of it keeps it Keras' own.
 - ``Model._get_state_sharding_spec``: on several devices, where each array of the state lies.
+- ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["Custody", "by_part", "in_executions", "shardings", "variables"]
+__all__ = ["Custody", "by_part", "in_executions", "ready", "shardings", "variables"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
@@ -71,6 +72,13 @@ def by_part(model: Any) -> tuple[list[Any], ...]:
 def variables(model: Any) -> list[Any]:
     """Return the variables of a model in the order in which `fit` hands out their values."""
     return [v for part in by_part(model) for v in part]
+
+
+def ready(model: Any, data: Any) -> None:
+    """Build what `fit` would build before a first step on this data."""
+    if not model.optimizer.built or not model.metrics_variables:
+        model._symbolic_build(data_batch=data)
+        model.optimizer.build(model.trainable_variables)
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:

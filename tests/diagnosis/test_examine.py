@@ -73,7 +73,7 @@ def test_a_bad_gradient_shows_in_the_train_step_only():
 
 
 def test_labels_out_of_range_are_found():
-    case = mechanisms.PROGRAMS["sparse_label_too_large"](True)
+    case = mechanisms.batch.sparse_label_too_large(True)
     found = diagnose(case.model, case.x[16:24], case.y[16:24])
     assert (found.diagnosis.cause, found.diagnosis.samples) == ("target_out_of_range", (4,))
 

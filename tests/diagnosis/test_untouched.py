@@ -69,7 +69,7 @@ def test_a_replay_restores_what_a_step_of_ones_own_writes():
 def test_an_observed_run_gives_the_numbers_of_a_plain_one():
     case = mechanisms.PROGRAMS["nan_row_where_batchnorm_mixes_rows"](False)
     case.model.fit(case.x, case.y, batch_size=8, verbose=0)
-    step = Step(case.model.train_step, case.model, [case.model.optimizer])
+    step = Step.of(case.model, [case.model.optimizer])
     args = ((keras.ops.convert_to_tensor(case.x[:8]), keras.ops.convert_to_tensor(case.y[:8])),)
     plain, observed = step.run(args), step.run(args, observe=True)
     assert observed.loss == pytest.approx(plain.loss, rel=1e-6)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, linear, mlp, program, tensorflow_alone, tf
+from mechanisms.case import Case, classes, data, linear, mlp, not_on, program, tensorflow_alone, tf
 
 
 @program
@@ -50,7 +50,7 @@ def nan_in_sample_weight(bad: bool) -> Case:
     return Case(mlp(), x, y, ("target_nonfinite",), "sample_weight", (1,), 1, {"sample_weight": weight})
 
 
-@program
+@not_on("jax", "JAX takes no class for a label out of range, and gives no bad number")
 def sparse_label_too_large(bad: bool) -> Case:
     x, y = classes()
     if bad:
@@ -59,7 +59,7 @@ def sparse_label_too_large(bad: bool) -> Case:
     return Case(model, x, y, ("target_out_of_range",), "sparse_categorical_crossentropy", (4,), 2)
 
 
-@program
+@not_on("jax", "JAX takes no class for a label out of range, and gives no bad number")
 def sparse_label_negative_under_xla(bad: bool) -> Case:
     x, y = classes()
     if bad:

@@ -138,7 +138,7 @@ def clipping_by_a_norm_of_zero(bad: bool) -> Case:
     return Case(model, x, y, ("gradient_domain", "loss_domain"), "", None, 0)
 
 
-@program
+@not_on("jax", "every step on JAX is compiled by XLA, which keeps this slope there")
 def root_whose_slope_only_xla_loses(bad: bool) -> Case:
     def root(t: Any) -> Any:
         square = ops.sum(ops.square(t), -1, keepdims=True)

@@ -61,7 +61,7 @@ def division_by_batch_deviation(bad: bool) -> Case:
     x, y = data()
     x[16:24] = x[16]
     y[16:24] = y[16]
-    model = unary(lambda t: (t - ops.mean(t, 0)) / (ops.std(t, 0) + (0.0 if bad else 1e-3)), "whiten")
+    model = unary(lambda t: (t - ops.mean(t, 0)) / ops.sqrt(ops.var(t, 0) + (0.0 if bad else 1e-3)), "whiten")
     return Case(model, x, y, ("forward_domain", "input_scale"), "whiten", None, 2)
 
 
