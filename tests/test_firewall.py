@@ -129,7 +129,7 @@ def test_rate_is_not_lowered_for_a_nan():
     """`ReduceLROnPlateau` waits for a better loss than NaN for ever, unless the NaN is hidden from it."""
 
     def rate_after(*callbacks):
-        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=0)
+        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=-1e9)  # any number is better
         model, _ = fit([*callbacks, plateau], epochs=4, validation_data=BadValidation())
         return float(model.optimizer.learning_rate)
 
