@@ -456,6 +456,24 @@ def test_loop(compiled):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
+def test_loop_remembers_its_batches_in_one_buffer():
+    """The batches before a refused step are known, also where the loop writes each into the same array."""
+    loop, guard, found = Loop(), NanGuard(verbose=0), []
+    inputs, targets = (np.empty_like(part) for part in batches()[0])
+    state = loop.state
+    with guard.watch(loop.model, loop.optimizer) as session:
+        step = guard.step(jax.jit(loop.step))
+        for x, y in batches((7,)):
+            inputs[:], targets[:] = x, y
+            _, state = step(state, inputs, targets)
+            if guard.refused:
+                found.append(session.recent.approach(session.ring.snapshots, session.transaction.batch))
+    assert found[0].steps == tuple(range(7))
+    for (x, y), (known_x, known_y) in zip(batches(), found[0].batches):
+        np.testing.assert_array_equal(x, known_x)
+        np.testing.assert_array_equal(y, known_y)
+
+
 def test_loop_rolls_back():
     """A rollback hands the loop the last good state, and a lower rate in it."""
     loop, state = Loop(), None
