@@ -118,6 +118,8 @@ def test_no_incident(name, optimizer, precision, executions):
     """A healthy run has no incident and loses no step."""
     if executions > 1:
         zoo.supported({"steps_per_execution": executions})
+    if (name, precision, keras.backend.backend()) == ("transformer", "mixed_float16", "jax"):
+        pytest.skip("on a CPU, JAX has no product of float16 in float32 for Keras' attention, guarded or not")
     check(train(name, optimizer, precision, executions, STEPS), STEPS, precision == "mixed_float16")
 
 
