@@ -53,7 +53,6 @@ class Recent:
         self._entries: deque[tuple[int, Any]] = deque(maxlen=MOST)
         self._origin: Snapshot | None = None
         self._since = self._look_in = 0
-        self._complete = True
 
     def push(self, step: int, given: Any) -> None:
         """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""

@@ -100,8 +100,7 @@ class Session:
         if resumed is not None:
             resumed.restore(self)
         anatomy = self.anatomy()
-        tolerated = [v for v in anatomy.constants if not _probes.is_finite(_state.view(v))]
-        tolerated = [v for v in tolerated if not has_nan(v)]
+        tolerated = [v for v in anatomy.constants if not (_probes.is_finite(_state.view(v)) or has_nan(v))]
         self.tolerated = {id(v) for v in tolerated}
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
@@ -387,8 +386,9 @@ class Session:
         return self.rates.setdefault(id(optimizer), Rate(optimizer))
 
     def end(self) -> None:
-        """Take off the optimizers what the guard has put on them, and note it for the next fit."""
+        """Take off the optimizers what the guard has put on them, note it for the next fit, and let the batches go."""
         self.course = self.course or Course.of(self)
+        self.recent.restart(self.step)
         for target, name, value in reversed(self.undo):
             setattr(target, name, value)
         self.undo.clear()

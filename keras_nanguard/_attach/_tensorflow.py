@@ -51,6 +51,12 @@ class ModelAttachment(Attachment):
         self.inner = model.train_function
         model.train_function = self.run
 
+    def detach(self) -> None:
+        """Give the model its own methods back; may be called any number of times."""
+        super().detach()
+        if self.session.transaction is not None and self.session.transaction.stored is not None:
+            self.session.transaction.stored.clear()
+
     def _spread_out(self) -> bool:
         """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
         return self.model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()

@@ -89,6 +89,12 @@ class Stored:
         if self._area is not None:
             self._area.drop(MOST - room)
 
+    def clear(self) -> None:
+        """Let go of everything. An execution after that takes out what it has put in."""
+        self._eager.clear()
+        for area in self._areas.values():
+            _clear(area.name, area.dtypes)
+
 
 class _Area:
     """A staging area that always holds as many tuples; one that starts with `NONE` is no batch."""

@@ -1,0 +1,117 @@
+"""What the guard costs on JAX and PyTorch: plain `fit`, guarded `fit` and stock `TerminateOnNaN` in paired rounds.
+
+    KERAS_BACKEND=jax python benchmarks/overhead_backends.py [CASE ...]
+    KERAS_BACKEND=torch python benchmarks/overhead_backends.py [CASE ...]
+
+Each round times one epoch of each variant, in an order that changes from round to round, and takes ratios within the round.
+Prints, for each case, the median time of a plain step and the median of each ratio with its quartiles, in wall time and in
+processor time, which does not see what else the machine does. Snapshots are part of it, the first epoch of each fit is not.
+PyTorch runs on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+from keras import layers
+
+from keras_nanguard import NanGuard
+
+ROUNDS, EPOCHS = 7, 4
+VARIANTS = {
+    "plain": list,
+    "NanGuard": lambda: [NanGuard(verbose=0)],
+    "TerminateOnNaN": lambda: [keras.callbacks.TerminateOnNaN()],
+}
+
+
+def mlp(width, depth, features, norm=False):
+    hidden = [layer for _ in range(depth) for layer in (layers.Dense(width, "relu"), *([layers.BatchNormalization()] * norm))]
+    return keras.Sequential([keras.Input((features,)), *hidden, layers.Dense(1)])
+
+
+def cnn():
+    body = [keras.Input((32, 32, 3))]
+    for width in (16, 32, 64):
+        body += [layers.Conv2D(width, 3, padding="same"), layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D()]
+    return keras.Sequential([*body, layers.GlobalAveragePooling2D(), layers.Dense(1)])
+
+
+def transformer():
+    inputs = keras.Input((64, 64))
+    x = inputs
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 16)(x, x))
+        hidden = layers.Dense(64)(layers.Dense(256, "relu")(x))
+        x = layers.LayerNormalization()(x + layers.Dropout(0.1)(hidden))
+    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+CASES = {
+    "mlp": (lambda: mlp(32, 2, 16), (16,), 32, 200),
+    "mlp-batchnorm": (lambda: mlp(64, 2, 16, norm=True), (16,), 32, 100),
+    "wide": (lambda: mlp(2048, 4, 1024), (1024,), 128, 10),
+    "cnn": (cnn, (32, 32, 3), 32, 20),
+    "transformer": (transformer, (64, 64), 32, 15),
+}
+
+
+class Clock(keras.callbacks.Callback):
+    """Times each epoch."""
+
+    async_safe = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.start = time.perf_counter(), time.process_time()
+
+    def on_epoch_end(self, epoch, logs=None):
+        spent = time.perf_counter() - self.start[0], time.process_time() - self.start[1]
+        self.epochs = [*getattr(self, "epochs", []), spent]
+
+
+def measured(model, data, batch, callbacks):
+    """Return the wall time and the processor time of the quickest epoch but the first."""
+    clock = Clock()
+    model.fit(*data, batch_size=batch, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[clock, *callbacks])
+    return [min(part) for part in zip(*clock.epochs[1:])]
+
+
+def told(ratios):
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"x{middle:.3f} [{low:.2f}, {high:.2f}]"
+
+
+def main(names):
+    if keras.backend.backend() == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    print(f"keras {keras.__version__} on {keras.backend.backend()}, {ROUNDS} rounds")
+    for name in names or CASES:
+        build, shape, batch, steps = CASES[name]
+        x = np.random.default_rng(0).standard_normal((batch * steps, *shape)).astype("float32")
+        data = (x, x.reshape(len(x), -1)[:, :1].copy())
+        models = {variant: build() for variant in VARIANTS}
+        for model in models.values():
+            model.compile("adam", "mse")
+        rounds = []
+        for _ in range(ROUNDS):
+            order = random.sample(list(VARIANTS), len(VARIANTS))
+            rounds.append({variant: measured(models[variant], data, batch, VARIANTS[variant]()) for variant in order})
+        plain = statistics.median(taken["plain"][0] for taken in rounds) / steps
+        print(f"{name:14s}{plain * 1e3:8.2f} ms a step")
+        for variant in [v for v in VARIANTS if v != "plain"]:
+            wall, processor = ([taken[variant][kind] / taken["plain"][kind] for taken in rounds] for kind in (0, 1))
+            print(f"    {variant:16s} wall {told(wall)}   processor {told(processor)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
