@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-with test-jax test-jax-all test-torch lint types check bench campaigns lowest clean
+.PHONY: demo test test-with test-jax test-jax-all test-torch test-torch-all lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network twice on troubled data, with and without the guard
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow and PyTorch, a part on JAX, which compiles for long
+test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow, and on the others what depends on the backend
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
 	$(MAKE) test-jax test-torch
 
@@ -45,9 +45,13 @@ test-jax: .venv-jax/.ready  ## the short form on JAX: what only its own code can
 test-jax-all: .venv-jax/.ready  ## the whole suite on JAX: about 15 minutes on two cores
 	$(ON_JAX) tests
 
-test-torch: .venv-torch/.ready  ## the whole suite on PyTorch
-	KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
+test-torch: .venv-torch/.ready  ## the suite on PyTorch, but for what needs no backend: policies, linting, files, command line
+	$(ON_TORCH) tests $(addprefix --ignore=tests/,policy lint cli files)
 
+test-torch-all: .venv-torch/.ready  ## the whole suite on PyTorch
+	$(ON_TORCH) tests
+
+ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
