@@ -29,6 +29,8 @@ MODES = {
 }
 if BACKEND == "torch":
     MODES = {"eager": {"jit_compile": False}}
+if BACKEND == "jax":  # where a step is compiled by XLA or not at all
+    MODES = {name: mode for name, mode in MODES.items() if "run_eagerly" in mode or mode["jit_compile"]}
 
 
 def network(**compile_):
