@@ -7,7 +7,7 @@
         batch.npz         the arrays of the batch
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss scale, rates
         start.npz         the same in an earlier snapshot, where training had diverged
-      before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
+        before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
         model.json        the model's configuration, where it has one
         layers.txt        the table of layers
         README.md         what happened, for a human

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_nanguard._snapshot import Snapshot
 
-__all__ = ["Approach", "Recent", "held"]
+__all__ = ["MOST", "Approach", "Recent", "held", "owned", "room"]
 
 MOST = 128
 """Batches that are remembered: a few more than lie between two snapshots by default."""
@@ -64,9 +64,9 @@ class Recent:
     def _fit(self, given: Any) -> None:
         """Make the room as large as the bytes of a batch let it be."""
         self._look_in = AGAIN - 1
-        room = min(MOST, MOST_BYTES // max(_size(given), 1))
-        if room != self._entries.maxlen:
-            self._entries = deque(self._entries, maxlen=room)
+        most = room(keras.tree.flatten(getattr(given, "tensors", given)))
+        if most != self._entries.maxlen:
+            self._entries = deque(self._entries, maxlen=most)
 
     def restart(self, step: int, origin: Snapshot | None = None) -> None:
         """Forget everything: the steps from this one on go on from another state, that of a snapshot or one of no name."""
@@ -102,16 +102,18 @@ def _approach(snapshot: Snapshot, known: Sequence[tuple[int, Any]], exact: bool)
 
 def held(args: Any) -> Any:
     """Return arguments as they will still be after later steps: NumPy arrays that someone may write to are copied."""
-
-    def safe(value: Any) -> Any:
-        return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
-
-    return keras.tree.map_structure(safe, args)
+    return keras.tree.map_structure(owned, args)
 
 
-def _size(given: Any) -> int:
-    leaves = keras.tree.flatten(getattr(given, "tensors", given))
-    return sum(_bytes(leaf) for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+def owned(value: Any) -> Any:
+    """Return a value as it is, and a copy of a NumPy array that someone may write to."""
+    return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+
+
+def room(leaves: Iterable[Any]) -> int:
+    """Return how many batches of these arrays may be remembered."""
+    size = sum(_bytes(leaf) for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    return min(MOST, MOST_BYTES // max(size, 1))
 
 
 def _bytes(leaf: Any) -> int:

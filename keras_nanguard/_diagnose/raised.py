@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,9 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Find
         return _lookup(model, batch)
     label = LABEL.search(message)
     if label is not None:
-        return _label(model, message, int(label[1]), int(label[2]), int(label[3]))
+        given = LABELS.search(message)
+        labels = [int(word) for word in given[1].split()] if given else []
+        return _label(model, labels, int(label[1]), int(label[2]), int(label[3]))
     index = INDEX.search(message)
     if index is not None:
         return _index(model, int(index[1].split(",")[0]), int(index[2]), int(index[3]))
@@ -68,10 +71,9 @@ def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
     """A class index that PyTorch names without its place: the targets of the batch tell it."""
     shapes = _internals.output_shapes(model)
     high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
-    labels = [p.array for p in batches.parts(batch) if p.role == "targets"] if batch is not None else []
-    flat = [int(label) for label in labels[0].reshape(-1)] if len(labels) == 1 else []
-    given = "Label values: " + " ".join(map(str, flat)) if flat else ""
-    return _label(model, given, value, 0, high)
+    targets = [p.array for p in batches.parts(batch) if p.role == "targets"] if batch is not None else []
+    labels = [int(label) for label in targets[0].reshape(-1)] if len(targets) == 1 else []
+    return _label(model, labels, value, 0, high)
 
 
 def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
@@ -89,9 +91,7 @@ def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
     return Finding("inputs", "out_of_range"), Diagnosis("forward_domain", culprit, (), seen, do, 0.9)
 
 
-def _label(model: Any, message: str, value: int, low: int, high: int) -> tuple[Finding, Diagnosis]:
-    given = LABELS.search(message)
-    labels = [int(word) for word in given[1].split()] if given else []
+def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -> tuple[Finding, Diagnosis]:
     width = _labels_per_row(model)
     wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
     rows = tuple(dict.fromkeys(i // width for i in wrong))

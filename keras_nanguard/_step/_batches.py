@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._recent import MOST, MOST_BYTES
+from keras_nanguard._recent import MOST, room
 
 __all__ = ["Layouts", "Stored"]
 
@@ -82,12 +82,10 @@ class Stored:
     def fit(self) -> None:
         """Keep as many from now on as there may be bytes of them, judged by the last batch."""
         self.fitted, batch = True, self.batch(0)
-        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-        size = sum(int(tf.size(leaf)) * (leaf.dtype.size or 16) for leaf in leaves)
-        room = max(min(MOST, MOST_BYTES // max(size, 1)), 1)
-        self._eager = deque(self._eager, maxlen=room)
+        most = max(room(tf.nest.flatten(batch, expand_composites=True)), 1)
+        self._eager = deque(self._eager, maxlen=most)
         if self._area is not None:
-            self._area.drop(MOST - room)
+            self._area.drop(MOST - most)
 
     def clear(self) -> None:
         """Let go of everything. An execution after that takes out what it has put in."""

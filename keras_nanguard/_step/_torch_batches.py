@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import torch
+
+from keras_nanguard._recent import owned
 
 __all__ = ["Given"]
 
@@ -25,10 +26,8 @@ class Given:
         self._args = keras.tree.map_structure(self._held, args)
 
     def _held(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return value.copy() if value.flags.writeable else value
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            return value
+            return owned(value)
         if not value.untyped_storage().resizable():
             return value.detach().clone()
         self._versions.append((value, value._version))
