@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,6 +36,15 @@ def outside() -> int:
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_inside(frame: FrameType | None, callbacks: Any) -> bool:
+    while frame is not None:
+        name = "callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self"
+        if frame.f_locals.get(name) is callbacks:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Fit:
@@ -82,14 +92,9 @@ class Fit:
         callbacks = self._callbacks() if self._callbacks is not None else None
         if callbacks is None:
             return False
-        for frame in sys._current_frames().values():
-            at: FrameType | None = frame
-            while at is not None:
-                name = "callbacks" if at.f_code.co_name in ("fit", "evaluate", "predict") else "self"
-                if at.f_locals.get(name) is callbacks:
-                    return True
-                at = at.f_back
-        return False
+        frames = sys._current_frames()
+        frames[threading.get_ident()] = sys._getframe(1)  # a frame that held itself would hold the fit and its data, too
+        return any(_is_inside(frame, callbacks) for frame in frames.values())
 
     def close(self) -> None:
         """Take the watch off again."""

@@ -226,3 +226,25 @@ def test_fit_inside_of_a_strategy_scope():
         model = zoo.plain(optimizer=keras.optimizers.Adam(use_ema=True))
         model.fit(*data.all, batch_size=zoo.BATCH, epochs=1, verbose=0, callbacks=[guard])
     assert guard.incidents == [] and guard.session.step == zoo.BATCHES
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_data_are_let_go(guarded, bad):
+    """When `fit` has returned nothing holds on to its iterator any more, and so to its data: nothing for the collector."""
+
+    def iterators():
+        return [o for o in gc.get_objects() if any(kind.__name__ == "EpochIterator" for kind in type(o).__mro__)]
+
+    data = zoo.regression()
+    if bad:
+        zoo.poison(data, 3)
+    model = zoo.plain()
+    gc.collect()
+    before = len(iterators())
+    gc.disable()
+    try:
+        fit(model, data, *([NanGuard(verbose=0)] if guarded else []))
+        assert len(iterators()) == before
+    finally:
+        gc.enable()

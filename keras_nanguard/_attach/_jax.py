@@ -61,7 +61,8 @@ class ModelAttachment(Attachment):
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:
-            return self.inner(state, iterator)
+            logs, state = self.inner(self.custody.opened(state), iterator)
+            return logs, self.custody.close(state)
         except StopIteration:
             raise
         except BaseException as error:
