@@ -6,6 +6,7 @@ public way. `tests/diagnosis/test_internals.py` fails when a release of Keras ta
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -154,7 +155,11 @@ def symbolic_inputs(model: Any) -> list[Any]:
 
 def losses_by_output(model: Any) -> list[tuple[str, Any]]:
     """Return `(name of the output, loss)` for each loss given to `compile` (see `losses_of`)."""
-    compiled = getattr(model, "_compile_loss", None)
+    compiled: Any = getattr(model, "_compile_loss", None)
+    if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
+        names = compiled.inferred_output_names or compiled.output_names or ()
+        pairs = itertools.zip_longest(names, compiled.flat_losses or (), fillvalue=None)
+        return [(str(name or ""), loss) for name, loss in pairs if loss is not None]
     return [(str(e.name or ""), e.loss) for e in getattr(compiled, "_flat_losses", None) or () if e.loss is not None]
 
 

@@ -199,26 +199,30 @@ def _prepared(found: _bundle.Bundle, model: Any) -> Step:
 
 
 def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> None:
-    """Give the variables the values of a bundle: by path where that is unique, else in order.
+    """Give the variables the values of a bundle.
 
     A variable that came into being in the bad step itself (a slot, in the first step) is in no bundle, and is left.
     """
-    by_path = dict(state) if len({path for path, _ in state}) == len(state) else {}
-    paths = {v.path for v in variables}
-    if by_path and set(by_path) < paths and len(paths) == len(variables):
-        variables = [v for v in variables if v.path in by_path]
-    elif not paths <= set(by_path):
-        if len(state) != len(variables):
-            raise BundleError(
-                expected(f"a model with {len(state)} variables", len(variables), "Pass the model that was trained.")
-            )
-        by_path = {v.path: array for v, (_, array) in zip(variables, state)}
-    for variable in variables:
-        array = by_path[variable.path]
+    for variable, array in _pairs(state, variables):
         if tuple(array.shape) != tuple(variable.shape):
             what = f"{variable.path} of shape {tuple(array.shape)}"
             raise BundleError(expected(what, tuple(variable.shape), "Pass the model that was trained."))
         _state.write(variable, array)
+
+
+def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return each variable with its value: by path where paths are unique, else in order."""
+    by_path, paths = dict(state), {v.path for v in variables}
+    unique = len(by_path) == len(state) and len(paths) == len(variables)
+    if unique and (set(by_path) <= paths or paths <= set(by_path)):
+        return [(v, by_path[v.path]) for v in variables if v.path in by_path]
+    rest = list(state)[::-1]  # one path for several slots, as the lowest Keras names them
+    found = [(v, rest.pop()[1]) for v in variables if rest and (v.path, tuple(v.shape)) == (rest[-1][0], rest[-1][1].shape)]
+    if not rest:
+        return found
+    if len(state) != len(variables):
+        raise BundleError(expected(f"a model with {len(state)} variables", len(variables), "Pass the model that was trained."))
+    return [(v, array) for v, (_, array) in zip(variables, state)]
 
 
 def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run, Evidence]:

@@ -104,7 +104,7 @@ class Session:
         self.tolerated = {id(v) for v in tolerated}
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if resumed is not None and tolerated:
+            if tolerated and (resumed is not None or self.transaction.served):
                 self.rebuild()
         bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:

@@ -6,6 +6,7 @@ The only file that knows Keras internals. Names private to Keras that are used h
 - ``Optimizer._get_current_learning_rate()``: the rate of this step whether it is a number, a schedule or a callable;
   the public property hands out the variable itself where the rate is plain.
 - ``keras.src.utils.io_utils.print_msg``: prints where Keras prints, to the screen or to the log.
+- ``Model._compile_config``: made anew by each ``compile``.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
 
 ``tests/test_keras_internals.py`` fails when a release of Keras takes one of them away.
@@ -27,6 +28,7 @@ from keras_nanguard import _probes, _processes
 
 __all__ = [
     "Anatomy",
+    "built_in",
     "find_optimizers",
     "inner",
     "is_loss_scaled",
@@ -72,6 +74,16 @@ def set_instance(target: Any, name: str, value: Any) -> None:
 def unset_instance(target: Any, name: str) -> None:
     """Remove an attribute set by `set_instance`, if it is still there."""
     target.__dict__.pop(name, None)
+
+
+def built_in(model: Any, anatomy: Anatomy) -> tuple[Any, ...]:
+    """Return what a trace of a train step has built in: the call of `compile`, the optimizers, their rates, all variables.
+
+    `Model._compile_config` is private; `compile` makes a new one each time, and nothing public tells that it was called.
+    """
+    rates = [getattr(inner(optimizer), "_learning_rate", None) for optimizer in anatomy.optimizers]
+    compiled = getattr(model, "_compile_config", None) or object()
+    return (compiled, *anatomy.optimizers, *rates, *anatomy.everything)
 
 
 def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:

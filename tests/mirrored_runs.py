@@ -60,7 +60,7 @@ def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int
     fit = {"batch_size": zoo.BATCH, "shuffle": False, "verbose": 0, **fit}
     with zoo.as_written():
         history = model.fit(*data.all, epochs=epochs, callbacks=callbacks, **fit).history
-    return zoo.Run(model, history, guard, state_of(model))
+    return zoo.Run(model, zoo.numbers(history), guard, state_of(model))
 
 
 def oracle(

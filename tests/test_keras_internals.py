@@ -47,6 +47,15 @@ def test_loss_scale_variables(model):
     assert len(optimizer.inner_optimizer._trainable_variables) == 4
 
 
+def test_compiled_anew():
+    """`Model._compile_config` is another object after each `compile`."""
+    again = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    again.compile("sgd", "mse")
+    first = again._compile_config
+    again.compile("sgd", "mse")
+    assert first is not None and again._compile_config is not first
+
+
 def test_printing():
     """Keras' own printing takes a message and a flag for the line break."""
     assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]

@@ -218,7 +218,12 @@ def run(
         fit = {"x": data(), **fit}
     with contextlib.nullcontext() if rewritten else as_written():
         history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **fit).history
-    return Run(model, history, guard, [*state_of(model), *_generators()])
+    return Run(model, numbers(history), guard, [*state_of(model), *_generators()])
+
+
+def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
+    """Return a History as numbers: Keras before 3.8 or so leaves tensors in it, of a step that logs no metric."""
+    return {key: [float(value) for value in values] for key, values in history.items()}
 
 
 def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:

@@ -38,25 +38,37 @@ class ModelAttachment(Attachment):
         session.reach = self.custody.reach
 
     def _build(self) -> None:
-        model, session = self.model, self.session
-        old = session.transaction
-        self.outputs = LogOutputs(model)
-        transaction = Transaction(
-            lambda state, data: self.body(state, data),
-            session.read_anatomy,
-            lambda: _trainer.variables(model),
-            outputs=self.outputs,
-            model=model,
-            refuse=session.policy.refuse,
-            jit=bool(model.jit_compile) and not model.run_eagerly,
-            shardings=_trainer.shardings(model),
-            scaling=lambda factors: _scaled(session, factors),
-        )
+        model, session, old = self.model, self.session, self.session.transaction
+        jit = bool(model.jit_compile) and not model.run_eagerly
+
+        def scaling(factors: dict[int, Any]) -> Any:
+            return _scaled(session, factors)
+
+        transaction = self._kept(jit, keras.distribution.distribution())
+        if transaction is not None:
+            transaction.serve(session.read_anatomy, scaling)
+        else:
+            transaction = Transaction(
+                self.body,
+                session.read_anatomy,
+                lambda: _trainer.variables(model),
+                outputs=LogOutputs(model),
+                model=model,
+                refuse=session.policy.refuse,
+                jit=jit,
+                shardings=_trainer.shardings(model),
+                scaling=scaling,
+            )
         if old is not None:
             transaction.inherit(old)
-        session.transaction = transaction
+        session.transaction, self.outputs = transaction, transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run
+
+    def _made(self) -> Any:
+        """Return what the next fit needs of the step that was made for this one."""
+        self.session.transaction.rest()
+        return self.session.transaction
 
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
@@ -67,6 +79,7 @@ class ModelAttachment(Attachment):
             raise
         except BaseException as error:
             self.custody.rescue()
+            self._changed = True
             self.session.raised(error)
             self.detach()
             raise

@@ -8,6 +8,7 @@ from typing import Any
 from keras_nanguard import _state
 from keras_nanguard._session import Session
 from keras_nanguard._sightings import require_compiled
+from keras_nanguard._step import _kept
 
 __all__ = ["Attachment", "require_compiled"]
 
@@ -36,6 +37,8 @@ class Attachment:
     def __init__(self, model: Any, session: Session):
         self.model, self.session = model, session
         self.attached = self.lasting = False
+        self._changed = False
+        self._modes: tuple[Any, ...] = ()
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
         session.rebuild = self.rebuild
@@ -54,6 +57,7 @@ class Attachment:
         if not self.attached:
             return
         self.attached = False
+        self._keep()
         for name in _NAMES:
             _state.unset_instance(self.model, name)
         for name, value in self._before.items():
@@ -78,8 +82,30 @@ class Attachment:
             self._build()
         return self.model.train_function
 
+    def _key(self) -> tuple[Any, ...]:
+        """Return everything that a trace of the step has built in."""
+        return (self.body, self.session.policy.refuse, *self._modes, *_state.built_in(self.model, self.session.read_anatomy()))
+
+    def _kept(self, *modes: Any) -> Any:
+        """Return the step of an earlier fit, traced in these modes, where it can serve this one, too; else `None`."""
+        self._modes = modes
+        if self._before or self._changed or self.session.transaction is not None:
+            return None
+        return _kept.take(self.model, self._key())
+
+    def _keep(self) -> None:
+        """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
+        transaction = self.session.transaction
+        if self._modes and transaction is not None and not (self._before or self._changed or transaction.tolerated):
+            _kept.keep(self.model, self._key(), self._made())
+
+    def _made(self) -> Any:
+        """Return what the next fit needs of the step that was made for this one."""
+        return self.session.transaction
+
     def rebuild(self) -> None:
         """Compile the step anew, after something was changed that it has built in."""
+        self._changed = True
         if (self.attached or self.lasting) and self.model.train_function is not None:
             self._build()
 

@@ -23,6 +23,13 @@ class ModelAttachment(Attachment):
         many = model.steps_per_execution
         mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
         jit, spread_out = bool(model.jit_compile) and not model.run_eagerly and not mirrored, self._spread_out()
+        aborts = _abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out)
+        kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, aborts, model.distribute_strategy)
+        if kept is not None:
+            session.transaction, self.inner = kept
+            session.transaction.serve(session.read_anatomy, session.born)
+            self._place()
+            return
         old = session.transaction
         transaction = (_mirrored.MirroredTransaction if mirrored else _tensorflow.Transaction)(
             self.body,
@@ -34,15 +41,14 @@ class ModelAttachment(Attachment):
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not spread_out),
-            aborts=_abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out),
+            aborts=aborts,
             stores=not spread_out,
         )
         if old is not None:
             transaction.inherit(old)
-        transaction.recount(session.step)
         session.transaction = transaction
+        self._place()
         compile_with = model.jit_compile
-        _state.set_instance(model, "train_step", transaction)
         model.jit_compile = False
         try:
             self._make(force=True)
@@ -50,6 +56,18 @@ class ModelAttachment(Attachment):
             model.jit_compile = compile_with
         self.inner = model.train_function
         model.train_function = self.run
+
+    def _place(self) -> None:
+        """Let Keras find the transaction where it looks for the train step, whenever it traces."""
+        transaction = self.session.transaction
+        transaction.recount(self.session.step)
+        _state.set_instance(self.model, "train_step", transaction)
+        self.model.train_function = self.run
+
+    def _made(self) -> Any:
+        """Return what the next fit needs of the step that was made for this one."""
+        self.session.transaction.rest()
+        return self.session.transaction, self.inner
 
     def detach(self) -> None:
         """Give the model its own methods back; may be called any number of times."""
@@ -79,6 +97,7 @@ class ModelAttachment(Attachment):
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
+            self._changed = True
             self.session.raised(error)
             self.detach()
             raise

@@ -87,6 +87,13 @@ class Stored:
         if self._area is not None:
             self._area.drop(MOST - most)
 
+    def fill(self) -> None:
+        """Begin anew after `clear`."""
+        self.fitted, self._eager = False, deque(maxlen=MOST)
+        for area in self._areas.values():
+            _clear(area.name, area.dtypes)
+            area.fill()
+
     def clear(self) -> None:
         """Let go of everything. An execution after that takes out what it has put in."""
         self._eager.clear()
@@ -99,11 +106,15 @@ class _Area:
 
     def __init__(self, dtypes: Sequence[Any]):
         self.dtypes, self.name = list(dtypes), f"nanguard_batches_{next(_numbers)}"
+        self.fill()
+        weakref.finalize(self, _clear, self.name, self.dtypes).atexit = False
+
+    def fill(self) -> None:
+        """Put in as many tuples as it holds, each of which is no batch."""
         with tf.init_scope(), tf.device("CPU:0"):
             empty = [tf.constant(NONE, tf.int64), *(tf.zeros([0], dtype) for dtype in self.dtypes[1:])]
             for _ in range(MOST):
                 tf.raw_ops.Stage(values=empty, shared_name=self.name)
-        weakref.finalize(self, _clear, self.name, self.dtypes).atexit = False
 
     def exchange(self, items: Sequence[Any]) -> Any:
         """Put a tuple in, and take the oldest one out."""

@@ -10,6 +10,7 @@ import keras
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._step import _kept
 
 __all__ = ["FaultHook", "without_faults"]
 
@@ -33,6 +34,7 @@ class FaultHook:
         self.reached = False
         self._inside = 0
         self._before: dict[str, Any] = {}
+        _kept.forget(model)
 
     def remove(self) -> None:
         """Leave the model as it was; the next fit makes its train function without the fault."""
@@ -41,6 +43,7 @@ class FaultHook:
             if before is not None:
                 _state.set_instance(self.model, name, before)
         self.model.train_function = None
+        _kept.forget(self.model)
 
     def _override(self, name: str, value: Any) -> None:
         self._before[name] = vars(self.model).get(name)

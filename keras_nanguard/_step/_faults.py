@@ -43,7 +43,7 @@ class Hook(FaultHook):
 
     def remove(self) -> None:
         """Leave the model as it was; the next fit makes its train function without the fault."""
-        if getattr(vars(self.model).get("train_step"), "faulty", False):
+        if getattr(vars(self.model).get("train_step"), "hooks", ()):
             _state.unset_instance(self.model, "train_step")
         super().remove()
 
@@ -64,7 +64,8 @@ class Hook(FaultHook):
             if self.fault.site in ("slots", "loss_scale"):
                 _build(self.model)
             step = self.model.train_step
-            _state.set_instance(self.model, "train_step", step if getattr(step, "faulty", False) else self._around(step))
+            around = step if self in getattr(step, "hooks", ()) else self._around(step)
+            _state.set_instance(self.model, "train_step", around)
             return real(force=True)
 
         return make
@@ -82,7 +83,7 @@ class Hook(FaultHook):
             finally:
                 self._inside -= 1
 
-        train_step.faulty = True  # type: ignore[attr-defined]
+        train_step.hooks = (self, *getattr(step, "hooks", ()))  # type: ignore[attr-defined]
         return train_step
 
     def _now(self) -> Any:

@@ -66,6 +66,9 @@ class Transaction:
     counted = False
     """Each step is looked at by the host before the next one, so none has to count for itself."""
 
+    served = False
+    """Whether it was traced for an earlier run."""
+
     strays: dict[int, Any] = {}
     """A pure step writes nothing but what it returns."""
 
@@ -191,6 +194,16 @@ class Transaction:
     def batch(self, step: int, given: Any) -> Any:
         """Return the arguments of an earlier step, which nobody can have changed."""
         return given
+
+    def rest(self) -> None:
+        """Let go of the run that is over, of its state and of its last batch."""
+        self.anatomy, self.scaling = (lambda: _state.Anatomy.of(self.model)), (lambda factors: contextlib.nullcontext())
+        self._last = self.given = None
+        self.files.forget()
+
+    def serve(self, anatomy: Callable[[], _state.Anatomy], scaling: Callable[[dict[int, Any]], Any]) -> None:
+        """Go to work for another run on the same model, as if made for it; the arguments are as above."""
+        self.anatomy, self.scaling, self.served = anatomy, scaling, True
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""

@@ -26,6 +26,10 @@ class Files:
         """Note the last step: its row, its counts of NaN and Inf (or what returns them), and its arguments."""
         self._last = row, counts, args
 
+    def forget(self) -> None:
+        """Let go of the last step."""
+        self._last = None
+
     def take(self) -> list[Report]:
         """Return and forget what was noted, if the step was bad."""
         last, self._last = self._last, None

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._step import _graph, _sums
+from keras_nanguard._step import _graph, _reports, _sums
 from keras_nanguard._step._intercept import Intercept
 from keras_nanguard._step._tensorflow import Run, Transaction
 
@@ -149,12 +149,13 @@ class _Step:
         for share in shares:
             share.loss, share.gradients, share.statistics, share.ends = loss, gradients, statistics, ends
         first.judge(self.halted, self.step)
-        places = [[(site, path) for site, path, _ in share.places()] for share in shares]
+        places = [[(site, path) for site, path, _ in _reports.places(share)] for share in shares]
         owner.files.rows = rows = tuple(dict.fromkeys(place for each in places for place in each))
 
         def counts(share: _Share) -> Any:
             lines = [[rows.index(place)] for place in places[share.number]]
-            return tf.scatter_nd(lines, _sums.counts([tensor for _, _, tensor in share.places()]), (len(rows), 3))
+            found = _sums.counts([tensor for _, _, tensor in _reports.places(share)])
+            return tf.scatter_nd(lines, found, (len(rows), 3))
 
         def commit() -> list[Any]:
             flat = self._flat(self._each(lambda share: share.commit(share.outputs)))

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_nanguard._step import _sums
 from keras_nanguard._step._batches import Layouts
 from keras_nanguard._step._verdict import Report, Verdict
 
-__all__ = ["Files"]
+__all__ = ["Files", "places"]
 
 
 class Files:
@@ -78,3 +79,17 @@ class Files:
                 replicas, batch = tuple(np.flatnonzero(blamed).tolist()), self._layouts.packed(number, leaves)
                 reports.append(Report(verdict, self._places[number], np.asarray(counts), batch, replicas))
         return sorted(reports, key=lambda report: report.verdict.step)
+
+
+def places(run: Any) -> list[tuple[str, str, Any]]:
+    """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
+    anatomy, seen = run.anatomy, run.seen
+    found = [("outputs", name, t) for name, t in seen.outputs]
+    paths = {id(run.local(v).handle): v.path for v in (*anatomy.other, *anatomy.trainable)}
+    for record in seen.records:
+        found += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
+    found += [("statistics", paths.get(id(v.handle), v.name), v) for v in run.written]
+    if run.through:
+        found += [("weights", v.path, v.value) for v in anatomy.trainable if _sums.can_be_bad(v.value)]
+        found += [("slots", v.path, v.value) for v in anatomy.slots if _sums.can_be_bad(v.value)]
+    return found

@@ -62,6 +62,9 @@ class Transaction:
 
     is_transaction = True
 
+    served = False
+    """Whether it was traced for an earlier run."""
+
     watched = False
     """Whether the host stands by to catch the error of a refusal; a call from elsewhere is traced by itself."""
 
@@ -145,6 +148,18 @@ class Transaction:
         """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
         rows = {int(row[FIELDS.index("step")]): row for row in self.rows.numpy().tolist()}
         return [Verdict.of(rows[step % PERIOD]) for step in range(max(start, end - self.counted), end)]
+
+    def rest(self) -> None:
+        """Let go of the run that is over."""
+        self.anatomy, self.born = (lambda: _state.Anatomy.of(self.model)), (lambda variable, value: None)
+        self.files.take()
+
+    def serve(self, anatomy: Callable[[], _state.Anatomy], born: Callable[[Any, Any], None]) -> None:
+        """Go to work for another run on the same model, as if made for it; the arguments are as above."""
+        self.anatomy, self.born, self.served = anatomy, born, True
+        self.resume()
+        if self.stored is not None:
+            self.stored.fill()
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
@@ -294,7 +309,7 @@ class Run:
         self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
         self.ends: Sequence[Any] = []
         if self.through:
-            self.ends = [_sums.exact(_values(v), kind) for v in (anatomy.trainable, anatomy.slots)]
+            self.ends = [_sums.exact([_state.native(v) for v in part], kind) for part in (anatomy.trainable, anatomy.slots)]
 
     def judge(self, halted: Any, step: Any) -> None:
         """Decide, from the sums, whether the step may commit."""
@@ -311,7 +326,7 @@ class Run:
         return tf.stack([*first, *ends, self.scale, self.step, self.halt])
 
     def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        places = self.places()
+        places = _reports.places(self)
         nothing = tf.zeros((len(places), 3), tf.int64)
         outside = self.owner.jit and self.graph is not None
 
@@ -378,22 +393,6 @@ class Run:
             kept = tf.where(blamed, tf.minimum(lower, old), old)
             scale.value.assign(tf.where(sound, kept, tf.cast(optimizer.initial_scale, old.dtype)))
             counter.value.assign(tf.where(blamed | ~sound, tf.zeros_like(steps), steps))
-
-    def places(self) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that is counted for a report."""
-        places = [("outputs", name, t) for name, t in self.seen.outputs]
-        paths = {id(self.local(v).handle): v.path for v in (*self.anatomy.other, *self.anatomy.trainable)}
-        for record in self.seen.records:
-            places += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
-        places += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]
-        if self.through:
-            places += [("weights", v.path, v.value) for v in self.anatomy.trainable if _sums.can_be_bad(v.value)]
-            places += [("slots", v.path, v.value) for v in self.anatomy.slots if _sums.can_be_bad(v.value)]
-        return places
-
-
-def _values(variables: Any) -> list[Any]:
-    return [_state.native(v) for v in variables]
 
 
 def _scaled(optimizers: Sequence[Any]) -> list[Any]:

@@ -81,6 +81,9 @@ class Transaction:
         saving: whether an update had to be made before its step was through.
     """
 
+    served = False
+    """No step on PyTorch is kept from one run to the next: none is compiled."""
+
     counted = False
 
     def __init__(

@@ -25,7 +25,8 @@ def test_operations_losses_and_inputs_are_found():
     built = model()
     y = np.zeros((2, 1), "float32")
     built.train_on_batch(np.ones((2, 4), "float16"), {"a": y, "b": y})
-    assert [op.name.split("_")[0] for op in _internals.operations_of(built)] == ["log"]
+    found = [op.name.split("_")[0] for op in _internals.operations_of(built)]
+    assert [name for name in found if name != "cast"] == ["log"]  # the lowest Keras casts inputs by operations
     assert [loss.name for loss in _internals.losses_of(built)][1:] in (
         ["mse", "mae"],
         ["mean_squared_error", "mean_absolute_error"],
