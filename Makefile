@@ -40,7 +40,7 @@ bench: $(READY)  ## what guarding costs
 	$(BIN)/python benchmarks/overhead.py
 
 test-jax: .venv-jax/.ready  ## the short form on JAX: what only its own code can get wrong
-	$(ON_JAX) tests/test_jax*.py $(addprefix tests/,test_decisions.py test_logs.py test_results.py test_recent.py diagnosis/test_counterfactuals.py)
+	$(ON_JAX) tests/test_jax*.py $(addprefix tests/,test_decisions.py test_logs.py test_results.py test_recent.py test_kept.py diagnosis/test_counterfactuals.py)
 
 test-jax-all: .venv-jax/.ready  ## the whole suite on JAX: about 15 minutes on two cores
 	$(ON_JAX) tests
