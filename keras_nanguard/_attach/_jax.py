@@ -73,8 +73,7 @@ class ModelAttachment(Attachment):
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:
-            logs, state = self.inner(self.custody.opened(state), iterator)
-            return logs, self.custody.close(state)
+            return self.inner(state, iterator)
         except StopIteration:
             raise
         except BaseException as error:

@@ -13,7 +13,7 @@ Names private to Keras that are used here, each because no public way exists:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,22 +22,6 @@ import keras
 __all__ = ["Custody", "by_part", "in_executions", "ready", "shardings", "variables"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
-
-
-class _Closed:
-    """One part of the state on its way through Keras, which looks into every list that a model is given to keep.
-
-    That takes as long as a small step, and is done in each one for lists that no layer is in. Keras itself only ever
-    reads one array after the other from what it keeps.
-    """
-
-    __slots__ = ("arrays",)
-
-    def __init__(self, arrays: list[Any]):
-        self.arrays = arrays
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.arrays)
 
 
 class Custody:
@@ -51,16 +35,6 @@ class Custody:
         self.model = model
         self.state: Any = None
         self.reached = False
-        self._closed: Any = None
-
-    def close(self, state: Any) -> tuple[_Closed, ...]:
-        """Return the state as Keras is to keep it until the next execution."""
-        self._closed = closed = tuple(map(_Closed, state))
-        return closed
-
-    def opened(self, state: Any) -> Any:
-        """Return the state that an execution is given: ours again, or one that Keras has gathered from the variables."""
-        return self.state if state is self._closed else state
 
     def hold(self, state: Any) -> None:
         """Note the state of this moment."""
