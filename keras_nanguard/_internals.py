@@ -158,7 +158,7 @@ def losses_by_output(model: Any) -> list[tuple[str, Any]]:
     compiled: Any = getattr(model, "_compile_loss", None)
     if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
         names = compiled.inferred_output_names or compiled.output_names or ()
-        pairs = itertools.zip_longest(names, compiled.flat_losses or (), fillvalue=None)
+        pairs = itertools.zip_longest(names, compiled.flat_losses or ())
         return [(str(name or ""), loss) for name, loss in pairs if loss is not None]
     return [(str(e.name or ""), e.loss) for e in getattr(compiled, "_flat_losses", None) or () if e.loss is not None]
 

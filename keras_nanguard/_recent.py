@@ -102,9 +102,7 @@ def _approach(snapshot: Snapshot, known: Sequence[tuple[int, Any]], exact: bool)
 
 def held(args: Any) -> Any:
     """Return arguments as they will still be after later steps: NumPy arrays that someone may write to are copied."""
-    if type(args) is tuple:  # as Keras hands a batch to a step; the general way takes ten times as long
-        return tuple([held(value) for value in args])
-    return owned(args) if args is None or hasattr(args, "shape") else keras.tree.map_structure(owned, args)
+    return keras.tree.map_structure(owned, args)
 
 
 def owned(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,8 +217,10 @@ def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequenc
     unique = len(by_path) == len(state) and len(paths) == len(variables)
     if unique and (set(by_path) <= paths or paths <= set(by_path)):
         return [(v, by_path[v.path]) for v in variables if v.path in by_path]
-    rest = list(state)[::-1]  # one path for several slots, as the lowest Keras names them
-    found = [(v, rest.pop()[1]) for v in variables if rest and (v.path, tuple(v.shape)) == (rest[-1][0], rest[-1][1].shape)]
+    found, rest = [], deque(state)  # one path for several slots, as the lowest Keras names them
+    for variable in variables:
+        if rest and (variable.path, tuple(variable.shape)) == (rest[0][0], rest[0][1].shape):
+            found.append((variable, rest.popleft()[1]))
     if not rest:
         return found
     if len(state) != len(variables):

@@ -29,14 +29,14 @@ class Traced:
         return ops.mean(ops.square(y_true - y_pred), -1)
 
 
-def fit(model, data, guard, epochs=1):
-    model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
+def fit(model, data, guard):
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
 
 
-def fitted(times, mode="graph", **options):
+def fitted(times, mode="graph"):
     """Return a model after so many fits of one epoch, each with a guard of its own, the loss, and the guards."""
     loss, data, guards = Traced(), zoo.regression(), []
-    model = zoo.plain(loss=loss, **zoo.MODES[mode], **options)
+    model = zoo.plain(loss=loss, **zoo.MODES[mode])
     for _ in range(times):
         guards.append(NanGuard(verbose=0))
         fit(model, data, guards[-1])

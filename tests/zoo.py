@@ -22,6 +22,8 @@ MODES: dict[str, dict[str, Any]] = {
     "steps4": {"steps_per_execution": 4},
 }
 BACKEND = keras.backend.backend()
+OLD = tuple(int(n) for n in keras.__version__.split(".")[:2]) < (3, 8)
+"""Whether this is one of the lowest versions of Keras, which do some things in another way."""
 
 
 # Data
@@ -222,8 +224,8 @@ def run(
 
 
 def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
-    """Return a History as numbers: Keras before 3.8 or so leaves tensors in it, of a step that logs no metric."""
-    return {key: [float(value) for value in values] for key, values in history.items()}
+    """Return a History as it is, and as numbers where an old Keras leaves tensors in it, of a step that logs no metric."""
+    return {key: [float(value) for value in values] for key, values in history.items()} if OLD else history
 
 
 def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:

@@ -65,11 +65,6 @@ class ModelAttachment(Attachment):
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run
 
-    def _made(self) -> Any:
-        """Return what the next fit needs of the step that was made for this one."""
-        self.session.transaction.rest()
-        return self.session.transaction
-
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:

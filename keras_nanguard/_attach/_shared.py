@@ -97,6 +97,7 @@ class Attachment:
         """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
         transaction = self.session.transaction
         if self._modes and transaction is not None and not (self._before or self._changed or transaction.tolerated):
+            transaction.rest()
             _kept.keep(self.model, self._key(), self._made())
 
     def _made(self) -> Any:

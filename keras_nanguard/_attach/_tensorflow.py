@@ -26,9 +26,10 @@ class ModelAttachment(Attachment):
         aborts = _abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out)
         kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, aborts, model.distribute_strategy)
         if kept is not None:
-            session.transaction, self.inner = kept
-            session.transaction.serve(session.read_anatomy, session.born)
-            self._place()
+            transaction, self.inner = kept
+            transaction.serve(session.read_anatomy, session.born)
+            self._place(transaction)
+            model.train_function = self.run
             return
         old = session.transaction
         transaction = (_mirrored.MirroredTransaction if mirrored else _tensorflow.Transaction)(
@@ -46,8 +47,7 @@ class ModelAttachment(Attachment):
         )
         if old is not None:
             transaction.inherit(old)
-        session.transaction = transaction
-        self._place()
+        self._place(transaction)
         compile_with = model.jit_compile
         model.jit_compile = False
         try:
@@ -57,16 +57,14 @@ class ModelAttachment(Attachment):
         self.inner = model.train_function
         model.train_function = self.run
 
-    def _place(self) -> None:
-        """Let Keras find the transaction where it looks for the train step, whenever it traces."""
-        transaction = self.session.transaction
+    def _place(self, transaction: Any) -> None:
+        """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""
         transaction.recount(self.session.step)
+        self.session.transaction = transaction
         _state.set_instance(self.model, "train_step", transaction)
-        self.model.train_function = self.run
 
     def _made(self) -> Any:
         """Return what the next fit needs of the step that was made for this one."""
-        self.session.transaction.rest()
         return self.session.transaction, self.inner
 
     def detach(self) -> None:

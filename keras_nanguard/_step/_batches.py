@@ -91,7 +91,6 @@ class Stored:
         """Begin anew after `clear`."""
         self.fitted, self._eager = False, deque(maxlen=MOST)
         for area in self._areas.values():
-            _clear(area.name, area.dtypes)
             area.fill()
 
     def clear(self) -> None:

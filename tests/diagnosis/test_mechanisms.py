@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import keras
 import mechanisms
 import pytest
+import zoo
 
 from keras_nanguard import NanGuard, replay
-
-OLD = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 8)
 
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
@@ -27,7 +25,7 @@ def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
 
 @pytest.mark.parametrize("name", mechanisms.PROGRAMS)
 def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
-    if OLD and name == "activation_beyond_float16":
+    if zoo.OLD and name == "activation_beyond_float16":
         pytest.skip("the lowest Keras casts in operations of their own, and the inputs are named instead of the layer")
     case = mechanisms.PROGRAMS[name](True)
     guard = fitted(case, tmp_path)
