@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_nanguard import _processes, _results, _state
-from keras_nanguard._attach import Attachment, attachment
+from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._errors import GuardError, GuardInUseError, expected
 from keras_nanguard._firewall import Firewall, shielded
 from keras_nanguard._fit import Fit, outside
@@ -63,8 +63,6 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     ```
     """
 
-    async_safe = True
-
     def __init__(
         self,
         policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
@@ -99,6 +97,15 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._training = False
         self._predicted: list[Finding] = []
         self._epoch_counts: list[int] = []
+
+    @property
+    def async_safe(self) -> bool:
+        """Whether Keras may tell callbacks of a batch in another thread.
+
+        Not where each verdict is waited for anyway: that thread has nothing to wait for then, and handing it every batch
+        costs more than the callbacks do.
+        """
+        return not waits_for_steps()
 
     # Installing and uninstalling
 
@@ -189,6 +196,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             _processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
             if found is not None and self.verbose:
                 _state.print_line(found.sentence())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Do nothing: all is done right after the step. Keras looks at whether this is here; see `async_safe`."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""

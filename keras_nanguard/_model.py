@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._attach import Attachment, attachment
+from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._guard import NanGuard
 
 __all__ = ["NanGuardModel"]
@@ -20,11 +20,16 @@ def _has_callback(model: Any) -> bool:
 class _Epochs(keras.callbacks.Callback):
     """Tells the guard of a model where epochs start, and the epoch logs how many steps were left out."""
 
-    async_safe = True
-
     def __init__(self, model: Any):
         super().__init__()
         self.guard = model.nanguard
+
+    @property
+    def async_safe(self) -> bool:
+        return not waits_for_steps()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
 
     def _is_in_charge(self) -> bool:
         return self.guard.session is not None and not _has_callback(self.model)

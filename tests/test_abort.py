@@ -69,6 +69,19 @@ def test_where_it_is_used(gates, compile_, used):
     assert [i.step for i in guard.incidents] == [2]
 
 
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_the_refusal_is_one_operation(gates, monkeypatch, device):
+    """What a refusal does stays one operation, which a healthy step passes by; only with other devices it is taken apart."""
+    devices = [*tf.config.list_logical_devices(), tf.config.LogicalDevice("/device:GPU:0", device)]
+    monkeypatch.setattr(_abort.tf.config, "list_logical_devices", lambda: devices)
+    guard = NanGuard(verbose=0)
+    fit(network(), BAD, Y, guard)
+    assert [(i.step, i.refused) for i in guard.incidents] == [(2, True)]
+    operation = gates[-1].op if gates[-1].op.type == "If" else gates[-1].op.inputs[0].op
+    taken_apart = operation.node_def.attr["_lower_using_switch_merge"].b
+    assert operation.type == "If" and taken_apart is (device == "GPU")
+
+
 def test_not_with_a_loss_scale(gates):
     """A refusal writes the loss scale, so there the conditional stays."""
     keras.config.set_dtype_policy("mixed_float16")

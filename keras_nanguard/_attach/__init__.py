@@ -12,7 +12,7 @@ from keras_nanguard._attach._shared import Attachment, require_compiled
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._session import Session
 
-__all__ = ["Attachment", "adapted", "attachment", "loop_step", "require_compiled"]
+__all__ = ["Attachment", "adapted", "attachment", "loop_step", "require_compiled", "waits_for_steps"]
 
 _BACKENDS = {"tensorflow": "_tensorflow", "jax": "_jax", "torch": "_torch"}
 """The module of each backend; it holds `ModelAttachment` and `LoopStep`."""
@@ -46,6 +46,16 @@ def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     """
     translate = getattr(_of_backend(), "adapted", None)
     return translate(model, optimizers) if translate is not None else (model, optimizers)
+
+
+def waits_for_steps() -> bool:
+    """Whether the host waits for each guarded step anyway.
+
+    Raises:
+        GuardError: where the running backend is not supported.
+    """
+    waits: bool = _of_backend().ModelAttachment.waits
+    return waits
 
 
 def _of_backend() -> Any:

@@ -28,6 +28,7 @@ class ModelAttachment(Attachment):
     """
 
     logs: Any = None
+    waits = True
 
     def __init__(self, model: Any, session: Session):
         if keras.config.is_nnx_enabled():

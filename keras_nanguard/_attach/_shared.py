@@ -32,7 +32,12 @@ class Attachment:
     Args:
         model: a compiled model.
         session: the host's half.
+
+    Attributes:
+        waits: whether the host waits for each guarded step anyway, so that nothing computes while callbacks run.
     """
+
+    waits = False
 
     def __init__(self, model: Any, session: Session):
         self.model, self.session = model, session

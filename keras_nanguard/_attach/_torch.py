@@ -21,6 +21,8 @@ __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer."""
 
+    waits = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+
     def attach(self) -> None:
         """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
         self._test_step = vars(self.model).get("test_step")

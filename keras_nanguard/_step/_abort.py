@@ -8,15 +8,33 @@ for: not under XLA, which leaves assertions out, and not inside of a loop over s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_nanguard._step import _graph
 
-__all__ = ["gate", "holds_back", "is_refusal", "kept"]
+__all__ = ["fine_or", "gate", "holds_back", "is_refusal", "kept"]
 
 MARK = "NanGuard refused this step"
+
+
+def fine_or(fine: Any, refuse: Callable[[], Any]) -> Any:
+    """Return true where this scalar bool is, and else what `refuse` returns, a scalar bool, too.
+
+    On a CPU that is one operation that calls a function or does not. `tf.cond` takes the function apart, and its some
+    hundred operations are then passed by one by one in every healthy step: 0.03 of a step of 0.65 ms. But with it the
+    parts of the function may stand on several devices.
+    """
+    if any(device.device_type != "CPU" for device in tf.config.list_logical_devices()):
+        return tf.cond(fine, lambda: tf.constant(True), refuse)
+    otherwise = tf.function(refuse, autograph=False).get_concrete_function()
+    inputs = otherwise.captured_inputs
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
+    nothing = tf.function(lambda *given: tf.constant(True), autograph=False).get_concrete_function(*specs)
+    branches = {"then_branch": nothing, "else_branch": otherwise}
+    return tf.raw_ops.If(cond=fine, input=inputs, Tout=[tf.bool], output_shapes=[()], **branches)[0]
 
 
 def gate(fine: Any) -> Any:

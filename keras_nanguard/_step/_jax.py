@@ -23,6 +23,7 @@ A step is a function from state to state, so refusing it is handing back what it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,17 @@ __all__ = ["Transaction"]
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
+
+TINY = 1 << 18
+"""Bytes of state up to which a compiled step counts as one that takes less time than handing its parts to threads."""
+
+_IN_LINE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""Lets XLA on a CPU order the parts of a program by memory instead of by what could run at the same time.
+
+By default more than a few parts that are ready at once are handed to other threads (`xla/backends/cpu/runtime/
+thunk_executor.cc`, `SplitReadyQueue`). The sums over gradients and over the new state make a tiny step that wide, and
+it takes three times as long for it. The numbers are the same.
+"""
 
 
 class Transaction:
@@ -97,7 +109,7 @@ class Transaction:
         self.given: Any = None
         place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
-        self._light = jax.jit(self._both) if jit else self._both
+        self._light: Any = None
         self._count = jax.jit(self._counted) if jit else self._counted
 
     def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
@@ -112,8 +124,8 @@ class Transaction:
             the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
         """
         self._last, self.given = state, held(args)
-        if self.light is None:
-            self.light = not self.jit or _size(state) <= SMALL
+        if self._light is None:
+            self._choose(state)
         if not self.light:
             new, outputs, vector = self._heavy(state, factors, *args)
             array = np.asarray(vector)
@@ -126,6 +138,14 @@ class Transaction:
         if row[0]:
             new, outputs = self._given_back(state, learned, outputs)
         return new, outputs, row
+
+    def _choose(self, state: Any) -> None:
+        """Choose how to run steps on a state of this size."""
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
+        if self.light is None:
+            self.light = not self.jit or size <= SMALL
+        options = _in_line() if self.light and size <= TINY and jax.default_backend() == "cpu" else None
+        self._light = jax.jit(self._both, compiler_options=options) if self.jit else self._both
 
     def _parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
         numbers = array[: self.told].tolist()
@@ -185,6 +205,8 @@ class Transaction:
         leaves, tree = jax.tree_util.tree_flatten(self._last)
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
+        if self._light is None:
+            self._choose(self._last)
         _, _, vector, _ = self._light(tree.unflatten(held), {}, *args)
         row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
         return row
@@ -220,5 +242,11 @@ class Transaction:
         """Let the next step be this number; here none is counted."""
 
 
-def _size(state: Any) -> int:
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
+@functools.cache
+def _in_line() -> dict[str, str] | None:
+    """Return `_IN_LINE` where this version of XLA knows it."""
+    try:
+        jax.jit(lambda: 0, compiler_options=_IN_LINE)()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return _IN_LINE

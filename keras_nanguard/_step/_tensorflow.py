@@ -354,7 +354,7 @@ class Run:
     def _commit_or_abort(self, outputs: Any, refuse: Callable[[], Any]) -> tuple[Any, Any, Any]:
         """Refuse with an error, which the updates wait for."""
         with tf.control_dependencies([self.owner.filed] if self.owner.filed is not None else []):  # of a refused step, too
-            gate = _abort.gate(tf.cond(self.fine, lambda: tf.constant(True), lambda: [refuse(), tf.constant(False)][1]))
+            gate = _abort.gate(_abort.fine_or(self.fine, lambda: [refuse(), tf.constant(False)][1]))
         start = _graph.mark(self.graph)
         with tf.control_dependencies([gate]):
             ends = self.update()
