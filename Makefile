@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 TENSORFLOW ?= tensorflow-cpu
-WORKERS ?= 2
+WORKERS ?= 3
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 

@@ -2,6 +2,9 @@
 
     KERAS_BACKEND=jax python benchmarks/overhead_backends.py [CASE ...]
     KERAS_BACKEND=torch python benchmarks/overhead_backends.py [CASE ...]
+    KERAS_BACKEND=jax python benchmarks/overhead_backends.py --processes 2 [CASE ...]
+
+With `--processes` each process of this machine has half of every batch, over Keras' `DataParallel` on loopback.
 
 Each round times one epoch of each variant, in an order that changes from round to round, and takes ratios within the round.
 Prints, for each case, the median time of a plain step and the median of each ratio with its quartiles, in wall time and in
@@ -11,9 +14,12 @@ PyTorch runs on one thread.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import socket
 import statistics
+import subprocess
 import sys
 import time
 
@@ -89,16 +95,44 @@ def told(ratios):
     return f"x{middle:.3f} [{low:.2f}, {high:.2f}]"
 
 
+def spread(names, count):
+    """Run this program in so many processes that train together; returns the exit status of the first that failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    settings = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    started = []
+    for rank in range(count):
+        env = {**settings, "BENCH_PLACE": f"{place} {count} {rank}"}
+        told = subprocess.DEVNULL if rank else None
+        started.append(subprocess.Popen([sys.executable, __file__, *names], env=env, stdout=told))
+    return next((code for code in [process.wait() for process in started] if code), 0)
+
+
+def join():
+    """Join the other processes, if there are some; returns how many there are."""
+    if "BENCH_PLACE" not in os.environ:
+        return 1
+    place, count, rank = os.environ["BENCH_PLACE"].split()
+    keras.distribution.initialize(job_addresses=place, num_processes=int(count), process_id=int(rank))
+    devices = keras.distribution.list_devices()
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False))
+    return int(count)
+
+
 def main(names):
+    count = join()
     if keras.backend.backend() == "torch":
         import torch
 
         torch.set_num_threads(1)
-    print(f"keras {keras.__version__} on {keras.backend.backend()}, {ROUNDS} rounds")
+    print(f"keras {keras.__version__} on {keras.backend.backend()}, {ROUNDS} rounds, {count} processes")
     for name in names or CASES:
         build, shape, batch, steps = CASES[name]
+        batch //= count
         x = np.random.default_rng(0).standard_normal((batch * steps, *shape)).astype("float32")
         data = (x, x.reshape(len(x), -1)[:, :1].copy())
+        keras.utils.set_random_seed(0)  # the same weights, and the same orders below, in all processes
         models = {variant: build() for variant in VARIANTS}
         for model in models.values():
             model.compile("adam", "mse")
@@ -114,4 +148,10 @@ def main(names):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("--processes", type=int, default=1, help="processes that train together (JAX)")
+    given = parser.parse_args()
+    if given.processes > 1:
+        sys.exit(spread(given.names, given.processes))
+    main(given.names)

@@ -13,10 +13,17 @@ import numpy as np
 
 from keras_nanguard import _probes
 
-__all__ = ["History", "Measured", "magnitudes", "sizes"]
+__all__ = ["JUMP", "RISE", "History", "Measured", "magnitudes", "sizes"]
 
 KEPT = 128
 """Steps that are remembered; a power of two."""
+
+JUMP = 20.0
+"""Rise of the loss over its lowest value before, from which one look shows that the network has died of it."""
+
+RISE = 3.0
+"""Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
+kernels that have moved before."""
 
 FIRST = 5
 """Steps from which the magnitude at the start is taken."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard import _probes, _state
+from keras_nanguard._history import JUMP, RISE
 from keras_nanguard._incident import Finding
 
 __all__ = ["Monitors"]
@@ -22,13 +23,6 @@ LOOKS = (10, 30, 60, 100)
 """Steps of the first looks; then one every `EVERY` steps."""
 
 EVERY = 50
-
-JUMP = 20.0
-"""Rise of the loss over its lowest value before, from which one look shows that the network has died of it."""
-
-RISE = 3.0
-"""Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
-kernels that have moved before."""
 
 NEVER = 50
 """Good steps after which statistics that stand where they were initialised never move at all."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keras_nanguard._diagnose.evidence import Birth, Evidence
+from keras_nanguard._history import JUMP, RISE
 
 __all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
 
@@ -24,6 +25,9 @@ POLES = frozenset((*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "So
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
+
+OUTGROWN = 20.0
+"""Growth of the norm of all weights since the start from which they are part of the trouble."""
 
 HUGE = 1e4
 """Magnitude from which inputs or targets alone explain that the first steps blow up."""
@@ -84,7 +88,7 @@ def _large(dtype: str) -> float:
 def grown(e: Evidence, factor: float = 1e3) -> bool:
     """Whether loss, gradients or weights have grown over the steps before."""
     growth = e.growth
-    return growth.steps >= 1 and (growth.weights >= 20.0 or growth.loss >= factor or growth.norm >= factor)
+    return growth.steps >= 1 and (growth.weights >= OUTGROWN or growth.loss >= factor or growth.norm >= factor)
 
 
 def _culprit(e: Evidence) -> str:
@@ -127,11 +131,11 @@ def _told_by_monitors(e: Evidence) -> Verdict | None:
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
         return Verdict("loss_scale_collapsed", because="scale")
     if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
-        if e.growth.jump[0] >= 20.0:
+        if e.growth.jump[0] >= JUMP:
             return Verdict("divergence", e.first_path, confidence=0.8, because="dead")
         if e.low_precision == "float16":
             return Verdict("float16_underflow", e.first_path, confidence=0.7, because="dead")
-        cause = "divergence" if e.growth.jump[0] >= 3.0 and e.first_path else "unknown"
+        cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
         return Verdict(cause, e.first_path, confidence=0.6, because="dead")
     if e.target_fault is not None:
         return Verdict("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
@@ -211,7 +215,7 @@ def _transient(e: Evidence) -> Verdict | None:
 def _low_precision(e: Evidence) -> Verdict | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
-    if kind(e.birth) in ("overflow", "exp") and e.growth.weights >= 20.0:
+    if kind(e.birth) in ("overflow", "exp") and e.growth.weights >= OUTGROWN:
         return None
     underflow = kind(e.birth) == "pole" and e.first != "gradients"
     if e.birth is not None and kind(e.birth) == "pole" and any(o.zero for o in e.birth.operands):
@@ -237,10 +241,10 @@ def _divergence(e: Evidence) -> Verdict | None:
     how, growth = kind(e.birth), e.growth
     exploded = e.birth is None and "gradients:explosion" in e.sites
     if how == "pole":
-        far = growth.weights >= 1e3 or (growth.weights >= 20.0 and max(growth.loss, growth.norm) >= 1e3)
+        far = growth.weights >= 1e3 or (growth.weights >= OUTGROWN and max(growth.loss, growth.norm) >= 1e3)
         blown = far
     elif how == "exp":
-        blown = growth.steps >= 1 and (growth.weights >= 20.0 or (growth.weights >= 2.0 and grown(e)))
+        blown = growth.steps >= 1 and (growth.weights >= OUTGROWN or (growth.weights >= 2.0 and grown(e)))
     else:
         blown = (how == "overflow" or exploded) and grown(e)
     if not blown and not _moved_too_far(e):

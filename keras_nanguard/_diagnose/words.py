@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from keras_nanguard._diagnose.causes import Verdict, kind
 from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Spread
+from keras_nanguard._history import JUMP
 from keras_nanguard._stored import plain_text
 
 __all__ = ["advice", "sentences", "table"]
@@ -123,7 +124,7 @@ def _history(e: Evidence, verdict: Verdict) -> Iterator[str]:
             f"The weights have grown {g.weights:.3g} times since the start (largest {g.largest_weight_before:.3g}, "
             f"now {g.largest_weight:.3g})."
         )
-    if g.jump[0] >= 20.0:
+    if g.jump[0] >= JUMP:
         yield f"At step {g.jump[1]} the loss had jumped to {g.jump[0]:.3g} times its lowest value before."
 
 

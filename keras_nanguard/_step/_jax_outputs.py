@@ -10,6 +10,7 @@ import keras
 
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._step import _jax_sums as _sums
+from keras_nanguard._step._verdict import logged_losses
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
@@ -70,11 +71,8 @@ class LogOutputs(PlainOutputs):
         self.keys: tuple[str, ...] | None = None
 
     def losses(self, outputs: Any) -> list[Any]:
-        """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
-        if not isinstance(outputs, dict):
-            return []
-        named = {k: v for k, v in outputs.items() if str(k) == "loss"}
-        return _scalars(named or {k: v for k, v in outputs.items() if str(k).endswith("loss")})
+        """Return the logs that are losses."""
+        return _scalars(logged_losses(outputs))
 
     def results(self, outputs: Any, metrics: Any) -> Any:
         """Return the results of the metrics with these values, where they are what the step logs."""

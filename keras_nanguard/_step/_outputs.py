@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._step._verdict import FIELDS
+from keras_nanguard._step._verdict import FIELDS, logged_losses
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
@@ -64,12 +64,8 @@ class LogOutputs:
         self.order: dict[str, int] | None = None
 
     def losses(self, outputs: Any) -> list[Any]:
-        """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
-        if not isinstance(outputs, dict):
-            return []
-        named = {k: v for k, v in outputs.items() if str(k) == "loss"}
-        named = named or {k: v for k, v in outputs.items() if str(k).endswith("loss")}
-        return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(named)])
+        """Return the logs that are losses."""
+        return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(logged_losses(outputs))])
 
     def committed(self, outputs: Any) -> list[Any]:
         """Remember the logs that no metric holds, and return them."""

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import torch
 
+from keras_nanguard._step._verdict import logged_losses
+
 __all__ = ["LogOutputs", "PlainOutputs"]
 
 
@@ -41,12 +43,8 @@ class LogOutputs:
         self._held: dict[tuple[str, ...], bool] = {}
 
     def losses(self, outputs: Any) -> list[Any]:
-        """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
-        if not isinstance(outputs, dict):
-            return []
-        named = {k: v for k, v in outputs.items() if str(k) == "loss"}
-        named = named or {k: v for k, v in outputs.items() if str(k).endswith("loss")}
-        return _scalars(keras.tree.flatten(named))
+        """Return the logs that are losses."""
+        return _scalars(keras.tree.flatten(logged_losses(outputs)))
 
     def committed(self, outputs: Any) -> Any:
         """Remember the logs that no metric holds, and return all."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._incident import Finding
 
-__all__ = ["FIELDS", "PERIOD", "Report", "Verdict"]
+__all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses"]
 
 FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
 """The row of numbers, in this order: whether the step was refused (0 or 1); its loss; half the sum of squares of all
@@ -24,6 +24,13 @@ execution left a bad state behind."""
 
 PERIOD = 1 << 23
 """The inner step is told modulo this number, which float32 holds exactly however long a run is."""
+
+
+def logged_losses(logs: Any) -> dict[str, Any]:
+    """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
+    if not isinstance(logs, dict):
+        return {}
+    return {k: v for k, v in logs.items() if str(k) == "loss"} or {k: v for k, v in logs.items() if str(k).endswith("loss")}
 
 
 @dataclass(frozen=True, slots=True)
