@@ -1,4 +1,7 @@
-"""Two processes that train together on JAX: `python jax_processes.py RANK PORT WHAT DIRECTORY`. Prints one line of JSON."""
+"""Two processes that train together on JAX: `python jax_processes.py RANK PORT WHAT DIRECTORY [model]`.
+
+With `model` each of them has two devices, over which a kernel is spread as well. Prints one line of JSON.
+"""
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported
 
@@ -10,8 +13,10 @@ import os
 import sys
 
 RANK, PORT, WHAT, DIRECTORY = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+PARALLEL = "model" in sys.argv[5:]
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={2 if PARALLEL else 1}"
 os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
 
 import keras
@@ -53,7 +58,7 @@ def model():
     net = keras.Sequential(
         [
             keras.Input((8,)),
-            layers.Dense(16, activation="tanh"),
+            layers.Dense(16, activation="tanh", name="hidden"),
             layers.BatchNormalization(),
             layers.Dropout(0.2),
             layers.Dense(1),
@@ -63,10 +68,19 @@ def model():
     return net
 
 
+def placed():
+    """Return how batches, and with `model` a kernel too, are spread over the devices of both processes."""
+    devices = distribution.list_devices()
+    if not PARALLEL:
+        return distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+    layout = distribution.LayoutMap(distribution.DeviceMesh((2, 2), ("batch", "model"), devices))
+    layout[".*hidden/kernel"] = (None, "model")
+    return distribution.ModelParallel(layout_map=layout, batch_dim_name="batch", auto_shard_dataset=False)
+
+
 def main():
     distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
-    devices = distribution.list_devices()
-    distribution.set_distribution(distribution.DataParallel(devices=devices, auto_shard_dataset=False))
+    distribution.set_distribution(placed())
     net, (x, y) = model(), data()
     on_disk = WHAT in ("killed", "resumed", "whole")
     guard = NanGuard(DISK if on_disk else "recover", directory=DIRECTORY, verbose=1, resume=WHAT == "resumed")
@@ -77,6 +91,7 @@ def main():
     told = {
         "loss": history.history["loss"],
         "weights": [np.asarray(v.value).astype("float64").ravel().tolist() for v in net.trainable_variables],
+        "spread": [part for part in net.layers[0].kernel.value.sharding.spec if part],
         "rate": float(np.asarray(net.optimizer.learning_rate)),
         "incidents": [
             [i.step, i.diagnosis.cause, list(i.diagnosis.samples), [o.action for o in i.outcomes]] for i in guard.incidents

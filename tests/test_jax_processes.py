@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="keras.
 PROGRAM = Path(__file__).parent / "jax_processes.py"
 
 
-def started(what, *directories):
+def started(what, *directories, more=()):
     """Start both processes of a run, with one directory or one for each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -28,14 +28,14 @@ def started(what, *directories):
     command = [sys.executable, str(PROGRAM)]
     pipe = subprocess.PIPE
     return [
-        subprocess.Popen([*command, str(rank), str(port), what, str(place)], env=env, stdout=pipe, stderr=pipe, text=True)
+        subprocess.Popen([*command, str(rank), str(port), what, str(place), *more], env=env, stdout=pipe, stderr=pipe, text=True)
         for rank, place in enumerate((directories * 2)[:2])
     ]
 
 
-def told(what, directory):
+def told(what, directory, *more):
     """Return what each process told at its end, and what it printed."""
-    both = [process.communicate(timeout=240) for process in started(what, directory)]
+    both = [process.communicate(timeout=240) for process in started(what, directory, more=more)]
     assert all(out.strip() for out, _ in both), both[0][1][-2000:]
     return [json.loads(out.splitlines()[-1]) for out, _ in both], [out for out, _ in both]
 
@@ -46,14 +46,17 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return told("plain", tmp_path_factory.mktemp("plain"))[0][0]
+@pytest.fixture(scope="module", params=[(), ("model",)], ids=["data parallel", "model parallel"])
+def parallel(request):
+    """Run with the batches alone spread over the devices of both processes, and with a kernel spread over those of each."""
+    return request.param
 
 
-def test_refused_by_both(plain, tmp_path):
+def test_refused_by_both(parallel, tmp_path):
     """A bad row of either process: both leave the batch out, and end where a run without it ends."""
-    (first, second), printed = told("bad", tmp_path)
+    plain = told("plain", tmp_path / "plain", *parallel)[0][0]
+    (first, second), printed = told("bad", tmp_path, *parallel)
+    assert first["spread"] == list(parallel)
     same(first, plain)
     same(second, plain)
     assert first["incidents"] == second["incidents"]
@@ -64,8 +67,9 @@ def test_refused_by_both(plain, tmp_path):
     assert [text.count("refused: inputs") for text in printed] == [2, 0], "one of them tells"
 
 
-def test_rolled_back_by_both(tmp_path):
-    (first, second), _ = told("rollback", tmp_path)
+def test_rolled_back_by_both(parallel, tmp_path):
+    (first, second), _ = told("rollback", tmp_path, *parallel)
+    assert first["spread"] == list(parallel), "what is put back lies where it lay"
     same(first, second)
     assert first["incidents"] == second["incidents"]
     assert [i[3] for i in first["incidents"]] == [["warn", "skip"], ["warn", "skip"], ["warn", "rollback", "lower_lr"]]
@@ -81,17 +85,17 @@ def test_stopped_by_both(tmp_path):
     assert first["incidents"][-1][3][-1] == "stop"
 
 
-def test_killed_and_resumed(tmp_path):
+def test_killed_and_resumed(parallel, tmp_path):
     """One process dies; both are started again, go on from the snapshot on disk, and end as if nothing had happened."""
-    (whole, _), _ = told("whole", tmp_path / "whole")
-    first, second = started("killed", tmp_path / "killed")
+    (whole, _), _ = told("whole", tmp_path / "whole", *parallel)
+    first, second = started("killed", tmp_path / "killed", more=parallel)
     second.communicate(timeout=240)
     assert second.returncode == 9
     first.kill()  # JAX would end it by itself, when it has missed the other one for 100 seconds
     first.communicate(timeout=60)
     left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())
     assert any(name.startswith("snapshot-") for name in left)
-    both, printed = told("resumed", tmp_path / "killed")
+    both, printed = told("resumed", tmp_path / "killed", *parallel)
     assert "goes on from" in printed[0]
     for one in both:
         for a, b in zip(one["weights"], whole["weights"]):
