@@ -52,7 +52,7 @@ def test_traced_once(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(mode):
     """Fits over data with bad batches end where fits without these batches end; each guard tells of its own."""
-    bad = (3, 6)
+    bad = (3, 6, 9, 12)  # whole executions of four are left: the lowest Keras makes too many steps of a rest
     data = zoo.regression(batches=16)
     for batch in bad:
         zoo.poison(data, batch)

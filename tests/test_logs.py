@@ -56,6 +56,8 @@ class Threads(keras.callbacks.Callback):
 
 def test_batches_are_handed_to_no_other_thread():
     """Stock Keras hands every batch to another thread on JAX and PyTorch, which costs more than the callbacks do."""
+    if zoo.OLD:
+        pytest.skip("the lowest Keras hands them to another thread on TensorFlow, too, where nothing is done about it")
     stock, ours, of_model = Threads(), Threads(), Threads()
     fit(zoo.regression(), stock)
     fit(zoo.regression(), NanGuard(verbose=0), ours)
