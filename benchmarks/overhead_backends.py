@@ -4,7 +4,7 @@
     KERAS_BACKEND=torch python benchmarks/overhead_backends.py [CASE ...]
     KERAS_BACKEND=jax python benchmarks/overhead_backends.py --processes 2 [CASE ...]
 
-With `--processes` each process of this machine has half of every batch, over Keras' `DataParallel` on loopback.
+With `--processes` each process of this machine has its share of every batch, over Keras' `DataParallel` on loopback.
 
 Each round times one epoch of each variant, in an order that changes from round to round, and takes ratios within the round.
 Prints, for each case, the median time of a plain step and the median of each ratio with its quartiles, in wall time and in
@@ -104,8 +104,8 @@ def spread(names, count):
     started = []
     for rank in range(count):
         env = {**settings, "BENCH_PLACE": f"{place} {count} {rank}"}
-        told = subprocess.DEVNULL if rank else None
-        started.append(subprocess.Popen([sys.executable, __file__, *names], env=env, stdout=told))
+        output = subprocess.DEVNULL if rank else None
+        started.append(subprocess.Popen([sys.executable, __file__, *names], env=env, stdout=output))
     return next((code for code in [process.wait() for process in started] if code), 0)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._attach import Attachment, attachment, waits_for_steps
+from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._guard import NanGuard
 
 __all__ = ["NanGuardModel"]
@@ -22,11 +22,11 @@ class _Epochs(keras.callbacks.Callback):
 
     def __init__(self, model: Any):
         super().__init__()
-        self.guard = model.nanguard
+        self.guard: NanGuard = model.nanguard
 
     @property
     def async_safe(self) -> bool:
-        return not waits_for_steps()
+        return self.guard.async_safe
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         pass

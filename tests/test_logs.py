@@ -61,7 +61,8 @@ def test_batches_are_handed_to_no_other_thread():
     stock, ours, of_model = Threads(), Threads(), Threads()
     fit(zoo.regression(), stock)
     fit(zoo.regression(), NanGuard(verbose=0), ours)
-    model = NanGuardModel(*(lambda m: (m.inputs, m.outputs))(zoo.plain()))
+    plain = zoo.plain()
+    model = NanGuardModel(plain.inputs, plain.outputs)
     model.compile("adam", "mse")
     fit(zoo.regression(), of_model, model=model)
     here = {threading.get_ident()}

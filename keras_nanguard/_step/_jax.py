@@ -123,9 +123,8 @@ class Transaction:
         Returns:
             the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
         """
-        self._last, self.given = state, held(args)
-        if self._light is None:
-            self._choose(state)
+        self.adopt(state)
+        self.given = held(args)
         if not self.light:
             new, outputs, vector = self._heavy(state, factors, *args)
             array = np.asarray(vector)
@@ -199,14 +198,14 @@ class Transaction:
     def adopt(self, state: Any) -> None:
         """Take a state for that of the last step."""
         self._last = state
+        if self._light is None:
+            self._choose(state)
 
     def judged(self, *args: Any) -> list[float]:
         """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
         leaves, tree = jax.tree_util.tree_flatten(self._last)
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
-        if self._light is None:
-            self._choose(self._last)
         _, _, vector, _ = self._light(tree.unflatten(held), {}, *args)
         row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
         return row
