@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._recent import held
 from keras_nanguard._session import Session
-from keras_nanguard._step import _abort, _mirrored, _tensorflow
+from keras_nanguard._step import _abort, _direct, _faults, _mirrored, _tensorflow
 
 __all__ = ["LoopStep", "ModelAttachment"]
 
@@ -55,7 +56,15 @@ class ModelAttachment(Attachment):
         finally:
             model.jit_compile = compile_with
         self.inner = model.train_function
+        if self._is_plain():
+            self.inner = _direct.Direct(_faults.with_faults(model, model.train_step), self.inner)
         model.train_function = self.run
+
+    def _is_plain(self) -> bool:
+        """Whether what Keras makes of the step is one call of it for each execution, and nothing else."""
+        model, make = self.model, self._make
+        of_keras = getattr(make, "__func__", None) is keras.Model.make_train_function or hasattr(make, "hooks")
+        return of_keras and model.steps_per_execution == 1 and not (model.run_eagerly or self._spread_out())
 
     def _place(self, transaction: Any) -> None:
         """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""

@@ -15,7 +15,16 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._step._fault_hook import FaultHook
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "with_faults"]
+
+_installed: list[Hook] = []
+
+
+def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a train step of this model with the faults around it that are on order now and do not stand there yet."""
+    for hook in reversed([h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]):
+        step = hook.around(step)
+    return step
 
 
 class Hook(FaultHook):
@@ -40,9 +49,12 @@ class Hook(FaultHook):
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
         self.model.train_function = None
+        _installed.append(self)
 
     def remove(self) -> None:
         """Leave the model as it was; the next fit makes its train function without the fault."""
+        if self in _installed:
+            _installed.remove(self)
         if getattr(vars(self.model).get("train_step"), "hooks", ()):
             _state.unset_instance(self.model, "train_step")
         super().remove()
@@ -53,24 +65,27 @@ class Hook(FaultHook):
                 return real(step_function)
             if self.fault.site in ("slots", "loss_scale"):
                 _build(self.model)
-            return real(self._around(step_function))
+            return real(self.around(step_function))
 
         return make
 
     def _making_train(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def make(force: bool = False) -> Any:
             if self.model.train_function is not None and not force:
-                return None
+                return self.model.train_function
             if self.fault.site in ("slots", "loss_scale"):
                 _build(self.model)
             step = self.model.train_step
-            around = step if self in getattr(step, "hooks", ()) else self._around(step)
+            around = step if self in getattr(step, "hooks", ()) else self.around(step)
             _state.set_instance(self.model, "train_step", around)
             return real(force=True)
 
+        make.hooks = (self,)  # type: ignore[attr-defined]
         return make
 
-    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a train step with the fault around it."""
+
         def train_step(data: Any) -> Any:
             self.counter.assign_add(1)
             if self.fault.site in ("inputs", "targets"):

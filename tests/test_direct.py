@@ -1,0 +1,179 @@
+"""One step straight off the iterator is what Keras makes of it, for every kind of data and of model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard.testing import inject
+
+if zoo.BACKEND != "tensorflow":
+    pytest.skip("JAX and PyTorch run what Keras makes", allow_module_level=True)
+
+import tensorflow as tf
+
+from keras_nanguard._step import _direct
+
+
+class Traced(keras.Model):
+    """A model that counts how often its step is traced, and notes what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.traces, self.batches = keras.layers.Dense(1), 0, []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.traces += 1
+        self.batches.append(keras.tree.map_structure(lambda t: getattr(t, "shape", t), data))
+        return super().train_step(data)
+
+
+def traced():
+    keras.utils.set_random_seed(1)
+    model = Traced()
+    model.compile("adam", "mse")
+    model.build((None, 4))
+    return model
+
+
+def numbers(count):
+    rng = np.random.default_rng(2)
+    return rng.standard_normal((count, 4)).astype("float32"), rng.standard_normal((count, 1)).astype("float32")
+
+
+def both(run):
+    """Return the two models that `run(model, callbacks)` has trained, without and with a guard."""
+    models = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        models.append(traced())
+        run(models[-1], callbacks)
+    for plain, guarded in zip(models[0].get_weights(), models[1].get_weights()):
+        np.testing.assert_array_equal(plain, guarded)
+    return models
+
+
+def test_batches_come_as_keras_hands_them():
+    """Nested as they were, whole and short ones, with weights for samples or without."""
+    x, y = numbers(20)
+
+    def run(model, callbacks):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+        model.fit(x, y, sample_weight=np.linspace(0, 1, 20), batch_size=8, verbose=0, callbacks=callbacks)
+        model.fit(tf.data.Dataset.from_tensors((x, y)), verbose=0, callbacks=callbacks)
+
+    plain, guarded = both(run)
+    assert {str(b) for b in plain.batches} == {str(b) for b in guarded.batches}
+
+
+@pytest.mark.skipif(zoo.OLD, reason="this version of Keras takes no None from a generator")
+def test_what_a_generator_leaves_out_is_none():
+    def run(model, callbacks):
+        def batches():
+            for _ in range(6):
+                yield (*numbers(8), None)
+
+        model.fit(batches(), epochs=2, steps_per_epoch=3, verbose=0, callbacks=callbacks)
+
+    _, guarded = both(run)
+    assert all(batch[2] is None for batch in guarded.batches)
+
+
+def test_shapes_that_change_from_fit_to_fit():
+    """A trace that served one shape of batches does not get others."""
+
+    def run(model, callbacks):
+        for count in (8, 6, 8, 5):
+            data = tf.data.Dataset.from_tensor_slices(numbers(count)).batch(count, drop_remainder=True)
+            model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+
+    both(run)
+
+
+def test_epochs_and_fits_need_no_trace_more():
+    """Each epoch brings an iterator of its own; the step is traced no more often for them than without a guard."""
+    x, y = numbers(16)
+
+    def run(model, callbacks):
+        for _ in range(3):
+            model.fit(x, y, epochs=3, batch_size=8, verbose=0, callbacks=callbacks)
+
+    plain, guarded = both(run)
+    assert guarded.traces <= plain.traces
+
+
+def test_the_data_of_an_epoch_is_let_go():
+    """The step holds no iterator, and so no buffer of batches, when its epoch is over."""
+    step, x = _direct.Direct(lambda data: data[0], None), numbers(8)[0]
+    iterator = iter(tf.data.Dataset.from_tensors((x,)))
+    np.testing.assert_array_equal(step(iterator), x)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        step(iterator)
+    gone = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert gone() is None
+    np.testing.assert_array_equal(step(iter(tf.data.Dataset.from_tensors((x,)))), x)
+
+
+def test_data_without_an_end_that_is_told():
+    """A dataset that ends before anyone knows ends an epoch, and the step that found no batch leaves no trace.
+
+    Stock Keras counts that step: what needs nothing of the batch, as the number of iterations, has run by then.
+    """
+    models, data = [traced(), traced()], tf.data.Dataset.from_tensor_slices(numbers(12)).batch(4)
+    models[0].fit(data, epochs=2, verbose=0)
+    history = models[1].fit(data.filter(lambda x, y: True), epochs=2, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert len(history.history["loss"]) == 2 and int(models[1].optimizer.iterations) == 6
+    for plain, guarded in zip(models[0].get_weights(), models[1].get_weights()):
+        np.testing.assert_array_equal(plain, guarded)
+
+
+def test_a_train_function_of_the_users_own_is_kept():
+    """A model that makes its own train function is run by that."""
+
+    class Own(Traced):
+        calls = 0
+
+        def make_train_function(self, force=False):
+            made = super().make_train_function(force=force)
+            keras_own = self.train_function
+
+            def counting(iterator):
+                self.calls += 1
+                return keras_own(iterator)
+
+            self.train_function = counting
+            return made and counting
+
+    model, (x, y) = Own(), numbers(16)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert model.calls == 8
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["callback", "model"])
+def test_single_batches_and_fits_in_turn(of_model):
+    """`train_on_batch` runs the step as Keras makes it, `fit` the direct one; both are one transaction."""
+    plain = zoo.plain(dropout=False)
+    model = NanGuardModel(plain.inputs, plain.outputs) if of_model else plain
+    model.compile(keras.optimizers.Adam(), "mse")
+    guards = [] if of_model else [NanGuard(verbose=0)]
+    data = zoo.regression(batches=4)
+    x, y = data.x, data.y
+    model.nanguard_verbose = 0
+    with inject(model, site="gradients", step=1):
+        model.fit(x, y, epochs=3, batch_size=32, verbose=0, callbacks=guards)
+    assert int(model.optimizer.iterations) == 2
+    loss = model.train_on_batch(x, y, return_dict=True)["loss"]
+    assert np.isfinite(loss) and int(model.optimizer.iterations) == 3
+    model.fit(x, y, verbose=0, callbacks=guards)
+    assert not zoo.bad_entries(model)
