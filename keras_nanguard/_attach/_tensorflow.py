@@ -11,7 +11,7 @@ from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._recent import held
 from keras_nanguard._session import Session
-from keras_nanguard._step import _abort, _direct, _faults, _mirrored, _tensorflow
+from keras_nanguard._step import _direct, _faults, _mirrored, _tensorflow
 
 __all__ = ["LoopStep", "ModelAttachment"]
 
@@ -24,8 +24,7 @@ class ModelAttachment(Attachment):
         many = model.steps_per_execution
         mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
         jit, spread_out = bool(model.jit_compile) and not model.run_eagerly and not mirrored, self._spread_out()
-        aborts = _abort.kept() and not (jit or many > 1 or model.run_eagerly or spread_out)
-        kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, aborts, model.distribute_strategy)
+        kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, model.distribute_strategy)
         if kept is not None:
             transaction, self.inner = kept
             transaction.serve(session.read_anatomy, session.born)
@@ -43,7 +42,6 @@ class ModelAttachment(Attachment):
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not spread_out),
-            aborts=aborts,
             stores=not spread_out,
         )
         if old is not None:
@@ -121,18 +119,10 @@ class ModelAttachment(Attachment):
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
         while True:
-            transaction = self.session.transaction
-            transaction.watched = True
             try:
-                return transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
+                return self.session.transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
             except _tensorflow.Retrace:
                 self._build()
-            except tf.errors.InvalidArgumentError as error:
-                if not _abort.is_refusal(error):
-                    raise
-                return transaction.refused(self.session.shown)  # type: ignore[no-any-return]
-            finally:
-                transaction.watched = False
 
 
 class LoopStep:

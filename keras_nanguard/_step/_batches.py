@@ -58,11 +58,11 @@ class Stored:
         self._area: _Area | None = None
         self._eager: deque[Any] = deque(maxlen=MOST)
 
-    def put(self, args: Any) -> Any:
-        """Keep a batch; returns the operation that has done it, `None` where there is none."""
+    def put(self, args: Any) -> None:
+        """Keep a batch."""
         if tf.executing_eagerly():
             self._eager.append(args)
-            return None
+            return
         number, leaves = self._layouts.flat(args)
         with tf.device("CPU:0"):
             items = [tf.constant(number, tf.int64), *leaves]
@@ -70,7 +70,7 @@ class Stored:
             if dtypes not in self._areas:
                 self._areas[dtypes] = _Area(dtypes)
             self._area = self._areas[dtypes]
-            return self._area.exchange(items)
+            self._area.exchange(items)
 
     def batch(self, back: int) -> Any:
         """Return the batch of so many executions before the last one, `None` where it is not kept any more."""
@@ -115,10 +115,10 @@ class _Area:
             for _ in range(MOST):
                 tf.raw_ops.Stage(values=empty, shared_name=self.name)
 
-    def exchange(self, items: Sequence[Any]) -> Any:
+    def exchange(self, items: Sequence[Any]) -> None:
         """Put a tuple in, and take the oldest one out."""
         with tf.control_dependencies([tf.raw_ops.Stage(values=items, shared_name=self.name)]):
-            return tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)[0].op
+            tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
 
     def peek(self, back: int) -> list[Any] | None:
         """Return the tuple so many before the last one."""

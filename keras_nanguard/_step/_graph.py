@@ -26,13 +26,12 @@ class Access:
         writes: False where the operation only reads it.
         dtype: dtype of the variable where the operation tells, else `None`.
         late: whether the operation was made after the mark given to `accesses`.
-        op: the operation.
     """
 
-    __slots__ = ("dtype", "handle", "late", "op", "writes")
+    __slots__ = ("dtype", "handle", "late", "writes")
 
-    def __init__(self, handle: Any, writes: bool, dtype: Any, late: bool, op: Any):
-        self.handle, self.writes, self.dtype, self.late, self.op = handle, writes, dtype, late, op
+    def __init__(self, handle: Any, writes: bool, dtype: Any, late: bool):
+        self.handle, self.writes, self.dtype, self.late = handle, writes, dtype, late
 
 
 def mark(graph: Any) -> int:
@@ -58,7 +57,7 @@ def accesses(graph: Any, start: int, late: int | None = None) -> Iterable[Access
             continue
         reads = set(resources) if op.type in _READS else _read_only(op)
         for i in resources:
-            yield Access(op.inputs[i], i not in reads, _dtype(op), late is not None and position >= late, op)
+            yield Access(op.inputs[i], i not in reads, _dtype(op), late is not None and position >= late)
 
 
 def _read_only(op: Any) -> set[int]:

@@ -34,11 +34,7 @@ class PlainOutputs:
         """Nothing has to pass through the conditional."""
         return []
 
-    refused = uncommitted = committed
-
-    def instead(self, shown: Any) -> Any:
-        """A loop waits for no error, so nothing takes the place of its outputs."""
-        return shown
+    refused = committed
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
         """Return the outputs."""
@@ -60,7 +56,6 @@ class LogOutputs:
     def __init__(self, model: Any):
         self.model = model
         self.last: list[Any] = []
-        self.empty: Any = None
         self.order: dict[str, int] | None = None
 
     def losses(self, outputs: Any) -> list[Any]:
@@ -81,19 +76,6 @@ class LogOutputs:
         if self._from_metrics(outputs) is not None:
             return []
         return [v.read_value() for v in self._remembered(_flat(outputs))]
-
-    def uncommitted(self, outputs: Any) -> list[Any]:
-        """Return the logs that no metric holds; of a refused step, the host remembers those before."""
-        if self._from_metrics(outputs) is not None:
-            return []
-        self.empty = tf.nest.map_structure(lambda t: 0.0, outputs)
-        return _flat(outputs)
-
-    def instead(self, shown: Any) -> Any:
-        """Return the logs of a step that the host refuses: of the restored metrics, else those that were shown last."""
-        if self.empty is None:
-            return self.model.get_metrics_result()
-        return self.empty if shown is None else shown
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
         """Return the logs: what came through the conditional, or the results of the metrics as they are after it."""

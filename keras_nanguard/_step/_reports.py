@@ -31,7 +31,6 @@ class Files:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.rows: tuple[tuple[str, str], ...] = ()
-        self._held: list[Report] = []
         self._layouts = Layouts()
         self._places: dict[int, tuple[tuple[str, str], ...]] = {}
         self._queues: dict[tuple[Any, ...], Any] = {}
@@ -63,14 +62,9 @@ class Files:
                 self._queues[dtypes] = tf.queue.FIFOQueue(self.capacity, list(dtypes))
         return self._queues[dtypes]
 
-    def hold(self) -> list[Report]:
-        """Return what was filed, and keep it until it is taken."""
-        self._held = self.take()
-        return self._held
-
     def take(self) -> list[Report]:
         """Return and forget what was filed, in the order of the steps."""
-        reports, self._held = self._held, []
+        reports = []
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
                 layout, row, counts, blamed, *leaves = queue.dequeue()

@@ -12,8 +12,7 @@ The verdict is known before anything large is written, so nothing large is ever 
 after an update (a GAN), writes them itself (sharpness-aware minimisation) or runs eagerly cannot be put off: there the
 old values of everything it writes are kept, and the updates are undone on a refusal.
 
-Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them. Where one execution is
-one step, the conditional holds the refusal alone, and an error keeps the updates from running (`_abort`).
+Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard import _state
-from keras_nanguard._step import _abort, _batches, _graph, _outputs, _reports, _sums
+from keras_nanguard._step import _batches, _graph, _outputs, _reports, _sums
 from keras_nanguard._step._intercept import Intercept, Seen
 from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
@@ -49,13 +48,11 @@ class Transaction:
         capacity: how many refused batches are kept between two looks of the host.
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
-        aborts: refuse with an error, where that serves, while the step is `watched`.
         stores: keep the batches of the last steps for the host.
 
     Attributes:
         given: the number of executions so far; of a loop's step, what the last one was given.
         saving: whether old values of weights and slots are kept.
-        leaks: whether an update was seen that an error does not keep from running.
 
     Calling it returns what `read` takes apart on the host: the outputs, and a row in the order of `Verdict.FIELDS`.
     """
@@ -64,9 +61,6 @@ class Transaction:
 
     served = False
     """Whether it was traced for an earlier run."""
-
-    watched = False
-    """Whether the host stands by to catch the error of a refusal; a call from elsewhere is traced by itself."""
 
     def __init__(
         self,
@@ -80,18 +74,15 @@ class Transaction:
         capacity: int = 8,
         born: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
-        aborts: bool = False,
         stores: bool = False,
     ):
         self.body, self.anatomy, self.model = body, anatomy, model
         self.jit, self.counted, self.born = jit, counted, born
-        self.refuse, self.aborts = refuse, aborts
-        self.saving = self.leaks = False
+        self.refuse, self.saving = refuse, False
         self.strays: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.files = _reports.Files(capacity)
         self.stored = _batches.Stored() if stores else None
-        self.filed: Any = None
         self.given: Any = 0
         self.outputs = _outputs.LogOutputs(model) if logs else _outputs.PlainOutputs()
         self.compiled = (
@@ -105,7 +96,7 @@ class Transaction:
 
     def __call__(self, *args: Any) -> Any:
         if self.stored is not None:
-            self.filed = self.stored.put(args)
+            self.stored.put(args)
         if self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
             self.note(row)
@@ -118,25 +109,17 @@ class Transaction:
 
     def read(self, result: Any) -> tuple[Any, list[float]]:
         """Return the outputs and the row of numbers of one call, on the host."""
-        self._ran()
-        return self.outputs.split(result)
-
-    def _ran(self) -> None:
         if self.stored is not None:
             self.given += 1
             if not self.stored.fitted:
                 self.stored.fit()
+        return self.outputs.split(result)
 
     def batch(self, step: int, given: Any) -> Any:
         """Return the arguments of an earlier step, `None` where they are gone."""
         if self.stored is None:
             return given
         return self.stored.batch(int(self.counter) - step if self.counted else self.given - given)
-
-    def refused(self, shown: Any) -> tuple[Any, list[float]]:
-        """Return the same for a call that a refusal has ended; `shown` are the logs that were shown last."""
-        self._ran()
-        return self.outputs.instead(shown), self.files.hold()[-1].verdict.row
 
     def note(self, row: Any) -> None:
         """Keep the row of a step until the host looks, where it does not look after every step."""
@@ -164,7 +147,6 @@ class Transaction:
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
         self.saving, self.strays, self.tolerated = other.saving, other.strays, other.tolerated
-        self.leaks = other.leaks
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
@@ -343,36 +325,19 @@ class Run:
             return [*flat, *([counts] if outside else [])]
 
         self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        owner = self.owner
-        if owner.aborts and owner.refuse and owner.watched and not (owner.leaks or self.through or self.scales):
-            return self._commit_or_abort(outputs, refuse)
         weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
         counts = flat.pop() if outside else None
         refused = ~self.fine if self.owner.refuse else tf.constant(False)
         return self.owner.outputs.pack(flat, outputs), self.row(refused, [weight_sum, slot_sum]), counts
 
-    def _commit_or_abort(self, outputs: Any, refuse: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Refuse with an error, which the updates wait for."""
-        with tf.control_dependencies([self.owner.filed] if self.owner.filed is not None else []):  # of a refused step, too
-            gate = _abort.gate(_abort.fine_or(self.fine, lambda: [refuse(), tf.constant(False)][1]))
-        start = _graph.mark(self.graph)
-        with tf.control_dependencies([gate]):
-            ends = self.update()
-        if not _abort.holds_back(self.graph, start, gate):
-            self.owner.leaks = True
-            raise Retrace
-        return self.owner.outputs.pack(self.owner.outputs.uncommitted(outputs), outputs), self.row(False, ends), None
-
     def commit(self, outputs: Any) -> list[Any]:
         """Run the updates that were put off and read what they wrote; returns these sums, and what the outputs need."""
-        ends = self.ends if self.through else self.update()
-        return [*ends, *self.owner.outputs.committed(outputs)]
-
-    def update(self) -> Sequence[Any]:
-        """Run the updates that were put off; returns the sums over the weights and slots that they wrote."""
+        if self.through:
+            return [*self.ends, *self.owner.outputs.committed(outputs)]
         for record in self.seen.records:
             record.run()
-        return _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+        ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
+        return [*ends, *self.owner.outputs.committed(outputs)]
 
     def refuse(self, outputs: Any) -> list[Any]:
         """Give back what was kept; returns the same as `commit`."""
