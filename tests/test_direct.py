@@ -125,7 +125,7 @@ def test_the_data_of_an_epoch_is_let_go():
 
 
 def test_data_without_an_end_that_is_told():
-    """A dataset that ends before anyone knows ends an epoch, and the step that found no batch leaves no trace.
+    """A dataset that ends before anyone knows ends an epoch, and the step that found no batch updates nothing.
 
     Stock Keras counts that step: what needs nothing of the batch, as the number of iterations, has run by then.
     """

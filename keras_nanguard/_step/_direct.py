@@ -3,7 +3,7 @@
 Around each execution Keras 3.15 does what only several steps in one need: the step is a function within a function, its
 outputs leave as an optional, and two eager operations ask that optional whether there are any. And `tf.function` looks up
 the trace by the types of its arguments and of everything that it captures, although they are those of the step before. Of a
-step of 0.6 ms that is 0.4 (keras/src/backend/tensorflow/trainer.py, `_make_function`). Where one execution is one step,
+step of 0.6 ms that is 0.25 (keras/src/backend/tensorflow/trainer.py, `_make_function`). Where one execution is one step,
 nothing of it is needed: the trace is looked up once for each iterator.
 """
 
