@@ -25,6 +25,9 @@ RISE = 3.0
 """Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
 kernels that have moved before."""
 
+_EXACT = 1e-20
+"""A sum of squares between this and its inverse has neither overflowed in float32 nor lost what matters."""
+
 FIRST = 5
 """Steps from which the magnitude at the start is taken."""
 
@@ -76,7 +79,11 @@ class History:
 
     def before(self, step: int) -> list[Measured]:
         """Return what is remembered of the steps before this one, oldest first."""
-        return [Measured(*entry) for entry in sorted(e for e in self._ring if e is not None and e[0] < step)]
+        return [Measured(*entry) for entry in self._entries(step)]
+
+    def _entries(self, step: int) -> list[tuple[int, float, float, float]]:
+        """Return the same as it is kept, for what looks at it again and again."""
+        return sorted([e for e in self._ring if e is not None and e[0] < step])
 
     def first(self, step: int) -> list[Measured]:
         """Return the first good steps, as far as they lie before this one."""
@@ -85,24 +92,30 @@ class History:
     def jump(self, step: int) -> tuple[float, int]:
         """Return the largest rise of the loss over its lowest value before, and the step of it."""
         best, low = (1.0, 0), math.inf
-        for entry in sorted({*self.first(step), *self.before(step)}):
-            size = abs(entry.loss)
-            if not math.isfinite(size) or size == 0.0:
+        entries = self._entries(step)
+        oldest = entries[0][0] if entries else step
+        for number, loss, _, _ in [*(e for e in self._first[:FIRST] if e[0] < oldest), *entries]:
+            size = abs(loss)
+            if not 0.0 < size < math.inf:  # neither NaN nor zero
                 continue
-            if size / low > best[0]:
-                best = (size / low, entry.step)
-            low = min(low, size)
+            if size < low:
+                low = size
+            elif size / low > best[0]:
+                best = (size / low, number)
         return best
 
     def zeros(self, step: int, count: int) -> bool:
         """Whether each of the last steps, so many, had a loss and no gradient at all."""
-        entries = self.before(step)[-count:]
-        return len(entries) == count and all(e.squares == 0.0 and e.loss != 0.0 for e in entries)
+        last = self._ring[(step - 1) & (KEPT - 1)]
+        if last is not None and last[0] == step - 1 and last[2] != 0.0:  # as a rule
+            return False
+        entries = self._entries(step)[-count:]
+        return len(entries) == count and all(squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries)
 
     def moving(self, step: int) -> bool:
         """Whether the last step still had a gradient: what stands still then does so alone."""
-        entries = self.before(step)
-        return bool(entries) and entries[-1].squares > 0.0
+        entries = self._entries(step)
+        return bool(entries) and entries[-1][2] > 0.0
 
 
 def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -111,10 +124,13 @@ def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
     if wide.dtype.kind not in "fc" or not wide.size:
         return 0.0, 0.0
     with np.errstate(all="ignore"):
-        flat = np.abs(wide.ravel())
-        largest = float(flat.max())
-        scaled = flat / largest if largest > 0 and math.isfinite(largest) else flat
-        norm = largest * math.sqrt(float(np.dot(scaled, scaled))) if largest > 0 else 0.0
+        flat = wide.ravel()
+        largest = float(max(abs(flat.max()), abs(flat.min()))) if flat.dtype.kind == "f" else float(np.abs(flat).max())
+        squares, unit = float(np.vdot(flat, flat).real), 1.0
+        if not _EXACT < squares < 1.0 / _EXACT and 0.0 < largest < math.inf:
+            scaled, unit = flat / largest, largest
+            squares = float(np.vdot(scaled, scaled).real)
+    norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf
     return (norm if math.isfinite(norm) else math.inf), largest
 
 

@@ -54,7 +54,7 @@ class Monitors:
         self.due: float = LOOKS[0]
         self.statistics, self.ceiling = 0.0, math.inf
         self._told: set[str] = set()
-        self._weights: Mapping[int, np.ndarray[Any, Any]] = {}
+        self._weights: Mapping[int, np.ndarray[Any, Any]] = {}  # fingerprints of kernels
         self._weights_of = self._still = 0
         self._variances: dict[int, float] = {}
         self._rollbacks = 0
@@ -78,13 +78,14 @@ class Monitors:
 
     def _dead(self, session: Any) -> Iterator[Finding]:
         """Kernels that stand still after the loss has jumped: every unit above them is dead."""
-        anatomy, rise = session.anatomy(), session.history.jump(session.step)[0]
-        if not self.checks.gradients.enabled or rise < RISE:
+        rise = session.history.jump(session.step)[0] if self.checks.gradients.enabled else 1.0
+        if rise < RISE:
             self._weights, self._still = {}, 0
             return
+        anatomy = session.anatomy()
         before, since = self._weights, self._weights_of
         kernels = [v for v in anatomy.trainable if len(v.shape) > 1]
-        self._weights, self._weights_of = {id(v): _state.read(v) for v in kernels}, session.good
+        self._weights, self._weights_of = {id(v): _probes.fingerprint(_state.view(v)) for v in kernels}, session.good
         compared = [v for v in kernels if id(v) in before]
         if session.good - since < 5 or len(compared) < 2 or not _learns(anatomy.optimizers):
             return
@@ -93,13 +94,14 @@ class Monitors:
             self._still = 0
             return
         self._still += 1
-        if rise >= JUMP or (self._still > 1 and _moved(frozen, self._weights, session.ring.oldest())):
+        if rise >= JUMP or (self._still > 1 and _moved(frozen, session.ring.oldest())):
             yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
 
     def _zero(self, session: Any) -> Iterator[Finding]:
         """Gradients that are exactly zero, step after step, in a model that computes in float16."""
-        low = any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in _state.layers_of(session.model))
-        if self.checks.gradients.enabled and low and session.history.zeros(session.step, ZEROS):
+        if not self.checks.gradients.enabled or not session.history.zeros(session.step, ZEROS):
+            return
+        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in _state.layers_of(session.model)):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, session: Any) -> Iterator[Finding]:
@@ -108,8 +110,8 @@ class Monitors:
         if not self.checks.statistics.enabled or not patience or session.good < min(NEVER, patience):
             return
         first = session.ring.oldest()
-        for layer in _state.batchnorms(session.model):
-            if layer.built and layer.trainable and first is not None and _never_moved(layer, first):
+        for layer in _learning(session):
+            if first is not None and _never_moved(layer, first):
                 path = layer.moving_mean.path
                 yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
 
@@ -117,9 +119,7 @@ class Monitors:
         """A settled moving variance that has grown by orders of magnitude since the last look."""
         if not self.checks.statistics.enabled:
             return
-        for layer in _state.batchnorms(session.model):
-            if not (layer.built and layer.trainable):
-                continue
+        for layer in _learning(session):
             now = float(np.max(_probes.widen(_state.view(layer.moving_variance)), initial=0.0))
             before = self._variances.get(id(layer))
             if session.good >= SETTLED and math.isfinite(now):
@@ -130,7 +130,9 @@ class Monitors:
     def _scale(self, session: Any) -> Iterator[Finding]:
         """A loss scale outside of its range."""
         check = self.checks.loss_scale
-        for scale, _ in session.anatomy().scales if check.enabled else ():
+        if not check.enabled or not session.known.scales:
+            return
+        for scale, _ in session.anatomy().scales:
             value = float(_state.read(scale))
             if value < check.min_value:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
@@ -138,12 +140,18 @@ class Monitors:
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
 
 
-def _moved(kernels: Sequence[Any], now: Mapping[int, np.ndarray[Any, Any]], then: Any) -> bool:
+def _learning(session: Any) -> list[Any]:
+    """Return the BatchNorm layers whose statistics move; what they hold can be read."""
+    found = [layer for layer in _state.batchnorms(session.model) if layer.built and layer.trainable]
+    if found:
+        session.reach()
+    return found
+
+
+def _moved(kernels: Sequence[Any], then: Any) -> bool:
     """Whether any of these kernels has moved since a snapshot."""
-    if then is None:
-        return False
-    before = [(then.value(v), now[id(v)]) for v in kernels]
-    return any(value is not None and not np.array_equal(value, array) for value, array in before)
+    before = [(then.value(v), v) for v in kernels] if then is not None else []
+    return any(value is not None and not np.array_equal(value, _state.view(v)) for value, v in before)
 
 
 def _learns(optimizers: Any) -> bool:

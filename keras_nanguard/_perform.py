@@ -15,7 +15,10 @@ from keras_nanguard._errors import NonFiniteError
 from keras_nanguard._incident import Incident, Outcome
 from keras_nanguard._snapshot import Snapshot
 
-__all__ = ["PERFORMERS", "perform"]
+__all__ = ["HEALING", "PERFORMERS", "perform"]
+
+HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
+"""Actions that put another state in the place of the one that steps have run on."""
 
 _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
 """Actions after which training goes on from a state that no snapshot holds."""

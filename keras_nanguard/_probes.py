@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["counts", "is_finite", "is_float", "largest", "widen"]
+__all__ = ["counts", "fingerprint", "is_finite", "is_float", "largest", "widen"]
 
 _FLOATS = frozenset(
     {
@@ -29,8 +29,14 @@ _FLOATS = frozenset(
 )
 
 
+_NATIVE = frozenset("fdbBhHiIlLqQ?")
+"""Type codes of the dtypes in which NumPy can count as they are."""
+
 _SMALL = 4096
 """Entries up to which comparing each of them is faster than setting up a dot product."""
+
+_WORDS = 256
+"""Columns of the table of a fingerprint."""
 
 
 def is_float(dtype: Any) -> bool:
@@ -40,11 +46,12 @@ def is_float(dtype: Any) -> bool:
 
 def widen(array: Any) -> np.ndarray[Any, Any]:
     """Return the array in a dtype in which NumPy can count: ml_dtypes (bfloat16, float8) and float16 as float32."""
-    array = np.asarray(array)
-    if array.dtype.kind == "V" or array.dtype == np.float16 or array.dtype.name.startswith(("bfloat", "float8")):
-        wide: np.ndarray[Any, Any] = array.astype(np.float32)
-        return wide
-    return np.asarray(array)
+    known: np.ndarray[Any, Any] = np.asarray(array)
+    if known.dtype.char in _NATIVE:  # NumPy's own, whose long names take it longer than their numbers
+        return known
+    if known.dtype.kind == "V" or known.dtype == np.float16 or known.dtype.name.startswith(("bfloat", "float8")):
+        return known.astype(np.float32)
+    return known
 
 
 def is_finite(array: Any) -> bool:
@@ -73,3 +80,17 @@ def largest(array: Any) -> float:
     """Return the largest magnitude of an array that is finite, 0 for one that is empty or no float."""
     array = widen(array)
     return float(np.max(np.abs(array))) if array.dtype.kind in "fc" and array.size else 0.0
+
+
+def fingerprint(array: Any) -> np.ndarray[Any, Any]:
+    """Return a few numbers that stay as they are only while every bit of the array does.
+
+    The bits are laid out as a table of integers and added up by rows and by columns, which takes 0.4% of the room of a copy. The
+    sums cannot overflow in a way that matters, and a change of less than four entries cannot leave both as they were.
+    """
+    flat = np.ravel(array)
+    words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 8)}"))
+    whole = words.size - words.size % _WORDS if words.size >= _SMALL else 0
+    table = words[:whole].reshape(-1, _WORDS)
+    sums = [np.add.reduce(table, axis, dtype=table.dtype) for axis in (0, 1)]
+    return np.concatenate([*sums, words[whole:]])

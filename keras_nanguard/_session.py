@@ -7,6 +7,7 @@ that is: read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import inf, isfinite, sqrt
 from typing import Any
 
@@ -74,6 +75,7 @@ class Session:
         self.transaction: Any = None
         self.rebuild: Callable[[], None] = lambda: None
         self.reach: Callable[[], None] = lambda: None  # makes the variables hold the state of this moment
+        self.readable: Callable[[], Any] = nullcontext  # in which they read as that state
         self.tolerated: set[int] = set()
         self._births: dict[int, Any] | None = {}
         self._anatomy: _state.Anatomy | None = None
@@ -84,8 +86,13 @@ class Session:
         self._due = min(self._snapshot_due, self.monitors.due)
 
     def anatomy(self) -> _state.Anatomy:
-        """Return the anatomy of the model: as it is now, and from its first step on as it was at the last trace."""
+        """Return the anatomy of the model, whose variables hold the state of this moment."""
         self.reach()
+        return self.known
+
+    @property
+    def known(self) -> _state.Anatomy:
+        """The anatomy of the model: as it is now, and from its first step on as it was at the last trace."""
         return self._anatomy or self.read_anatomy()
 
     def read_anatomy(self) -> _state.Anatomy:
@@ -256,7 +263,7 @@ class Session:
     def _committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""
         report = Report(verdict, (), (), self.transaction.batch(self.step, self.transaction.given))
-        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
+        self._raise_incident(self.step, findings, refused=False, report=report, values=values(verdict, self.anatomy().optimizers))
 
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
@@ -267,7 +274,7 @@ class Session:
         findings = [*in_batch(report), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
+        self._raise_incident(self.step, findings, refused=True, report=report, values=values(verdict, self.anatomy().optimizers))
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself: a short streak of overflows above the lowest scale."""
@@ -302,16 +309,12 @@ class Session:
             return
         self.streak = 1
         report = reports[-1] if reports else None
-        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")]
-        findings = findings or Report(verdict, (), ()).findings()
-        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
+        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")] or Report(verdict, (), ()).findings()
+        self._raise_incident(self.step, findings, refused=False, report=report, values=values(verdict, self.anatomy().optimizers))
 
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""
         return bad_state(self.anatomy(), site, self.tolerated, self.policy)
-
-    def _values(self, verdict: Verdict) -> dict[str, float]:
-        return values(verdict, self.anatomy().optimizers)
 
     def _raise_incident(
         self,
@@ -336,7 +339,7 @@ class Session:
         decision, self.ledger = decide(self.policy, self.ledger, incident)
         incident = incident.with_(decision=decision)
         outcomes, error = _perform.perform(self, incident, report)
-        self._healed |= any(o.status == "done" and o.action in _HEALING for o in outcomes)
+        self._healed |= any(o.status == "done" and o.action in _perform.HEALING for o in outcomes)
         self._attentive |= self.aftercare.active
         self.ring.note(self)
         incident = incident.with_(outcomes=outcomes)
@@ -349,9 +352,9 @@ class Session:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
         if self.step < self._due or self.stopped:
             return
-        self.reach()
         if self.step >= self.monitors.due:
-            findings = self.monitors.look(self)
+            with self.readable():
+                findings = self.monitors.look(self)
             if findings:
                 self._raise_incident(self.step - 1, findings, refused=False, report=None, values={})
         self.ring.promote(self.good)
@@ -361,9 +364,10 @@ class Session:
         self._due = min(self._snapshot_due, self.monitors.due, self.step + self.ring.next_proof(self.good))
 
     def _take_snapshot(self) -> None:
-        anatomy = self.anatomy()
-        self.history.start(self.ring.snapshots, anatomy.trainable)
-        bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
+        with self.readable() if self.ring.only_reads else nullcontext():
+            anatomy = self.anatomy()
+            self.history.start(self.ring.snapshots, anatomy.trainable)
+            bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
         if bad:
             self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values={})
 
@@ -394,7 +398,3 @@ class Session:
         self.undo.clear()
         for rate in self.rates.values():
             rate.release()
-
-
-_HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
-"""Actions that put another state in the place of the one that steps have run on."""

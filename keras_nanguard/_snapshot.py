@@ -49,6 +49,9 @@ class Ring:
             there is nothing older to go back to.
     """
 
+    only_reads = True
+    """Whether taking a snapshot does nothing but read variables."""
+
     def __init__(self, keep: int, good_after: int):
         self.keep, self.good_after = max(keep, 1), good_after
         self.snapshots: list[Snapshot] = []

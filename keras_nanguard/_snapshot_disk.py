@@ -172,6 +172,8 @@ class DiskRing(Ring):
         session: the session that takes them.
     """
 
+    only_reads = False
+
     def __init__(self, keep: int, good_after: int, directory: str | Path, session: Any):
         super().__init__(keep, good_after)
         self.folder, self.session = folder_of(directory), session

@@ -25,9 +25,11 @@ from keras_nanguard._step import _jax
 BAD = (3, 4, 8)
 
 
-@pytest.fixture(params=["given back", "written over"])
+@pytest.fixture(params=["packed", "given back", "written over"])
 def way(request, monkeypatch):
-    """Run with the step's choice left to the host, as for a small state, and made within the step, as for a large one."""
+    """Run with the step's choice left to the host, as for a tiny or small state, and made within the step, as for a large one."""
+    if request.param != "packed":
+        monkeypatch.setattr(_jax, "TINY", -1)
     if request.param == "written over":
         monkeypatch.setattr(_jax, "SMALL", -1)
     return request.param
@@ -511,7 +513,7 @@ def test_loop_without_a_state():
 
 
 def test_tiny_steps_stay_on_one_thread(monkeypatch):
-    """XLA still knows how to keep the parts of a tiny step together, and that changes no number."""
+    """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
     assert _jax._in_line() == _jax._IN_LINE
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
     monkeypatch.setattr(_jax, "TINY", -1)

@@ -36,7 +36,7 @@ class ModelAttachment(Attachment):
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)
         self.custody = _trainer.Custody(model)
-        session.reach = self.custody.reach
+        session.reach, session.readable = self.custody.reach, self.custody.readable
 
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
@@ -57,6 +57,7 @@ class ModelAttachment(Attachment):
                 model=model,
                 refuse=session.policy.refuse,
                 jit=jit,
+                pack=True,
                 shardings=_trainer.shardings(model),
                 scaling=scaling,
             )
@@ -83,13 +84,13 @@ class ModelAttachment(Attachment):
         """Run one train step, and let the host look at its verdict."""
         session, custody = self.session, self.custody
         given = custody.state
-        custody.hold(state)
+        custody.receive(state)
         if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
             session.reach()
             session.before()
-        if session.stopped or session.passes_by(iter((data,)), 1):
+        if session.stopped or (session.skip_batches > 0 and session.passes_by(iter((data,)), 1)):
             return self._logs(), custody.take()
-        state, logs, row = session.transaction(custody.take(), _factors(session), data)
+        state, logs, row = session.transaction(custody.take(), _factors(session) if session.rates else {}, data)
         custody.hold(state)
         session.after(row)
         if row[0] and not self.outputs.lasting:  # no metric holds them: those of the last committed step

@@ -20,6 +20,7 @@ import numpy as np
 
 from keras_nanguard import _probes
 from keras_nanguard._step._fault_hook import FaultHook
+from keras_nanguard._step._jax_packed import opened
 from keras_nanguard._step._jax_trainer import variables
 
 __all__ = ["Hook"]
@@ -101,7 +102,7 @@ class Hook(FaultHook):
         wanted = {id(v) for v in self._in_state()}
         if not now:
             return state
-        leaves, tree = jax.tree_util.tree_flatten(state)
+        leaves, tree = jax.tree_util.tree_flatten(opened(state))
         held = variables(self.model)
         for i, variable in enumerate(held):
             if id(variable) in wanted:

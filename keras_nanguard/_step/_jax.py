@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ import jax
 import numpy as np
 
 from keras_nanguard import _state
-from keras_nanguard._recent import held
+from keras_nanguard._recent import owned
 from keras_nanguard._step._jax_intercept import Retrace
+from keras_nanguard._step._jax_packed import Packed, can_pack, opened, packed
 from keras_nanguard._step._jax_reports import Files
 from keras_nanguard._step._jax_runs import PutOff, Through
 from keras_nanguard._step._verdict import FIELDS
@@ -44,6 +46,10 @@ SMALL = 1 << 22
 
 TINY = 1 << 18
 """Bytes of state up to which a compiled step counts as one that takes less time than handing its parts to threads."""
+
+LOOKS = 400 if (os.cpu_count() or 1) > 1 else 0
+"""How often to look whether a tiny step is through (some 0.1 ms) before the host sleeps: to be woken takes it longer than that
+step."""
 
 _IN_LINE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Lets XLA on a CPU order the parts of a program by memory instead of by what could run at the same time.
@@ -67,6 +73,7 @@ class Transaction:
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
         jit: compile the step.
         donate: whether a large state may be written over.
+        pack: whether a tiny state may come back packed; only whoever knows `_jax_packed` can look into it.
         shardings: where the arrays of the state lie; `None` where they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
 
@@ -95,12 +102,13 @@ class Transaction:
         refuse: bool = True,
         jit: bool = False,
         donate: bool = True,
+        pack: bool = False,
         shardings: Any = None,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
     ):
         self.body, self.anatomy, self.variables, self.model = body, anatomy, variables, model
         self.outputs, self.refuse, self.jit, self.scaling = outputs, refuse, jit, scaling
-        self.saving = False
+        self.saving, self.packs, self.tiny = False, pack, False
         self.light: bool | None = None if shardings is None else False  # the step keeps its arrays where they lie
         self.tolerated: set[int] = set()
         self.files = Files()
@@ -124,26 +132,39 @@ class Transaction:
             the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
         """
         self.adopt(state)
-        self.given = held(args)
         if not self.light:
             new, outputs, vector = self._heavy(state, factors, *args)
-            array = np.asarray(vector)
+            array = self._read(vector, args)
             row, outputs = self._parted(array, outputs)
             self.files.put(row, array[self.told :], args)
             return new, outputs, row
+        if self.packs:
+            state = packed(state)
         new, outputs, vector, learned = self._light(state, factors, *args)
-        row, outputs = self._parted(np.asarray(vector), outputs)
+        row, outputs = self._parted(self._read(vector, args), outputs)
         self.files.put(row, lambda: self._count(state, factors, *args), args)
         if row[0]:
             new, outputs = self._given_back(state, learned, outputs)
         return new, outputs, row
+
+    def _read(self, vector: Any, args: tuple[Any, ...]) -> Any:
+        """Wait for what a step has to tell; meanwhile, let go of the step before it and keep its arguments."""
+        self.files.forget()
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        self.given = tree.unflatten(list(map(owned, leaves)))
+        looks = LOOKS if self.tiny else 0
+        while looks and not vector.is_ready():
+            looks -= 1
+        return np.asarray(vector)
 
     def _choose(self, state: Any) -> None:
         """Choose how to run steps on a state of this size."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
         if self.light is None:
             self.light = not self.jit or size <= SMALL
-        options = _in_line() if self.light and size <= TINY and jax.default_backend() == "cpu" else None
+        self.tiny = self.light and self.jit and size <= TINY and jax.default_backend() == "cpu"
+        self.packs = self.packs and self.tiny and can_pack(state)
+        options = _in_line() if self.tiny else None
         self._light = jax.jit(self._both, compiler_options=options) if self.jit else self._both
 
     def _parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
@@ -152,7 +173,7 @@ class Transaction:
 
     def _given_back(self, state: Any, learned: dict[int, Any], outputs: Any) -> tuple[Any, Any]:
         """Return the old state with the learned loss scale, and its logs."""
-        leaves, tree = jax.tree_util.tree_flatten(state)
+        leaves, tree = jax.tree_util.tree_flatten(opened(state))
         for place, value in learned.items():
             leaves[place] = value
         values = dict(zip(map(id, self.variables()), leaves))
@@ -174,19 +195,20 @@ class Transaction:
 
     def _both(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Leave the choice to the host."""
-        leaves, tree = jax.tree_util.tree_flatten(state)
+        leaves, tree = jax.tree_util.tree_flatten(state.taken_apart() if isinstance(state, Packed) else state)
         with self.scaling(factors):
-            return Through(self, leaves, tree, args).both()
+            new, *told = Through(self, leaves, tree, args).both()
+        return state.put_together(new) if isinstance(state, Packed) else new, *told
 
     def _counted(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""
-        leaves, tree = jax.tree_util.tree_flatten(state)
+        leaves, tree = jax.tree_util.tree_flatten(state.taken_apart() if isinstance(state, Packed) else state)
         with self.scaling(factors):
             return Through(self, leaves, tree, args).counted()
 
     def replayed(self, *args: Any) -> Any:
         """Run the body as a step that reads and writes the variables; returns its outputs."""
-        leaves, tree = jax.tree_util.tree_flatten(self._last)
+        leaves, tree = jax.tree_util.tree_flatten(opened(self._last))
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
         outputs, new = self.outputs.parted(self.body(tree.unflatten(held), *args))
@@ -203,10 +225,11 @@ class Transaction:
 
     def judged(self, *args: Any) -> list[float]:
         """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
-        leaves, tree = jax.tree_util.tree_flatten(self._last)
+        leaves, tree = jax.tree_util.tree_flatten(opened(self._last))
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
-        _, _, vector, _ = self._light(tree.unflatten(held), {}, *args)
+        state = tree.unflatten(held)
+        _, _, vector, _ = self._light(packed(state) if self.packs else state, {}, *args)
         row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
         return row
 

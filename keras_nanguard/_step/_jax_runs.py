@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -237,8 +236,8 @@ class Through(Run):
         seen, self.outputs, new, _ = self._call(self.old, self.args, None, trace)
         self.changed = [i for i in range(len(new)) if new[i] is not self.old[i]]
         self._note(self.outputs, seen.losses, seen.gradients, self.changed, new)
-        self.ends = self._ends(new)
-        self.fine &= jnp.isfinite(functools.reduce(jnp.add, self.ends))
+        self.ends = self._ends(new), jnp.zeros((), self.kind)
+        self.fine &= jnp.isfinite(self.ends[0])
         self.places = self._places(seen.outputs, seen.records, new)
         self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.heavy) if _sums.can_be_bad(new[i])]
         self.learned = self._learned()
@@ -284,12 +283,9 @@ class Through(Run):
         slots = {id(v) for v in self.anatomy.slots}
         return "slots" if id(self.variables[index]) in slots else "weights"
 
-    def _ends(self, new: Sequence[Any]) -> tuple[Any, Any]:
-        parts: dict[str, list[Any]] = {"weights": [], "slots": []}
-        for i in self.heavy:
-            if id(self.variables[i]) not in self.owner.tolerated:
-                parts[self._site(i)].append(new[i])
-        return _sums.exact(parts["weights"], self.kind), _sums.exact(parts["slots"], self.kind)
+    def _ends(self, new: Sequence[Any]) -> Any:
+        """Return one sum over weights and slots: which of them is bad is counted where one is."""
+        return _sums.exact([new[i] for i in sorted(self.heavy) if id(self.variables[i]) not in self.owner.tolerated], self.kind)
 
 
 def _shape(variable: Any) -> Any:

@@ -13,11 +13,14 @@ Names private to Keras that are used here, each because no public way exists:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import keras
+
+from keras_nanguard._step._jax_packed import values
 
 __all__ = ["Custody", "by_part", "in_executions", "ready", "shardings", "variables"]
 
@@ -34,7 +37,14 @@ class Custody:
     def __init__(self, model: Any):
         self.model = model
         self.state: Any = None
-        self.reached = False
+        self.reached = self.showing = False
+        self._ids: list[int] | None = None
+
+    def receive(self, state: Any) -> None:
+        """Note the state that Keras hands to a step; another one than it was handed was gathered from the variables."""
+        if state is not self.state:
+            self._ids = None
+        self.hold(state)
 
     def hold(self, state: Any) -> None:
         """Note the state of this moment."""
@@ -42,12 +52,28 @@ class Custody:
 
     def reach(self) -> None:
         """Make the variables hold the state of this moment."""
-        if self.state is None or self.reached or self.model._jax_state_synced:
+        if self.state is None or self.reached or self.showing or self.model._jax_state_synced:
             return
         self.reached = True
         self.model._jax_state = dict(zip(_PARTS, self.state))
         self.model._jax_state_synced = False
         self.model.jax_state_sync()
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let the variables read as the state of this moment without holding it, which is enough to look at it."""
+        if self.state is None or self.reached or self.showing or self.model._jax_state_synced:
+            yield
+            return
+        if self._ids is None:
+            self._ids = list(map(id, variables(self.model)))
+        self.showing = True
+        try:
+            with keras.StatelessScope() as scope:
+                scope.state_mapping.update(zip(self._ids, values(self.state)))
+                yield
+        finally:
+            self.showing = False
 
     def take(self) -> Any:
         """Return the state of this moment, as the next step wants it."""

@@ -122,6 +122,8 @@ class Report:
         if not math.isfinite(v.loss):
             found.append(Finding("loss", "nonfinite", "", int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1, v.loss))
         sums = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
+        if "slots" in seen:  # the sum over the weights may be over the slots as well
+            seen.add("weights")
         for site, number in sums.items():
             if not math.isfinite(number) and site not in seen:
                 found.append(Finding(site, "explosion", "", 0, 0, None, number))

@@ -8,10 +8,12 @@ import time
 import keras
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from keras import layers
 
-from keras_nanguard import NanGuard
-from keras_nanguard._history import History
+from keras_nanguard import NanGuard, _probes
+from keras_nanguard._history import History, sizes
 from keras_nanguard.testing import inject
 
 
@@ -48,6 +50,33 @@ def test_frozen_and_pretrained_statistics_may_stand_still():
     guard = NanGuard(verbose=0)
     model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard])
     assert guard.incidents == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+@given(st.lists(st.tuples(st.integers(0, 9999), st.sampled_from([1, -1])), min_size=1, max_size=3, unique_by=lambda c: c[0]))
+def test_a_fingerprint_changes_with_the_last_bit(dtype, changes):
+    array = np.random.default_rng(0).normal(size=(100, 100)).astype(dtype)
+    before = _probes.fingerprint(array)
+    assert before.nbytes < array.nbytes / 8 and np.array_equal(_probes.fingerprint(array.copy()), before)
+    words = array.ravel().view(f"u{array.dtype.itemsize}")
+    for place, step in changes:
+        words[place] += np.asarray(step).astype(words.dtype)
+    assert not np.array_equal(_probes.fingerprint(array), before)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-25, 1e-8, 1.0, 1e8, 1e25, 1e37])
+def test_sizes(scale):
+    """They are those of the closed form, at magnitudes whose squares are no float32 any more."""
+    array = (np.random.default_rng(0).normal(size=(40, 50)) * scale).astype("float32")
+    wide = array.astype("float64")
+    assert sizes(array) == pytest.approx((np.linalg.norm(wide), np.abs(wide).max()), rel=1e-5)
+
+
+def test_sizes_of_what_is_not_finite():
+    assert sizes(np.array([1.0, np.inf])) == (np.inf, np.inf)
+    assert sizes(np.array([1.0, np.nan]))[0] == np.inf
+    assert sizes(np.array([3, 4])) == (0.0, 0.0) == sizes(np.zeros(0))
+    assert sizes(np.array([3j, 4.0])) == (5.0, 4.0)
 
 
 def test_remembering_a_step_costs_less_than_two_microseconds():
