@@ -25,20 +25,31 @@ from keras_nanguard._step import _jax
 BAD = (3, 4, 8)
 
 
-@pytest.fixture(params=["packed", "given back", "written over"])
+WAYS = {
+    "packed": {},
+    "given back": {"TINY": -1},
+    "in turns": {"TINY": -1, "SMALL": -1, "LARGE": 0},
+    "written over": {"TINY": -1, "SMALL": -1, "LARGEST": -1},
+}
+"""What makes a small model's step run like that of a tiny, a small, a large and a very large one."""
+
+
+def going(way, monkeypatch):
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(_jax, name, value)
+
+
+@pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Run with the step's choice left to the host, as for a tiny or small state, and made within the step, as for a large one."""
-    if request.param != "packed":
-        monkeypatch.setattr(_jax, "TINY", -1)
-    if request.param == "written over":
-        monkeypatch.setattr(_jax, "SMALL", -1)
+    """Run with the step's choice left to the host, as for a state up to a large one, and made within the step."""
+    going(request.param, monkeypatch)
     return request.param
 
 
 @pytest.fixture
 def written_over(monkeypatch):
-    """Treat every state as a large one."""
-    monkeypatch.setattr(_jax, "SMALL", -1)
+    """Treat every state as a very large one."""
+    going("written over", monkeypatch)
 
 
 class Look(keras.callbacks.Callback):
@@ -100,6 +111,86 @@ def test_written_over(written_over, optimizer, steps):
     """A step that writes over its state refuses as well as one that does not; the update stands in a conditional."""
     _, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
     assert not bad.guard.session.transaction.light and not bad.guard.session.transaction.saving
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_turns(monkeypatch, recwarn, optimizer, steps):
+    """Two sets of weights and slots take turns; a refused step's set is the next one to be written over."""
+    going("in turns", monkeypatch)
+    healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    assert bad.guard.session.transaction.turns and healthy.guard.session.transaction.turns
+    assert not [w for w in recwarn if "donated" in str(w.message)]
+
+
+def test_a_set_that_is_not_written_whole(monkeypatch):
+    """A weight that a step leaves alone is in both sets."""
+    going("in turns", monkeypatch)
+
+    class Half(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = layers.Dense(8, use_bias=False), layers.Dense(1, use_bias=False)
+
+        def call(self, x):
+            return self.other(keras.ops.stop_gradient(self.one(x)))
+
+        def train_step(self, state, data):
+            trainable, non_trainable, slots, metrics = state
+            x, y = data[:2]
+
+            def loss_of(last):
+                predicted, _ = self.stateless_call([*trainable[:1], last], non_trainable, x)
+                return jnp.mean((predicted - y) ** 2)
+
+            loss, gradient = jax.value_and_grad(loss_of)(trainable[1])
+            return {"loss": loss}, ([trainable[0], trainable[1] - 0.01 * gradient], non_trainable, slots, metrics)
+
+    def build():
+        model = Half()
+        model.build((None, 6))
+        model.compile("sgd")
+        return model
+
+    data = zoo.regression()
+    plain = zoo.run(build, data)
+    bad = zoo.run(build, data.with_poison(BAD), guard=True)
+    assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
+    assert bad.guard.session.transaction.turns
+
+
+class Same(keras.optimizers.SGD):
+    """Gives a weight and two slots one and the same value."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = [[self.add_variable_from_reference(v, name=f"seen{i}") for v in variables] for i in range(2)]
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, learning_rate * gradient)
+        for seen in self.seen:
+            self.assign(seen[self._get_variable_index(variable)], variable)
+
+
+def test_one_value_in_several_places(way):
+    """No two arrays of a state share the memory that the next step but one writes over."""
+    _, bad = oracle(lambda: network(Same(0.05)), tolerance=1e-5)
+    weight, slots = bad.model.trainable_variables[0], [seen[0] for seen in bad.model.optimizer.seen]
+    for slot in slots:
+        np.testing.assert_array_equal(np.asarray(slot.value), np.asarray(weight.value))
+
+
+def test_shared_memory_is_not_written_over():
+    """Should old and new state ever share an array, the step gives taking turns up."""
+    transaction = _jax.Transaction(lambda state: state, lambda: None, list, outputs=None)
+    transaction._places, old, new = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
+    transaction._turn(old, new, False)
+    assert transaction.turns and all(a is b for a, b in zip(transaction._spare, old))
+    transaction._turn(old, new, True)
+    assert all(a is b for a, b in zip(transaction._spare, new))
+    transaction._spare = ()
+    transaction._turn(old, [old[0], new[1]], False)
+    assert not transaction.turns and not transaction.light and transaction._spare == ()
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -109,6 +109,7 @@ class Intercept:
             self._creation.__exit__(*details)
         for target, name, before in reversed(self._before):
             _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+        vars(self).clear()  # it knows itself by `seen`, and would keep the gradients until the garbage collector comes
 
     def _override(self, target: Any, name: str, value: Any) -> None:
         self._before.append((target, name, vars(target).get(name)))

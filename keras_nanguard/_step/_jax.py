@@ -8,11 +8,13 @@ In words::
     if not:   weights and slots stay, the loss scale learns, bad entries are counted
     either:   the small state (statistics, seeds, metrics) is selected, new or old
 
-A step is a function from state to state, so refusing it is handing back what it was given. Three ways to do that:
+A step is a function from state to state, so refusing it is handing back what it was given. The ways to do that:
 
 - A small state, and any state in eager execution, is not given up to the step: the host, which reads the verdict anyway,
   goes on with the new state or with the old one. Nothing but the verdict is added to the step.
-- A large state is given up to the step, which writes over it. Selecting old or new for every array would cost a pass
+- So it is with a large state on a CPU, but memory for the new one is dear there: the system hands it out page by page. So
+  the step is given the weights and slots of the step before last to write over, and two of each take turns.
+- A large state elsewhere is given up to the step, which writes over it. Selecting old or new for every array would cost a pass
   over all of them and a second copy in memory, so the update itself stands in a conditional. The body is traced once, by
   itself, with one more input for each array that an update will give: the trace says exactly what the body writes, and
   whether it does anything with these arrays but hand them back.
@@ -29,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_nanguard import _state
@@ -43,6 +46,12 @@ __all__ = ["Transaction"]
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
+
+LARGE = 1 << 16
+"""Bytes from which one array is worth writing over."""
+
+LARGEST = 512 << 20
+"""Bytes of state up to which a compiled step on a CPU is given a second one to write over."""
 
 TINY = 1 << 18
 """Bytes of state up to which a compiled step counts as one that takes less time than handing its parts to threads."""
@@ -79,6 +88,9 @@ class Transaction:
 
     Attributes:
         saving: whether the updates run at once, and old or new is chosen at the end.
+        light: whether the host chooses between old and new.
+        turns: whether the step then writes over the weights and slots of the step before last.
+        packs: whether the state comes back packed.
         given: the arguments of the last step.
     """
 
@@ -108,12 +120,14 @@ class Transaction:
     ):
         self.body, self.anatomy, self.variables, self.model = body, anatomy, variables, model
         self.outputs, self.refuse, self.jit, self.scaling = outputs, refuse, jit, scaling
-        self.saving, self.packs, self.tiny = False, pack, False
+        self.saving, self.packs, self.tiny, self.turns = False, pack, False, donate and shardings is None
         self.light: bool | None = None if shardings is None else False  # the step keeps its arrays where they lie
         self.tolerated: set[int] = set()
         self.files = Files()
         self.told = len(FIELDS)
         self._last: Any = None
+        self._spare: Any = ()
+        self._places: list[int] = []
         self.given: Any = None
         place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
@@ -140,9 +154,12 @@ class Transaction:
             return new, outputs, row
         if self.packs:
             state = packed(state)
-        new, outputs, vector, learned = self._light(state, factors, *args)
+        spare = self._room(state) if self.turns else ()
+        new, outputs, vector, learned = self._light(state, spare, factors, *args)
         row, outputs = self._parted(self._read(vector, args), outputs)
         self.files.put(row, lambda: self._count(state, factors, *args), args)
+        if self.turns:
+            self._turn(state, new, bool(row[0]))
         if row[0]:
             new, outputs = self._given_back(state, learned, outputs)
         return new, outputs, row
@@ -160,12 +177,39 @@ class Transaction:
     def _choose(self, state: Any) -> None:
         """Choose how to run steps on a state of this size."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
+        on_cpu = self.jit and jax.default_backend() == "cpu"
+        self.turns = self.turns and on_cpu and self.light is None and SMALL < size <= LARGEST
         if self.light is None:
-            self.light = not self.jit or size <= SMALL
-        self.tiny = self.light and self.jit and size <= TINY and jax.default_backend() == "cpu"
+            self.light = not self.jit or size <= SMALL or self.turns
+        self.tiny = self.light and on_cpu and size <= TINY
         self.packs = self.packs and self.tiny and can_pack(state)
-        options = _in_line() if self.tiny else None
-        self._light = jax.jit(self._both, compiler_options=options) if self.jit else self._both
+        options: dict[str, Any] = {"donate_argnums": 1, "keep_unused": True} if self.turns else {}
+        options["compiler_options"] = _in_line() if self.tiny else None
+        self._light = jax.jit(self._both, **options) if self.jit else self._both
+
+    def _room(self, state: Any) -> list[Any]:
+        """Return arrays that the step may write over, of the sizes of weights and slots."""
+        spare: list[Any] = list(self._spare)
+        self._spare = ()
+        if not spare:
+            heavy = {id(v) for v in (*self.anatomy().trainable, *self.anatomy().slots)}
+            leaves = enumerate(zip(self.variables(), jax.tree_util.tree_leaves(state)))
+            self._places = [i for i, (variable, leaf) in leaves if id(variable) in heavy and leaf.nbytes >= LARGE]
+            spare = list(map(jnp.zeros_like, self._large(state)))
+        return spare
+
+    def _large(self, state: Any) -> list[Any]:
+        leaves: list[Any] = jax.tree_util.tree_leaves(state)
+        return [leaves[i] for i in self._places]
+
+    def _turn(self, old: Any, new: Any, refused: bool) -> None:
+        """Keep for the next step what nobody needs any more; where old and new share an array, give it up to take turns."""
+        left, taken = (new, old) if refused else (old, new)
+        spare = self._large(left)
+        if any(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in zip(spare, self._large(taken))):
+            self.turns = self.light = False
+        else:
+            self._spare = spare
 
     def _parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
         numbers = array[: self.told].tolist()
@@ -193,8 +237,8 @@ class Transaction:
                     self.saving = True
             return Through(self, leaves, tree, args).complete()
 
-    def _both(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
-        """Leave the choice to the host."""
+    def _both(self, state: Any, spare: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
+        """Leave the choice to the host; nothing is computed of what is spare."""
         leaves, tree = jax.tree_util.tree_flatten(state.taken_apart() if isinstance(state, Packed) else state)
         with self.scaling(factors):
             new, *told = Through(self, leaves, tree, args).both()
@@ -229,7 +273,10 @@ class Transaction:
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
         state = tree.unflatten(held)
-        _, _, vector, _ = self._light(packed(state) if self.packs else state, {}, *args)
+        spare = self._room(state) if self.turns else ()
+        new, _, vector, _ = self._light(packed(state) if self.packs else state, spare, {}, *args)
+        if self.turns:
+            self._turn(state, new, True)
         row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
         return row
 
@@ -243,6 +290,7 @@ class Transaction:
         """Let go of the run that is over, of its state and of its last batch."""
         self.anatomy, self.scaling = (lambda: _state.Anatomy.of(self.model)), (lambda factors: contextlib.nullcontext())
         self._last = self.given = None
+        self._spare = ()
         self.files.forget()
 
     def serve(self, anatomy: Callable[[], _state.Anatomy], scaling: Callable[[dict[int, Any]], Any]) -> None:

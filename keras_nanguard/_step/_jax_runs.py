@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from keras_nanguard import _state
 from keras_nanguard._step import _jax_sums as _sums
 from keras_nanguard._step._jax_intercept import Intercept, Record, Retrace
+from keras_nanguard._step._proof import PROVEN_BYTES
 
 __all__ = ["PutOff", "Through"]
 
@@ -236,8 +238,8 @@ class Through(Run):
         seen, self.outputs, new, _ = self._call(self.old, self.args, None, trace)
         self.changed = [i for i in range(len(new)) if new[i] is not self.old[i]]
         self._note(self.outputs, seen.losses, seen.gradients, self.changed, new)
-        self.ends = self._ends(new), jnp.zeros((), self.kind)
-        self.fine &= jnp.isfinite(self.ends[0])
+        self.ends = self._ends(new)
+        self.fine &= jnp.isfinite(self.ends[0] + self.ends[1])
         self.places = self._places(seen.outputs, seen.records, new)
         self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.heavy) if _sums.can_be_bad(new[i])]
         self.learned = self._learned()
@@ -283,9 +285,21 @@ class Through(Run):
         slots = {id(v) for v in self.anatomy.slots}
         return "slots" if id(self.variables[index]) in slots else "weights"
 
-    def _ends(self, new: Sequence[Any]) -> Any:
-        """Return one sum over weights and slots: which of them is bad is counted where one is."""
-        return _sums.exact([new[i] for i in sorted(self.heavy) if id(self.variables[i]) not in self.owner.tolerated], self.kind)
+    def _ends(self, new: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the sums over weights and slots; both in the first where the slots are small."""
+        watched = {i: new[i] for i in sorted(self.heavy) if id(self.variables[i]) not in self.owner.tolerated}
+        sums = [jnp.zeros((), self.kind)] * 2
+        for optimizer in self.anatomy.optimizers if _bytes(watched.values()) > PROVEN_BYTES else ():
+            places = {self.place[id(v)]: v for v in optimizer.variables if id(v) in self.place}
+            slots = [watched.pop(i) for i in places if i in watched]
+            turn = next((new[i] for i, v in places.items() if v.name == "iteration"), None)
+            one = _sums.ends(optimizer, [], list(filter(_sums.can_be_bad, slots)), turn, self.gradients, self.kind, _sums.exact)
+            sums = [a + b for a, b in zip(sums, one)]
+        return sums[0] + _sums.exact(watched.values(), self.kind), sums[1]
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
 
 def _shape(variable: Any) -> Any:

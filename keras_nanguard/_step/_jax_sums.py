@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +81,9 @@ def _count(array: Any) -> Any:
     return jnp.stack([jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)])
 
 
-def ends(optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any) -> Any:
+def ends(
+    optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any] = total
+) -> Any:
     """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
 
     Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
@@ -94,6 +96,7 @@ def ends(optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any
         turn: the number of this update, `None` where it is not known.
         gradients: half the sum of squares of the gradients.
         dtype: of the sums.
+        total: the sum that tells.
     """
     if sum(math.prod(s.shape) * s.dtype.itemsize for s in slots) <= PROVEN_BYTES:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)

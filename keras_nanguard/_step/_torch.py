@@ -120,6 +120,7 @@ class Transaction:
             return run.complete(args)
         finally:
             self.steps += 1
+            run.close()
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
@@ -199,6 +200,10 @@ class _Run:
         if self.fine is None:
             self._judge(outputs)
         return self._conclude(outputs, args, before)
+
+    def close(self) -> None:
+        """Let go of the gradients: a run and what stands around its body know each other, and would wait for the garbage collector."""
+        vars(self).clear()
 
     def _asked(self, record: Record) -> str:
         """Say when an update is to be made."""
