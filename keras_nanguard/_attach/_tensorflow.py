@@ -12,6 +12,7 @@ from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._recent import held
 from keras_nanguard._session import Session
 from keras_nanguard._step import _direct, _faults, _mirrored, _tensorflow
+from keras_nanguard._step._intercept import build
 
 __all__ = ["LoopStep", "ModelAttachment"]
 
@@ -47,6 +48,7 @@ class ModelAttachment(Attachment):
         if old is not None:
             transaction.inherit(old)
         self._place(transaction)
+        self._build_optimizer()
         compile_with = model.jit_compile
         model.jit_compile = False
         try:
@@ -57,6 +59,15 @@ class ModelAttachment(Attachment):
         if self._is_plain():
             self.inner = _direct.Direct(_faults.with_faults(model, model.train_step), self.inner)
         model.train_function = self.run
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer as Keras' own step would while it is traced: `tf.function` traces twice what makes variables."""
+        model, optimizer = self.model, self.model.optimizer
+        stock = getattr(self.body, "__func__", None) is keras.Model.train_step
+        if stock and model.built and not (optimizer.built or model.run_eagerly or self._spread_out()):
+            weights = model.trainable_weights
+            if weights:
+                build(optimizer, weights)
 
     def _is_plain(self) -> bool:
         """Whether what Keras makes of the step is one call of it for each execution, and nothing else."""

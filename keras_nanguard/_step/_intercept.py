@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_nanguard import _state
 from keras_nanguard._step import _graph
 
-__all__ = ["Intercept", "Record", "Seen"]
+__all__ = ["Intercept", "Record", "Seen", "build"]
 
 _COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
 
@@ -120,7 +120,7 @@ class Intercept:
             grads = list(grads)
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
-                self._build(optimizer, variables)
+                build(optimizer, variables)
             seen = self.seen()
             if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
                 seen.nested = True
@@ -153,12 +153,6 @@ class Intercept:
             self.born(variable)
         return variable
 
-    def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Build it outside of every graph, under the names that Keras gives."""
-        with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
-        optimizer.built = True
-
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
@@ -171,6 +165,13 @@ class Intercept:
             return loss
 
         return compute_loss
+
+
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer outside of every graph, under the names that Keras gives."""
+    with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    optimizer.built = True
 
 
 def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:
