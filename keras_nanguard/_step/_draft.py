@@ -56,7 +56,8 @@ def drafted(update: Callable[[], None], written: Iterable[Any]) -> Draft | None:
         written: `tf.Variable`s that it writes, as far as they are known.
     """
     written = list(written)
-    if sum(v.shape.num_elements() * v.dtype.size for v in written) > MOST_BYTES or any("CPU" not in v.device for v in written):
+    size = sum((v.shape.num_elements() or 0) * v.dtype.size for v in written)
+    if size > MOST_BYTES or any("CPU" not in v.device for v in written):
         return None
 
     def traced() -> None:
