@@ -189,7 +189,7 @@ def test_shared_memory_is_not_written_over():
     transaction._turn(old, new, True)
     assert all(a is b for a, b in zip(transaction._spare, new))
     transaction._spare = ()
-    transaction._turn(old, [old[0], new[1]], False)
+    transaction._turn(old, [new[1], old[0]], False)
     assert not transaction.turns and not transaction.light and transaction._spare == ()
 
 

@@ -206,7 +206,7 @@ class Transaction:
         """Keep for the next step what nobody needs any more; where old and new share an array, give it up to take turns."""
         left, taken = (new, old) if refused else (old, new)
         spare = self._large(left)
-        if any(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in zip(spare, self._large(taken))):
+        if _places_of(spare) & _places_of(jax.tree_util.tree_leaves(taken)):
             self.turns = self.light = False
         else:
             self._spare = spare
@@ -310,6 +310,11 @@ class Transaction:
 
     def recount(self, step: int) -> None:
         """Let the next step be this number; here none is counted."""
+
+
+def _places_of(arrays: Sequence[Any]) -> set[int]:
+    """Return where in memory these arrays are."""
+    return {array.unsafe_buffer_pointer() for array in arrays}
 
 
 @functools.cache
