@@ -281,8 +281,8 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "detach"):  # torch: NumPy knows neither its gradients, nor its devices, nor its bfloat16
         value = value.detach().cpu()
         return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
-    if hasattr(value, "numpy"):  # a tensor of TensorFlow, of which `.numpy()` makes a copy
-        return np.asarray(value if hasattr(value, "__array__") else value.numpy())
+    if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` makes a copy of a tensor; a mirrored variable is no array by itself
+        return np.asarray(value.read_value() if hasattr(value, "read_value") else value)
     return np.asarray(keras.ops.convert_to_numpy(_processes.whole(value)))
 
 
