@@ -81,6 +81,15 @@ def test_the_same_bits(drafts, name):
     assert drafts and all((draft is not None) is (name in AS_VALUES) for draft in drafts)
 
 
+@pytest.mark.parametrize("name", ["Adam", "accumulates"])
+def test_what_was_not_written_is_not_found_bad(name):
+    """The values that a refused update would have written are no state, and nothing is told of them."""
+    make = {**AS_VALUES, **AS_IT_IS}[name]
+    run = zoo.run(lambda: network(make()), zoo.regression().with_poison((2,)), guard=True, epochs=1)
+    (incident,) = run.guard.incidents
+    assert incident.refused and {f.site for f in incident.findings}.isdisjoint({"weights", "slots"})
+
+
 def test_scattered_writes_stay_as_they_are(drafts):
     """A table of which a step writes a few rows is not written anew."""
 

@@ -206,6 +206,7 @@ class Run:
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.draft: Any = None
+        self.drafted_ends: Sequence[Any] = []  # of a state that a refusal leaves unwritten
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
@@ -340,7 +341,7 @@ class Run:
             return [*self.ends, *self.owner.outputs.committed(outputs)]
         if self.draft is not None:
             self.draft.commit()
-            return [*self.ends, *self.owner.outputs.committed(outputs)]
+            return [*self.drafted_ends, *self.owner.outputs.committed(outputs)]
         self.update()
         ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
         return [*ends, *self.owner.outputs.committed(outputs)]
@@ -357,7 +358,7 @@ class Run:
         draft = _draft.drafted(self.update, [self.local(v) for v in (*self.anatomy.trainable, *self.anatomy.slots)])
         if draft is not None:
             self.owner.sources.append(draft.source)
-            self.ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind, draft.read)
+            self.drafted_ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind, draft.read)
         return draft
 
     def refuse(self, outputs: Any) -> list[Any]:
