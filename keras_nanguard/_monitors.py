@@ -110,7 +110,7 @@ class Monitors:
         if not self.checks.statistics.enabled or not patience or session.good < min(NEVER, patience):
             return
         first = session.ring.oldest()
-        for layer in _learning(session):
+        for layer in _learning(session.model):
             if first is not None and _never_moved(layer, first):
                 path = layer.moving_mean.path
                 yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
@@ -119,7 +119,7 @@ class Monitors:
         """A settled moving variance that has grown by orders of magnitude since the last look."""
         if not self.checks.statistics.enabled:
             return
-        for layer in _learning(session):
+        for layer in _learning(session.model):
             now = float(np.max(_probes.widen(_state.view(layer.moving_variance)), initial=0.0))
             before = self._variances.get(id(layer))
             if session.good >= SETTLED and math.isfinite(now):
@@ -130,9 +130,7 @@ class Monitors:
     def _scale(self, session: Any) -> Iterator[Finding]:
         """A loss scale outside of its range."""
         check = self.checks.loss_scale
-        if not check.enabled or not session.known.scales:
-            return
-        for scale, _ in session.anatomy().scales:
+        for scale, _ in session.anatomy().scales if check.enabled else ():
             value = float(_state.read(scale))
             if value < check.min_value:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
@@ -140,12 +138,9 @@ class Monitors:
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
 
 
-def _learning(session: Any) -> list[Any]:
-    """Return the BatchNorm layers whose statistics move; what they hold can be read."""
-    found = [layer for layer in _state.batchnorms(session.model) if layer.built and layer.trainable]
-    if found:
-        session.reach()
-    return found
+def _learning(model: Any) -> list[Any]:
+    """Return the BatchNorm layers whose statistics move."""
+    return [layer for layer in _state.batchnorms(model) if layer.built and layer.trainable]
 
 
 def _moved(kernels: Sequence[Any], then: Any) -> bool:

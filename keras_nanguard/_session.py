@@ -86,13 +86,8 @@ class Session:
         self._due = min(self._snapshot_due, self.monitors.due)
 
     def anatomy(self) -> _state.Anatomy:
-        """Return the anatomy of the model, whose variables hold the state of this moment."""
+        """Return the anatomy of the last trace; the model's variables hold the state of this moment, or read as it."""
         self.reach()
-        return self.known
-
-    @property
-    def known(self) -> _state.Anatomy:
-        """The anatomy of the model: as it is now, and from its first step on as it was at the last trace."""
         return self._anatomy or self.read_anatomy()
 
     def read_anatomy(self) -> _state.Anatomy:
@@ -263,7 +258,7 @@ class Session:
     def _committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""
         report = Report(verdict, (), (), self.transaction.batch(self.step, self.transaction.given))
-        self._raise_incident(self.step, findings, refused=False, report=report, values=values(verdict, self.anatomy().optimizers))
+        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
@@ -274,7 +269,7 @@ class Session:
         findings = [*in_batch(report), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        self._raise_incident(self.step, findings, refused=True, report=report, values=values(verdict, self.anatomy().optimizers))
+        self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself: a short streak of overflows above the lowest scale."""
@@ -309,8 +304,12 @@ class Session:
             return
         self.streak = 1
         report = reports[-1] if reports else None
-        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")] or Report(verdict, (), ()).findings()
-        self._raise_incident(self.step, findings, refused=False, report=report, values=values(verdict, self.anatomy().optimizers))
+        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")]
+        findings = findings or Report(verdict, (), ()).findings()
+        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
+
+    def _values(self, verdict: Verdict) -> dict[str, float]:
+        return values(verdict, self.anatomy().optimizers)
 
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""

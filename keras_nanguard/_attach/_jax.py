@@ -88,9 +88,9 @@ class ModelAttachment(Attachment):
         if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
             session.reach()
             session.before()
-        if session.stopped or (session.skip_batches > 0 and session.passes_by(iter((data,)), 1)):
+        if session.stopped or session.passes_by(iter((data,)), 1):
             return self._logs(), custody.take()
-        state, logs, row = session.transaction(custody.take(), _factors(session) if session.rates else {}, data)
+        state, logs, row = session.transaction(custody.take(), _factors(session), data)
         custody.hold(state)
         session.after(row)
         if row[0] and not self.outputs.lasting:  # no metric holds them: those of the last committed step
@@ -137,7 +137,7 @@ class LoopStep:
         self.state: Any = None
         self.reached = False
         session.rebuild = self.build
-        session.reach = self.reach
+        session.reach, session.readable = self.reach, self.readable
         self.build()
 
     def build(self) -> None:
@@ -182,6 +182,12 @@ class LoopStep:
         for variable, value in zip(self.variables or (), jax.tree_util.tree_leaves(self.state)):
             if variable is not None:
                 variable.assign(value)
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let the variables read as the state of this moment; here they can as well hold it."""
+        self.reach()
+        yield
 
     def _taken(self) -> Any:
         """Return the state of this moment."""
