@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from keras_nanguard import _state
 from keras_nanguard._step import _jax_sums as _sums
 from keras_nanguard._step._jax_intercept import Intercept, Record, Retrace
-from keras_nanguard._step._proof import PROVEN_BYTES
 
 __all__ = ["PutOff", "Through"]
 
@@ -72,6 +70,14 @@ class Run:
         first = [refused, self.loss, self.gradients, self.statistics, *ends, self.scale]
         nothing = jnp.zeros((), self.kind)
         return jnp.stack([*(jnp.asarray(f).astype(self.kind) for f in first), nothing, nothing])
+
+    def _one(self, optimizer: Any, weights: Sequence[Any], variables: Iterable[tuple[Any, Any]], total: Any) -> tuple[Any, Any]:
+        """Return the sums over what one optimizer has updated: weights, and its variables with their new values."""
+        updated = list(variables)
+        told = {id(v) for v in self.anatomy.slots} - self.owner.tolerated
+        slots = [array for v, array in updated if id(v) in told and _sums.can_be_bad(array)]
+        turn = next((array for v, array in updated if v.name == "iteration"), None)
+        return _sums.ends(optimizer, weights, slots, turn, self.gradients, self.kind, total)
 
     def _learned(self) -> dict[int, Any]:
         """Return what a refusal writes to loss scales, by place.
@@ -213,10 +219,7 @@ class PutOff(Run):
         for record in self.records:
             weights, slots = record.real(record.slots, record.grads, record.weights)
             results[id(record.optimizer)] = weights, slots
-            listed = {id(v) for v in self.anatomy.slots}
-            told = [s for v, s in zip(record.optimizer.variables, slots) if id(v) in listed and _sums.can_be_bad(s)]
-            turn = next((s for v, s in zip(record.optimizer.variables, slots) if v.name == "iteration"), None)
-            one = _sums.ends(record.optimizer, weights, told, turn, self.gradients, self.kind)
+            one = self._one(record.optimizer, weights, zip(record.optimizer.variables, slots), _sums.total)
             ends = [a + b for a, b in zip(ends, one)]
         flat = [results.get(id(o), (w, s)) for o, w, s in self.held]
         leaves: list[Any] = jax.tree_util.tree_leaves([(list(w), list(s)) for w, s in flat])
@@ -289,17 +292,16 @@ class Through(Run):
         """Return the sums over weights and slots; both in the first where the slots are small."""
         watched = {i: new[i] for i in sorted(self.heavy) if id(self.variables[i]) not in self.owner.tolerated}
         sums = [jnp.zeros((), self.kind)] * 2
-        for optimizer in self.anatomy.optimizers if _bytes(watched.values()) > PROVEN_BYTES else ():
-            places = {self.place[id(v)]: v for v in optimizer.variables if id(v) in self.place}
-            slots = [watched.pop(i) for i in places if i in watched]
-            turn = next((new[i] for i, v in places.items() if v.name == "iteration"), None)
-            one = _sums.ends(optimizer, [], list(filter(_sums.can_be_bad, slots)), turn, self.gradients, self.kind, _sums.exact)
+        for optimizer in self.anatomy.optimizers:
+            weights = [watched.pop(i) for i in self._known(_state.trained_by(optimizer)) if i in watched]
+            slots = self._known(optimizer.variables)
+            one = self._one(optimizer, weights, [(self.variables[i], new[i]) for i in slots], _sums.exact)
             sums = [a + b for a, b in zip(sums, one)]
+            watched = {i: array for i, array in watched.items() if i not in slots}
         return sums[0] + _sums.exact(watched.values(), self.kind), sums[1]
 
-
-def _bytes(arrays: Iterable[Any]) -> int:
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    def _known(self, variables: Iterable[Any]) -> list[int]:
+        return [self.place[id(v)] for v in variables if id(v) in self.place]
 
 
 def _shape(variable: Any) -> Any:

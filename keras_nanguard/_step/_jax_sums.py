@@ -82,8 +82,8 @@ def _count(array: Any) -> Any:
 
 
 def ends(
-    optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any] = total
-) -> Any:
+    optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any]
+) -> tuple[Any, Any]:
     """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
 
     Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
@@ -96,7 +96,7 @@ def ends(
         turn: the number of this update, `None` where it is not known.
         gradients: half the sum of squares of the gradients.
         dtype: of the sums.
-        total: the sum that tells.
+        total: the sum that tells, `total` or `exact`.
     """
     if sum(math.prod(s.shape) * s.dtype.itemsize for s in slots) <= PROVEN_BYTES:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
