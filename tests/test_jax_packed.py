@@ -63,12 +63,12 @@ def test_inside_of_a_step():
 
     @jax.jit
     def step(whole):
-        (a, b), (c,) = whole.taken_apart()
+        (a, b), (c,) = opened(whole)
         return whole.put_together(([a + 1, b + 1], [c * 2]))
 
     @jax.jit
     def other(whole):
-        (a, b), (c,) = whole.taken_apart()
+        (a, b), (c,) = opened(whole)
         return whole.put_together(([a + 1, b.astype("float32")], [c]))
 
     (a, b), (c,) = state

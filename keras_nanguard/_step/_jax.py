@@ -167,8 +167,7 @@ class Transaction:
     def _read(self, vector: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it and keep its arguments."""
         self.files.forget()
-        leaves, tree = jax.tree_util.tree_flatten(args)
-        self.given = tree.unflatten(list(map(owned, leaves)))
+        self.given = jax.tree_util.tree_map(owned, args)
         looks = LOOKS if self.tiny else 0
         while looks and not vector.is_ready():
             looks -= 1
@@ -239,14 +238,14 @@ class Transaction:
 
     def _both(self, state: Any, spare: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Leave the choice to the host; nothing is computed of what is spare."""
-        leaves, tree = jax.tree_util.tree_flatten(state.taken_apart() if isinstance(state, Packed) else state)
+        leaves, tree = jax.tree_util.tree_flatten(opened(state))
         with self.scaling(factors):
             new, *told = Through(self, leaves, tree, args).both()
         return state.put_together(new) if isinstance(state, Packed) else new, *told
 
     def _counted(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""
-        leaves, tree = jax.tree_util.tree_flatten(state.taken_apart() if isinstance(state, Packed) else state)
+        leaves, tree = jax.tree_util.tree_flatten(opened(state))
         with self.scaling(factors):
             return Through(self, leaves, tree, args).counted()
 

@@ -76,12 +76,8 @@ class Packed:
 
     @functools.cached_property
     def state(self) -> Any:
-        """The state itself, on the host."""
+        """The state itself."""
         return self.layout.tree.unflatten(_parted(self.layout, self.arrays))
-
-    def taken_apart(self) -> Any:
-        """Return the state inside of a compiled step."""
-        return self.layout.tree.unflatten(self.layout.part(self.arrays))
 
     def put_together(self, state: Any) -> Any:
         """Return a new state packed, inside of a compiled step; as it is, where it is laid out differently."""
@@ -135,7 +131,7 @@ def packed(state: Any) -> Packed:
 
 
 def opened(state: Any) -> Any:
-    """Return a state that may be packed as a pytree of its arrays, on the host."""
+    """Return a state that may be packed as a pytree of its arrays."""
     return state.state if isinstance(state, Packed) else state
 
 
