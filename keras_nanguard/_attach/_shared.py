@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from keras_nanguard import _state
 from keras_nanguard._session import Session
 from keras_nanguard._sightings import require_compiled
@@ -86,6 +88,11 @@ class Attachment:
         if self.model.train_function is None or force:
             self._build()
         return self.model.train_function
+
+    @property
+    def _stock(self) -> bool:
+        """Whether the train step is Keras' own."""
+        return getattr(self.body, "__func__", None) is keras.Model.train_step
 
     def _key(self) -> tuple[Any, ...]:
         """Return everything that a trace of the step has built in."""

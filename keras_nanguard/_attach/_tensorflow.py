@@ -63,8 +63,7 @@ class ModelAttachment(Attachment):
     def _build_optimizer(self) -> None:
         """Build the optimizer as Keras' own step would while it is traced: `tf.function` traces twice what makes variables."""
         model, optimizer = self.model, self.model.optimizer
-        stock = getattr(self.body, "__func__", None) is keras.Model.train_step
-        if stock and model.built and not (optimizer.built or model.run_eagerly or self._spread_out()):
+        if self._stock and model.built and not (optimizer.built or model.run_eagerly or self._spread_out()):
             weights = model.trainable_weights
             if weights:
                 build(optimizer, weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 
 from keras_nanguard import _state
@@ -58,7 +57,7 @@ class ModelAttachment(Attachment):
             session.read_anatomy,
             model=model,
             logs=True,
-            stock=getattr(self.body, "__func__", None) is keras.Model.train_step,
+            stock=self._stock,
             born=session.born,
             refuse=session.policy.refuse,
         )

@@ -59,11 +59,7 @@ def drafted(update: Callable[[], None], written: Iterable[Any]) -> Draft | None:
     size = sum((v.shape.num_elements() or 0) * v.dtype.size for v in written)
     if size > MOST_BYTES or any("CPU" not in v.device for v in written):
         return None
-
-    def traced() -> None:
-        update()
-
-    source = tf.function(traced, autograph=False).get_concrete_function()
+    source = tf.function(update, autograph=False).get_concrete_function()
     try:
         return Draft(_Rewritten(source.graph).values(), source)
     except _Unsuited:
@@ -123,7 +119,7 @@ class _Rewritten:
         """Return the key of a variable, and the name of its value at this point; it is read where it was not before."""
         key = id(_graph.eager_handle(handle))
         if key not in self.now:
-            self.now[key] = f"value_{len(self.now)}:0"
+            self.now[key] = operation.inputs[0].name  # of the placeholder of its handle, which the program has no more
             if operation.type != "AssignVariableOp":
                 self.given[self.now[key]] = tf.raw_ops.ReadVariableOp(resource=handle, dtype=operation.get_attr("dtype"))
         return key, self.now[key]
