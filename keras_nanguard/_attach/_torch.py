@@ -11,6 +11,7 @@ from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._session import Session
 from keras_nanguard._step import _torch
+from keras_nanguard._step._torch_compiled import uncompiled
 from keras_nanguard._step._torch_module import adapted
 from keras_nanguard._step._torch_raised import is_numeric
 
@@ -58,6 +59,8 @@ class ModelAttachment(Attachment):
             model=model,
             logs=True,
             stock=self._stock,
+            jit=bool(model.jit_compile),
+            compiled=self._kept("compiled") if model.jit_compile else None,
             born=session.born,
             refuse=session.policy.refuse,
         )
@@ -66,15 +69,16 @@ class ModelAttachment(Attachment):
         session.transaction = transaction
         compile_with = model.jit_compile
         model.jit_compile = False
-        if compile_with and old is None:
-            text = "NanGuard: jit_compile=True is left out while the model is guarded; on PyTorch a guarded step runs eagerly."
-            _state.print_line(text)
         try:
             self._make(force=True)
         finally:
             model.jit_compile = compile_with
         self._function = model.train_function
         model.train_function = self.run
+
+    def _made(self) -> Any:
+        """Return what the next fit needs of the step that was made for this one."""
+        return self.session.transaction.compiled
 
     def inner(self, data: Any) -> Any:
         """Run Keras' own train function, which looks for `train_step` on the model each time."""
@@ -131,9 +135,11 @@ class LoopStep:
     def build(self) -> None:
         """Make the step anew."""
         old = self.session.transaction
+        function = uncompiled(self.function)
         transaction = _torch.Transaction(
-            lambda args, kwargs: self.function(*args, **kwargs),
+            lambda args, kwargs: function(*args, **kwargs),
             self.session.read_anatomy,
+            jit=function is not self.function,
             born=self.session.born,
             refuse=self.session.policy.refuse,
             agree=_agree,

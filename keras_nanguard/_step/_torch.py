@@ -28,6 +28,7 @@ from keras_nanguard import _state
 from keras_nanguard._step import _torch_outputs, _torch_sums
 from keras_nanguard._step._proof import EVERY
 from keras_nanguard._step._torch_batches import Given
+from keras_nanguard._step._torch_compiled import Compiled
 from keras_nanguard._step._torch_intercept import Intercept
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_raised import is_numeric
@@ -70,6 +71,8 @@ class Transaction:
         model: the model whose `compute_loss` tells the loss, or `None`.
         logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
         stock: the body is Keras' own train step, after whose update nothing can go wrong.
+        jit: compile the body, once it is known what it writes.
+        compiled: the body as an earlier run has compiled it.
         born: called with each variable that comes into being inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
         agree: called with whether a step is fine here; returns whether it is fine everywhere.
@@ -82,7 +85,7 @@ class Transaction:
     """
 
     served = False
-    """No step on PyTorch is kept from one run to the next: none is compiled."""
+    """What is kept from one run to the next is a compiled body alone."""
 
     counted = False
 
@@ -94,12 +97,15 @@ class Transaction:
         model: Any = None,
         logs: bool = False,
         stock: bool = False,
+        jit: bool = False,
+        compiled: Compiled | None = None,
         born: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
         agree: Callable[[bool], bool] = bool,
     ):
         self.body, self.read_anatomy, self.model = body, anatomy, model
         self.stock, self.born, self.refuse, self.agree = stock, born, refuse, agree
+        self.jit, self.compiled = jit, compiled
         self.files = Files()
         self.outputs = _torch_outputs.LogOutputs(model) if logs else _torch_outputs.PlainOutputs()
         self.tolerated: set[int] = set()
@@ -134,6 +140,10 @@ class Transaction:
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
         self.tolerated |= {id(v.value) for v in variables}
+
+    def rest(self) -> None:
+        """Let go of the run that is over."""
+        self.given = None
 
     def resume(self) -> None:
         """Nothing has to be told: each step asks anew."""
@@ -175,6 +185,7 @@ class _Run:
         self.error: BaseException | None = None
         self.births = 0
         self.ends = (0.0, 0.0)
+        self.compiled: Any = None
 
     def complete(self, args: Sequence[Any]) -> Any:
         owner, parts = self.owner, self.parts
@@ -182,14 +193,19 @@ class _Run:
         kept = [*owner.strays.values(), *(parts.other if fresh else ())]
         if fresh and not owner.stock and owner.refuse:
             kept += parts.heavy
-        self.journal = Journal(kept, self._born, parts.unlisted)
+        if owner.jit and not fresh:
+            self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.anatomy.optimizers)
+            self.journal = Journal((), self._born, [*parts.unlisted, *parts.light, *kept], watch=False)
+        else:
+            self.journal = Journal(kept, self._born, parts.unlisted)
         before = [(t, t._version) for t in (parts.light if owner.stock else parts.all)]
         grads = [t for t in parts.heavy if t.grad is not None]
         self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []
         outputs = None
-        with self.journal, Intercept(owner.model, self.anatomy.optimizers, self._asked, parts.paths) as self.seen:
+        body = owner.body if self.compiled is None else self.compiled.body
+        with self.journal, Intercept(owner.model, self.anatomy.optimizers, self._asked, parts.paths, self.compiled) as self.seen:
             try:
-                outputs = owner.body(*args)
+                outputs = body(*args)
             except Exception as error:
                 if not (owner.refuse and self.fine is not True and is_numeric(error)):
                     self._abandon()
@@ -210,7 +226,7 @@ class _Run:
         if not self.owner.refuse:
             return "now"
         if not self.owner.stock:
-            return "later"
+            return "later" if self.compiled is None else "kept"
         if self.fine is None:
             self._judge(None)
         return "now" if self.fine else "never"
@@ -305,10 +321,14 @@ class _Run:
 
     def _find_strays(self, before: list[tuple[Any, int]]) -> None:
         """Note what was written in place past Keras, to be kept before each step from now on."""
-        changed = [t for t, version in before if t._version != version and id(t) not in self.journal.owner]
+        known = self.journal.owner if self.compiled is None else self.journal.old
+        changed = [t for t, version in before if t._version != version and id(t) not in known]
         if changed and not self.owner.stock and self.seen.records:
             updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
+        if self.owner.jit and self.compiled is None:  # a compiled step will not tell what it assigns to
+            kept = {id(t) for t in (self.parts.all if self.owner.stock else self.parts.light)}
+            changed += [self.journal.old[key][0] for key in self.journal.owner if key not in kept]
         self.owner.strays.update({id(t): t for t in changed})
 
     def _clear_gradients(self) -> None:

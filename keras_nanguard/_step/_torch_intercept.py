@@ -66,9 +66,10 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
-        asked: called with each record; returns `"now"` to let the update be made at once, `"later"` to put it off,
-            `"never"` to leave it out.
+        asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
+            kept before, `"later"` to put it off, `"never"` to leave it out.
         paths: path of each parameter by its `id`, for optimizers of torch's.
+        compiled: the compiled step that runs, which has its stand-ins ready; `None` for one that is not compiled.
 
     Attributes:
         records: what the optimizers were asked for, in order.
@@ -78,7 +79,10 @@ class Intercept:
         undo: what undoes the updates that had to be made before the verdict, in order.
     """
 
-    def __init__(self, model: Any, optimizers: Iterable[Any], asked: Callable[[Record], str], paths: dict[int, str]):
+    def __init__(
+        self, model: Any, optimizers: Iterable[Any], asked: Callable[[Record], str], paths: dict[int, str], compiled: Any = None
+    ):
+        self.compiled = compiled
         self.model, self.optimizers, self.asked, self.paths = model, list(optimizers), asked, paths
         self.records: list[Record] = []
         self.losses: list[Any] = []
@@ -89,6 +93,11 @@ class Intercept:
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Intercept:
+        if self.compiled is not None:
+            self.compiled.seen = self
+            for target, name, function in self.compiled.stand_ins:
+                self._override(target, name, function)
+            return self
         for optimizer in self.optimizers:
             of_torch: Any = getattr(optimizer, "of", None)
             if of_torch is not None:
@@ -103,6 +112,8 @@ class Intercept:
         if self._watch is not None:
             self._watch.__exit__(*details)
             self._watch = None
+        if self.compiled is not None:
+            self.compiled.seen = None
         for target, name, before in reversed(self._before):
             _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
 
@@ -112,33 +123,41 @@ class Intercept:
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            variables = None if trainable_variables is None else list(trainable_variables)
-            self._take(KerasRecord(optimizer, real, grads, variables))
+            self.take(optimizer, real, grads, trainable_variables)
 
         return apply
+
+    def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
+        """Take down an update that `real(grads, variables)` would make."""
+        self._take(KerasRecord(optimizer, real, list(grads), None if variables is None else list(variables)))
 
     def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)  # a scheduler of torch's marks the function
         def step(closure: Any = None, **kwargs: Any) -> Any:
-            if closure is None and not kwargs:
-                self._take(TorchRecord(optimizer, real, self.paths))
-                optimizer.of._opt_called = True  # what a scheduler of torch's looks for
-                return None
-            record = TorchRecord(optimizer, real, self.paths)  # evaluates the loss itself, several times
-            self.undo.append(record.undo())
-            result = real(closure, **kwargs) if closure is not None else real(**kwargs)
-            made = TorchRecord(optimizer, real, self.paths)
-            made.slots = record.slots
-            self.records.append(made)
-            return result
+            return self.take_step(optimizer, real, closure, kwargs)
 
         return step
+
+    def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
+        """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""
+        if closure is None and not kwargs:
+            self._take(TorchRecord(optimizer, real, self.paths))
+            optimizer.of._opt_called = True  # what a scheduler of torch's looks for
+            return None
+        record = TorchRecord(optimizer, real, self.paths)  # evaluates the loss itself, several times
+        self.undo.append(record.undo())
+        result = real(closure, **kwargs) if closure is not None else real(**kwargs)
+        made = TorchRecord(optimizer, real, self.paths)
+        made.slots = record.slots
+        self.records.append(made)
+        return result
 
     def _take(self, record: Record) -> None:
         self.records.append(record)
         when = self.asked(record)
-        if when == "now":
+        if when == "kept":
+            self.undo.append(record.undo())
+        if when in ("now", "kept"):
             record.run()
         elif when == "later":
             self.waiting.append(record)
@@ -163,13 +182,17 @@ class Intercept:
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
-            if loss is not None:
-                self.losses.append(keras.ops.convert_to_tensor(loss))
-                predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-                self.outputs += _named(self.model, predicted)
+            self.note(loss, args, kwargs)
             return loss
 
         return compute_loss
+
+    def note(self, loss: Any, args: Any, kwargs: Any) -> None:
+        """Take down what `compute_loss(*args, **kwargs)` has returned."""
+        if loss is not None:
+            self.losses.append(keras.ops.convert_to_tensor(loss))
+            predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
+            self.outputs += _named(self.model, predicted)
 
 
 def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:

@@ -33,10 +33,11 @@ class Journal:
         uncounted: the same, where torch may not even count the write, as it does not for the running statistics of its
             own batch normalization.
         born: called with each Keras variable that comes into being meanwhile.
+        watch: whether writes of Keras are noted; a compiled step makes them in its own way.
     """
 
-    def __init__(self, kept: Iterable[Any], born: Callable[[Any], None], uncounted: Iterable[Any] = ()):
-        self.born = born
+    def __init__(self, kept: Iterable[Any], born: Callable[[Any], None], uncounted: Iterable[Any] = (), watch: bool = True):
+        self.born, self.watch = born, watch
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
         self.old: dict[int, tuple[Any, Any, Any]] = {}
@@ -61,7 +62,8 @@ class Journal:
     def __enter__(self) -> Journal:
         cls = keras.Variable
         self._assign, self._initialize = cls._direct_assign, cls._initialize
-        cls._direct_assign, cls._initialize = self._noting(self._assign), self._bearing(self._initialize)
+        if self.watch:
+            cls._direct_assign, cls._initialize = self._noting(self._assign), self._bearing(self._initialize)
         return self
 
     def __exit__(self, *details: Any) -> None:
