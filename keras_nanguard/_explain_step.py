@@ -172,7 +172,8 @@ def _roles(anatomy: _state.Anatomy) -> dict[str, str]:
 
 
 def _mode(session: Any) -> str:
+    if keras.backend.backend() == "torch":
+        return "eager"
     if getattr(session.transaction, "jit", False):
         return "xla"
-    eager = bool(getattr(session.model, "run_eagerly", False)) or keras.backend.backend() == "torch"
-    return "eager" if eager else "graph"
+    return "eager" if getattr(session.model, "run_eagerly", False) else "graph"

@@ -24,6 +24,7 @@ BROKEN = re.compile(
 )
 INDEX = re.compile(r"indices\[([\d,]+)\] = (-?\d+) is not in \[0, (\d+)\)")
 OUT_OF_BOUNDS = re.compile(r"Target (-?\d+) is out of bounds")  # PyTorch, of a class index
+UNNAMED = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # PyTorch's compiler, of either
 OUT_OF_TABLE = re.compile(r"index out of range in self")  # PyTorch, of an embedding
 CALLED = re.compile(r"when calling (\w+)\.call\(\)")
 
@@ -39,6 +40,10 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Find
     message = str(error)
     if (bound := OUT_OF_BOUNDS.search(message)) is not None:
         return _class(model, int(bound[1]), batch)
+    if (beyond := UNNAMED.search(message)) is not None:
+        indices = _class_indices(batch) if _labels_per_row(model) else []
+        wrong = [index for index in indices if not 0 <= index < int(beyond[1])]
+        return _class(model, wrong[0], batch) if wrong else _lookup(model, batch)
     if OUT_OF_TABLE.search(message) is not None:
         return _lookup(model, batch)
     label = LABEL.search(message)
@@ -71,9 +76,12 @@ def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
     """A class index that PyTorch names without its place: the targets of the batch tell it."""
     shapes = _internals.output_shapes(model)
     high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
+    return _label(model, _class_indices(batch), value, 0, high)
+
+
+def _class_indices(batch: Any) -> list[int]:
     targets = [p.array for p in batches.parts(batch) if p.role == "targets"] if batch is not None else []
-    labels = [int(label) for label in targets[0].reshape(-1)] if len(targets) == 1 else []
-    return _label(model, labels, value, 0, high)
+    return [int(label) for label in targets[0].reshape(-1)] if len(targets) == 1 and np.isfinite(targets[0]).all() else []
 
 
 def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
