@@ -263,6 +263,8 @@ class Session:
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
         report = reports[-1] if reports else None
+        if report is not None and report.late:
+            return self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values=self._values(verdict))
         if self._is_ordinary_overflow(verdict):
             self.overflows += 1
             return
@@ -273,9 +275,8 @@ class Session:
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself: a short streak of overflows above the lowest scale."""
-        anatomy = self.anatomy()
         check = self.policy.checks.loss_scale
-        if not anatomy.scales or not verdict.only_gradients:
+        if not self.anatomy().scales or not verdict.only_gradients:
             self.streak = 0
             return False
         self.streak += 1

@@ -24,6 +24,8 @@ if zoo.BACKEND != "torch":
     pytest.skip("these are about the PyTorch backend: KERAS_BACKEND=torch", allow_module_level=True)
 nn = torch.nn
 
+from keras_nanguard._step import _torch_sums  # noqa: E402
+
 BAD = (0, 3, 4, 9)
 STEPS = 12
 
@@ -406,15 +408,6 @@ def test_guarded_for_good(policy):
     assert "train_step" not in vars(model)
 
 
-def test_compiled_models_run_eagerly(capsys):
-    """A model compiled with `jit_compile=True` is guarded eagerly, says so, and keeps its setting."""
-    model, data, guard = classifier(), zoo.poison(zoo.regression(), 3), NanGuard(verbose=0)
-    model.compile("adam", "mse", jit_compile=True)
-    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
-    assert guard.session.refused == 1 and model.jit_compile is True
-    assert "jit_compile=True is left out" in capsys.readouterr().out
-
-
 def test_observing_changes_nothing():
     """Under `observe` a poisoned run goes as it would, and is told of."""
     data = zoo.regression().with_poison((3,))
@@ -487,3 +480,76 @@ def test_processes_decide_together(tmp_path):
     guarded, oracle = together(tmp_path, "guarded"), together(tmp_path, "oracle")
     for rank in (0, 1):
         assert unequal(guarded[rank], oracle[rank]) == []
+
+
+# Devices that the host has to wait for
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """Let the step take the processor for such a device."""
+    monkeypatch.setattr(_torch_sums, "is_away", lambda tensor: True)
+
+
+class Once(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate at which weights overflow, in one step."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    def __call__(self, step):
+        return ops.where(ops.equal(step, self.bad), 3e38, 0.01)
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_one_look_for_each_step(away, monkeypatch, own_step):
+    """A guarded step has the host wait for the device once, however many numbers it reads."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            loss = self.compute_loss(x, y, self(x, training=True))
+            self.zero_grad()
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+            return {"loss": loss, "norm": self.trainable_variables[0].value.square().sum()}
+
+    looks = []
+
+    def counted(name):
+        real = getattr(torch.Tensor, name)
+
+        def method(self, *args, **kwargs):
+            if "keras_nanguard" in sys._getframe(1).f_code.co_filename:
+                looks[-1] += 1
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, method)
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            looks.append(0)
+
+    inputs = keras.Input((6,))
+    model = (Own if own_step else keras.Model)(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+    model.compile("adam", "mse")
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        counted(name)
+    data = zoo.regression(batches=9)
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[NanGuard(verbose=0), Steps()])
+    assert looks[3:-1] == [1] * 5
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_update_that_overflows(request, later):
+    """It is healed in its own step, or in the next one where the host would have to wait once more, and told of that step."""
+    if later:
+        request.getfixturevalue("away")
+    guard = NanGuard(verbose=0)
+    done = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(5))), zoo.regression(), guard=guard, epochs=1)
+    assert zoo.bad_entries(zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(5))), zoo.regression(), epochs=1).model)
+    (incident,) = guard.incidents
+    assert (incident.step, incident.refused, incident.sites[0]) == (5, False, "weights")
+    assert incident.diagnosis.cause == "optimizer_domain" and guard.session.refused == later
+    assert zoo.bad_entries(done.model) == []

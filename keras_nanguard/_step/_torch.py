@@ -114,6 +114,7 @@ class Transaction:
         self.steps = 0
         self.row: list[float] = [0.0] * _ROW
         self.given: Any = None
+        self.unread: tuple[Any, ...] = ()  # what the step before has left behind, on a device
         self.stale = True
 
     def __call__(self, *args: Any) -> Any:
@@ -184,7 +185,8 @@ class _Run:
         self.fine: bool | None = None
         self.error: BaseException | None = None
         self.births = 0
-        self.ends = (0.0, 0.0)
+        self.ends = [0.0, 0.0]
+        self.late = False
         self.compiled: Any = None
 
     def complete(self, args: Sequence[Any]) -> Any:
@@ -258,17 +260,22 @@ class _Run:
         told = [loss, _torch_sums.squares([g for r in seen.records for g in r.gradients], kind)]
         told.append(_torch_sums.total(self.statistics, kind))
         scales = [self._before(scale.value).to(kind) for scale, _ in self.anatomy.scales]
-        numbers = torch.stack([t.to(told[1].device, kind) for t in (*told, *scales)]).tolist()
+        early = bool(seen.undo) or not owner.refuse
+        ends = self._ends(math.inf) if early and _torch_sums.is_away(told[1]) else ()
+        numbers, scales, now, late = _torch_sums.looked_at(told, scales, ends, owner.unread)
+        owner.unread = ()
         if not math.isfinite(numbers[2]) and self._tolerate_constants():
             numbers[2] = float(_torch_sums.total(self.statistics, kind))
-        self.loss, self.gradients, self.statistic, *scales = numbers
+        self.loss, self.gradients, self.statistic = numbers
         if self.error is not None:
             self.loss = math.nan
         self.scale = min(scales, default=1.0)
-        fine = self.error is None and all(map(math.isfinite, numbers)) and (not scales or self.scale > 0)
-        if seen.undo or not owner.refuse:
-            self._read_ends()
+        fine = self.error is None and all(map(math.isfinite, [*numbers, *scales])) and (not scales or self.scale > 0)
+        if early:
+            self.ends = now or _torch_sums.looked_at(self._ends(self.gradients))[0]
             fine = fine and math.isfinite(sum(self.ends))
+        if not math.isfinite(sum(late)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.heavy):
+            self.ends, self.late, fine = late, True, False
         self.fine = owner.agree(fine)
 
     def _tolerate_constants(self) -> bool:
@@ -284,13 +291,12 @@ class _Run:
         kept = self.journal.old.get(id(tensor))
         return tensor.detach() if kept is None else kept[1]
 
-    def _read_ends(self) -> None:
-        """Read the weights and slots that were updated."""
+    def _ends(self, gradients: float) -> tuple[Any, Any]:
+        """Return the sums over the weights and slots that were updated, on the device."""
         turn = self.owner.steps % EVERY == 0
         stale = self.births or self.owner.stale
         slots = {} if stale else self.parts.slots
-        sums = _torch_sums.ends(self.anatomy, self.seen.records, slots, self.gradients, turn, self.parts.kind)
-        self.ends = tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist())
+        return _torch_sums.ends(self.anatomy, self.seen.records, slots, gradients, turn, self.parts.kind)
 
     def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
         owner = self.owner
@@ -298,14 +304,14 @@ class _Run:
         owner.saving |= bool(self.seen.undo)
         if not self.fine:
             batch = keras.tree.map_structure(_as_tensor, tuple(args))
-            owner.files.put(Report(Verdict.of(self._row(owner.refuse)), *self._places(), batch))
+            owner.files.put(Report(Verdict.of(self._row(owner.refuse)), *self._places(), batch, late=self.late))
         if self.fine or not owner.refuse:
             self.seen.make(keep=False)
             for tensor, value in [found for record in self.seen.records for found in record.born()]:
                 owner.born(tensor, value)
                 owner.stale = True
             if self.seen.records and owner.refuse:
-                self._read_ends()
+                self._note_ends()
             owner.row = self._row(False)
             return owner.outputs.committed(outputs)
         self.seen.give_back()
@@ -314,6 +320,14 @@ class _Run:
         self._learn_scale()
         owner.row = self._row(True)
         return owner.outputs.refused(outputs)
+
+    def _note_ends(self) -> None:
+        """Read them: at once, or, where the host would have to wait for a device once more, with the verdict of the next step."""
+        ends = self._ends(self.gradients)
+        if _torch_sums.is_away(ends[0]):
+            self.owner.unread = ends
+        else:
+            self.ends = _torch_sums.looked_at(ends)[0]
 
     def _row(self, refused: bool) -> list[float]:
         first = [float(refused), self.loss, self.gradients, self.statistic]

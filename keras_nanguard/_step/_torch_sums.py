@@ -16,7 +16,7 @@ import torch
 from keras_nanguard import _state
 from keras_nanguard._step._proof import BOUND, PROVEN_BYTES, is_proven
 
-__all__ = ["can_be_bad", "counts", "ends", "kind", "squares", "total"]
+__all__ = ["can_be_bad", "counts", "ends", "is_away", "kind", "looked_at", "squares", "total"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
@@ -83,6 +83,20 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return a number that is not finite where one entry is not, and is finite where all are and nothing overflows."""
     return _add([row.sum() for row in _rows(tensors)], dtype)
+
+
+def is_away(tensor: Any) -> bool:
+    """Whether the host has to wait for a device to read the tensor."""
+    return bool(tensor.device.type != "cpu")
+
+
+def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
+    """Return groups of scalars as numbers, with one look at the device for all of them."""
+    scalars = [scalar for group in groups for scalar in group]
+    away = next((scalar for scalar in scalars if is_away(scalar)), scalars[0])
+    wide = max((scalar.dtype for scalar in scalars), key=lambda dtype: dtype.itemsize)
+    numbers = iter(torch.stack([scalar.to(away.device, wide) for scalar in scalars]).tolist())
+    return [[next(numbers) for _ in group] for group in groups]
 
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:

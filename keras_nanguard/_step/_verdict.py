@@ -102,6 +102,7 @@ class Report:
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each place.
         batch: the arguments of the step as they went in (nested as they were), or `None` where they were not kept.
         replicas: the replicas that saw something bad, where there are several.
+        late: whether what is bad is the state, and the step before left it so.
     """
 
     verdict: Verdict
@@ -109,6 +110,7 @@ class Report:
     counts: Any
     batch: Any = None
     replicas: tuple[int, ...] = ()
+    late: bool = False
 
     def findings(self) -> list[Finding]:
         """One finding for each bad place; a sum that overflowed although every entry is finite is an explosion."""
