@@ -14,6 +14,10 @@ from keras_nanguard._version import __version__
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.examine import diagnose as diagnose
+    from keras_nanguard._diagnose.replay import replay as replay
+    from keras_nanguard._files._reestimate import recalibrate as recalibrate
+    from keras_nanguard._files._repair import repair as repair
+    from keras_nanguard._files._scan import scan as scan
     from keras_nanguard._guard import NanGuard as NanGuard
     from keras_nanguard._incident import Decision as Decision
     from keras_nanguard._incident import Diagnosis as Diagnosis
@@ -22,16 +26,12 @@ if TYPE_CHECKING:
     from keras_nanguard._incident import Outcome as Outcome
     from keras_nanguard._lint import lint as lint
     from keras_nanguard._model import NanGuardModel as NanGuardModel
-    from keras_nanguard._policy import Policy as Policy
-    from keras_nanguard._reestimate import recalibrate as recalibrate
-    from keras_nanguard._repair import repair as repair
-    from keras_nanguard._replay import replay as replay
-    from keras_nanguard._scan import scan as scan
+    from keras_nanguard._policy._policy import Policy as Policy
 
 _HOMES = {
     "NanGuard": "_guard",
     "NanGuardModel": "_model",
-    "Policy": "_policy",
+    "Policy": "_policy._policy",
     "Incident": "_incident",
     "Finding": "_incident",
     "Diagnosis": "_incident",
@@ -39,10 +39,10 @@ _HOMES = {
     "Outcome": "_incident",
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
-    "recalibrate": "_reestimate",
-    "repair": "_repair",
-    "replay": "_replay",
-    "scan": "_scan",
+    "recalibrate": "_files._reestimate",
+    "repair": "_files._repair",
+    "replay": "_diagnose.replay",
+    "scan": "_files._scan",
 }
 
 __all__ = ["__version__", *_HOMES]

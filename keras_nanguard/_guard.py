@@ -11,17 +11,18 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _processes, _results, _state
+from keras_nanguard import _processes, _state
 from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._errors import GuardError, GuardInUseError, expected
-from keras_nanguard._firewall import Firewall, shielded
-from keras_nanguard._fit import Fit, outside
+from keras_nanguard._fit import _results
+from keras_nanguard._fit._firewall import Firewall, shielded
+from keras_nanguard._fit._loop import LoopMixin
+from keras_nanguard._fit._resume import find
+from keras_nanguard._fit._running import Fit, outside
+from keras_nanguard._fit._session import Session
+from keras_nanguard._fit._snapshot_disk import DiskRing
 from keras_nanguard._incident import Finding, Incident
-from keras_nanguard._loop import LoopMixin
-from keras_nanguard._policy import Policy
-from keras_nanguard._resume import find
-from keras_nanguard._session import Session
-from keras_nanguard._snapshot_disk import DiskRing
+from keras_nanguard._policy._policy import Policy
 from keras_nanguard.reports import console, files
 
 __all__ = ["NanGuard"]
@@ -181,7 +182,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.model.make_train_function(force=True)
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
-            self.model._initial_epoch = self.session.resuming.epoch
+            _state.begin_at(self.model, self.session.resuming.epoch)
 
     def start_counting(self, model: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
@@ -206,7 +207,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.skip_batches = self.session.resuming.batch
-                self.model._initial_epoch = None
+                _state.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
         """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
@@ -294,6 +295,6 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
 
 def _explainer() -> Any:
-    from keras_nanguard import _explain_step
+    from keras_nanguard._diagnose import explain_step as _explain_step
 
     return _explain_step.Explainer()

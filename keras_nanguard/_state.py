@@ -6,6 +6,9 @@ The only file that knows Keras internals. Names private to Keras that are used h
 - ``Optimizer._get_current_learning_rate()``: the rate of this step whether it is a number, a schedule or a callable;
   the public property hands out the variable itself where the rate is plain.
 - ``keras.src.utils.io_utils.print_msg``: prints where Keras prints, to the screen or to the log.
+- ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: what an optimizer was built for, and the
+  averages that it keeps of that.
+- ``Model._initial_epoch``: the epoch that ``fit`` begins with, set by ``BackupAndRestore``.
 - ``Model._compile_config``: made anew by each ``compile``.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
 
@@ -27,26 +30,9 @@ from keras.src.utils import io_utils
 from keras_nanguard import _probes, _processes
 
 __all__ = [
-    "Anatomy",
-    "built_in",
-    "find_optimizers",
-    "inner",
-    "is_loss_scaled",
-    "is_statistic",
-    "layers_of",
-    "learning_rate",
-    "named_arrays",
-    "print_line",
-    "read",
-    "running_data",
-    "savers",
-    "scales_of",
-    "seeds",
-    "set_instance",
-    "trained_by",
-    "unset_instance",
-    "view",
-    "write",
+    *("Anatomy", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
+    *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "running_data", "savers"),
+    *("scales_of", "seeds", "set_instance", "trained_by", "unset_instance", "view", "write"),
 ]
 
 FLOOR = 2.0**-14
@@ -122,6 +108,23 @@ def inner(optimizer: Any) -> Any:
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update; a list that only its private attribute tells."""
     return list(inner(optimizer)._trainable_variables)
+
+
+def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Return `(average, weight)` of each moving average of a weight that the optimizer keeps; only a private list tells."""
+    return list(zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer)))
+
+
+def fresh_like(optimizer: Any) -> Any:
+    """Return a new optimizer of the same configuration, built for the same variables."""
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    fresh.build(trained_by(optimizer))
+    return fresh
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Let `fit` begin with this epoch, as Keras' own `BackupAndRestore` does; `None` after it has begun."""
+    model._initial_epoch = epoch
 
 
 def is_loss_scaled(optimizer: Any) -> bool:
@@ -372,9 +375,7 @@ def _first_slots(optimizer: Any, wanted: Any) -> Iterator[np.ndarray[Any, Any]]:
     """Yield what a fresh optimizer of the same config starts with, in the order of `optimizer.variables`."""
     if not any(v is wanted for v in optimizer.variables):
         return
-    fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build(inner(optimizer)._trainable_variables)
-    for variable in fresh.variables:
+    for variable in fresh_like(optimizer).variables:
         yield read(variable)
 
 

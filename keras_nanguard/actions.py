@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from keras_nanguard._errors import PolicyError
-from keras_nanguard._fields import NAME, at, build, changed, check, fault, nearest, refuse, spec
+from keras_nanguard._policy._fields import NAME, at, build, changed, check, fault, nearest, refuse, spec
 
 __all__ = [
     "ACTIONS",

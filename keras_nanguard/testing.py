@@ -27,7 +27,7 @@ import numpy as np
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._errors import GuardError, expected
-from keras_nanguard._settings import on_path
+from keras_nanguard._policy._settings import on_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 

@@ -13,7 +13,7 @@ from keras import layers, ops
 from keras.optimizers import schedules
 
 from keras_nanguard import NanGuard, actions
-from keras_nanguard._perform import PERFORMERS
+from keras_nanguard._fit._perform import PERFORMERS
 from keras_nanguard.testing import corrupt
 
 LIMIT = {"times": 10}
@@ -600,7 +600,7 @@ class TestQuarantine:
         zoo.tensorflow_only("ragged and sparse tensors")
         import tensorflow as tf
 
-        from keras_nanguard._quarantine import arrays_of
+        from keras_nanguard._fit._quarantine import arrays_of
 
         x = {"a": tf.ones((2, 3), tf.bfloat16), "b": [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.constant([["ä"], ["b"]])]}
         found = arrays_of(((x, tf.sparse.eye(3), None),))

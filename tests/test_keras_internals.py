@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 from keras.src.utils import io_utils
@@ -97,3 +98,29 @@ def test_recurrent_states_stand_in_no_list():
     model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), rnn])
     listed = {id(v) for v in model.variables}
     assert rnn.states and all(isinstance(s, _state.VARIABLE) and id(s) not in listed for s in rnn.states)
+
+
+def test_what_an_optimizer_keeps_of_its_weights():
+    """An optimizer with averages lists them in the order of what it was built for."""
+    weights = [keras.Variable(np.ones(3)), keras.Variable(np.ones(2))]
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    optimizer.build(weights)
+    assert [w is t for w, t in zip(weights, optimizer._trainable_variables, strict=True)] == [True, True]
+    assert [tuple(a.shape) for a in optimizer._model_variables_moving_average] == [(3,), (2,)]
+
+
+def test_the_epoch_that_fit_begins_with(model):
+    """`fit` begins with `Model._initial_epoch` where it is set, before its first epoch."""
+    begun = []
+
+    class Begin(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.model._initial_epoch = 2
+
+        def on_epoch_begin(self, epoch, logs=None):
+            begun.append(epoch)
+            self.model._initial_epoch = None
+
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, *model.input_shape[1:])), np.ones((4, *model.output_shape[1:])), epochs=4, verbose=0, callbacks=[Begin()])
+    assert begun == [2, 3]

@@ -38,14 +38,10 @@ PRIVATE = ("state", "internals", "_step.faults", "_step.faults_jax", "_step.jax_
 """Where names private to Keras belong."""
 
 DEBT = {
-    "guard": {"_initial_epoch"},
     "live": {"_flatten_layers"},
-    "perform": {"_trainable_variables", "_model_variables_moving_average"},
     "rates": {"_get_current_learning_rate", "_learning_rate"},
     "counterfactuals": {"_get_current_learning_rate"},
     "repair_model": {"_trainable_variables", "_model_variables_moving_average"},
-    "snapshot_disk": {"_trainable_variables"},
-    "_step.intercept": {"_trainable_variables"},
     "_diagnose.facts": {"_trainable_variables"},
     "_lint.*": {
         *("_compile_metrics", "_fn_kwargs", "_functional", "_inbound_nodes", "_keras_history"),

@@ -116,7 +116,7 @@ def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
-    monkeypatch.setattr("keras_nanguard._recent.MOST_BYTES", 6 * BATCH * (4 + 1) * 4)
+    monkeypatch.setattr("keras_nanguard._fit._recent.MOST_BYTES", 6 * BATCH * (4 + 1) * 4)
     approach, _, _ = approach_to(network(**MODES[mode]), *data(), steps=27, batch_size=BATCH)
     assert not approach.exact, "the steps since the snapshot are not all known"
     assert approach.snapshot.step == 0

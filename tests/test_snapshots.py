@@ -16,11 +16,11 @@ import zoo
 from keras import layers
 
 from keras_nanguard import NanGuard, _sealed
-from keras_nanguard._course import Course
 from keras_nanguard._errors import FileFormatError, GuardError
-from keras_nanguard._resume import find
-from keras_nanguard._snapshot import Ring
-from keras_nanguard._snapshot_disk import read, written
+from keras_nanguard._fit._course import Course
+from keras_nanguard._fit._resume import find
+from keras_nanguard._fit._snapshot import Ring
+from keras_nanguard._fit._snapshot_disk import read, written
 
 DISK = {"storage": "disk", "every": 5, "good_after": 2}
 
@@ -382,7 +382,7 @@ def test_sealed_json(tmp_path):
 def test_course_round_trip():
     """Every field of a course survives JSON, and a course with a field too many or too few is refused."""
     rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
-    from keras_nanguard._ledger import Ledger
+    from keras_nanguard._policy._ledger import Ledger
 
     course = Course(
         Ledger(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)

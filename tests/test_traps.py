@@ -10,9 +10,9 @@ from keras import layers, ops
 
 from keras_nanguard import NanGuard
 from keras_nanguard._errors import NonFiniteError
+from keras_nanguard._fit._snapshot_disk import DiskRing
 from keras_nanguard._incident import Finding, Incident
-from keras_nanguard._policy import Ledger, Policy, decide
-from keras_nanguard._snapshot_disk import DiskRing
+from keras_nanguard._policy._policy import Ledger, Policy, decide
 from keras_nanguard.testing import corrupt, inject
 
 OFTEN = {"every": 4, "good_after": 2}
@@ -114,7 +114,7 @@ def test_04_restoring_in_inference_mode():
 def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
     """A snapshot that holds NaN, whole by its checksum, is told as a bad state when a run resumes from it."""
     snapshot = {"storage": "disk", **OFTEN}
-    monkeypatch.setattr("keras_nanguard._snapshot_disk.first_bad", lambda variables, tolerated: "")
+    monkeypatch.setattr("keras_nanguard._fit._snapshot_disk.first_bad", lambda variables, tolerated: "")
     real = DiskRing.take
 
     def take(self, *args, **kwargs):

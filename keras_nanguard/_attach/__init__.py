@@ -10,7 +10,7 @@ import keras
 
 from keras_nanguard._attach._shared import Attachment, require_compiled
 from keras_nanguard._errors import GuardError, expected
-from keras_nanguard._session import Session
+from keras_nanguard._fit._session import Session
 
 __all__ = ["Attachment", "adapted", "attachment", "loop_step", "require_compiled", "waits_for_steps"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._errors import GuardError, expected
-from keras_nanguard._session import Session
+from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _jax_trainer as _trainer
 from keras_nanguard._step._jax import Transaction
 from keras_nanguard._step._jax_outputs import LogOutputs, PlainOutputs

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from keras_nanguard import _state
-from keras_nanguard._session import Session
-from keras_nanguard._sightings import require_compiled
+from keras_nanguard._fit._session import Session
+from keras_nanguard._fit._sightings import require_compiled
 from keras_nanguard._step import _kept
 
 __all__ = ["Attachment", "require_compiled"]

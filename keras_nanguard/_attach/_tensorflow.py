@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
-from keras_nanguard._recent import held
-from keras_nanguard._session import Session
+from keras_nanguard._fit._recent import held
+from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _direct, _faults, _mirrored, _tensorflow
 from keras_nanguard._step._intercept import build
 

@@ -9,7 +9,7 @@ import torch
 
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
-from keras_nanguard._session import Session
+from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _torch
 from keras_nanguard._step._torch_compiled import uncompiled
 from keras_nanguard._step._torch_module import adapted

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keras_nanguard._diagnose.evidence import Birth, Evidence
-from keras_nanguard._history import JUMP, RISE
+from keras_nanguard._fit._history import JUMP, RISE
 
 __all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose.evidence import Growth, OptimizerFacts, TargetFault
-from keras_nanguard._history import History, magnitudes, sizes
+from keras_nanguard._fit._history import History, magnitudes, sizes
 
 __all__ = ["growth", "loss_names", "negative_loss", "optimizer_facts", "target_fault"]
 

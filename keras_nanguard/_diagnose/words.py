@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from keras_nanguard._diagnose.causes import Verdict, kind
 from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Spread
-from keras_nanguard._history import JUMP
-from keras_nanguard._stored import plain_text
+from keras_nanguard._files._stored import plain_text
+from keras_nanguard._fit._history import JUMP
 
 __all__ = ["advice", "sentences", "table"]
 

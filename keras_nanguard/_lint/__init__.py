@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._files._live import is_model
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import Hazard, Rule
 from keras_nanguard._lint.subject import Subject
-from keras_nanguard._live import is_model
 
 __all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._arrays import named_dtype
+from keras_nanguard._files._arrays import named_dtype
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.subject import Subject
 

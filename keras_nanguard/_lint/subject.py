@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._live import children
+from keras_nanguard._files._live import children
 
 __all__ = ["Output", "Placed", "Subject"]
 

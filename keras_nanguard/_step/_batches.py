@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._recent import MOST, room
+from keras_nanguard._fit._recent import MOST, room
 
 __all__ = ["Layouts", "Stored"]
 

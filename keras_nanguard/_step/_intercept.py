@@ -28,18 +28,13 @@ class Record:
     def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
         self.optimizer, self.real, self.grads = optimizer, real, grads
         self.given = variables
-        known = variables if variables is not None else _trained_by(optimizer)
+        known = variables if variables is not None else _state.trained_by(optimizer)
         self.pairs = list(zip(grads, known))
         self.variables = [v for g, v in self.pairs if g is not None]
 
     def run(self) -> None:
         """Make the call that was put off."""
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
-
-
-def _trained_by(optimizer: Any) -> Sequence[Any]:
-    variables: Sequence[Any] = _state.inner(optimizer)._trainable_variables
-    return variables
 
 
 @dataclass(slots=True)

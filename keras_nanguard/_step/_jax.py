@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_nanguard import _state
-from keras_nanguard._recent import owned
+from keras_nanguard._fit._recent import owned
 from keras_nanguard._step._jax_intercept import Retrace
 from keras_nanguard._step._jax_packed import Packed, can_pack, opened, packed
 from keras_nanguard._step._jax_reports import Files

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._recent import owned
+from keras_nanguard._fit._recent import owned
 
 __all__ = ["Given"]
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from keras_nanguard._cli import main
+from keras_nanguard._cli._parser import main
 from keras_nanguard._errors import GuardError
 from keras_nanguard._incident import Diagnosis, Finding, Incident
 from keras_nanguard.reports import files

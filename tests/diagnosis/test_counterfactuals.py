@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_nanguard import NanGuard, _bundle, replay
+from keras_nanguard import NanGuard, replay
+from keras_nanguard._diagnose import bundle as _bundle
 from keras_nanguard._errors import BundleError, GuardError
 from keras_nanguard.testing import inject
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 from keras_nanguard import NanGuard, _probes
-from keras_nanguard._history import History, sizes
+from keras_nanguard._fit._history import History, sizes
 from keras_nanguard.testing import inject
 
 

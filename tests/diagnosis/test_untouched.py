@@ -11,8 +11,8 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
+from keras_nanguard._diagnose.explain_step import Explainer
 from keras_nanguard._diagnose.rerun import Step
-from keras_nanguard._explain_step import Explainer
 
 MODES = {
     "graph": {},
@@ -86,7 +86,7 @@ def test_examining_a_model_changes_nothing():
 
 
 def test_a_diagnosis_that_fails_becomes_evidence(monkeypatch):
-    monkeypatch.setattr("keras_nanguard._explain_step.gather", lambda *args: 1 / 0)
+    monkeypatch.setattr("keras_nanguard._diagnose.explain_step.gather", lambda *args: 1 / 0)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)
     guard = NanGuard(verbose=0)
     case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard import _arrays
-from keras_nanguard._arrays import FLOAT16_MAX, Tally, blocks, float_name, named_dtype, statistics
+from keras_nanguard._files import _arrays
+from keras_nanguard._files._arrays import FLOAT16_MAX, Tally, blocks, float_name, named_dtype, statistics
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">f4", "complex64")
 

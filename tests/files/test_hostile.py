@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard import _archives, _hdf5, _isolated
 from keras_nanguard._errors import FileFormatError, NanGuardError
-from keras_nanguard._repair import repair
-from keras_nanguard._scan import scan
-from keras_nanguard._stored import plain_text
+from keras_nanguard._files import _archives, _hdf5, _isolated
+from keras_nanguard._files._repair import repair
+from keras_nanguard._files._scan import scan
+from keras_nanguard._files._stored import plain_text
 
 
 def refusal(path):

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from keras_nanguard._arrays import statistics
 from keras_nanguard._errors import GuardError
-from keras_nanguard._judge import PROBLEMS, SEVERITIES, judge
-from keras_nanguard._scan import scan
+from keras_nanguard._files._arrays import statistics
+from keras_nanguard._files._judge import PROBLEMS, SEVERITIES, judge
+from keras_nanguard._files._scan import scan
 
 CASES = {
     "nan": ("kernel", "weight", [[1.0, np.nan]], {}),

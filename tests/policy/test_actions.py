@@ -11,8 +11,8 @@ import pytest
 
 from keras_nanguard import actions
 from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy import Policy
-from keras_nanguard._schema import faults_in
+from keras_nanguard._policy._policy import Policy
+from keras_nanguard._policy._schema import faults_in
 from keras_nanguard.actions import ACTIONS, Action
 
 NAMES = sorted(ACTIONS)

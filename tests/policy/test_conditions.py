@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from keras_nanguard import _conditions
-from keras_nanguard._conditions import CONDITIONS
 from keras_nanguard._errors import PolicyError
 from keras_nanguard._incident import Finding, Incident
-from keras_nanguard._ledger import Ledger
-from keras_nanguard._policy import Policy, decide
-from keras_nanguard._schema import faults_in
+from keras_nanguard._policy import _conditions
+from keras_nanguard._policy._conditions import CONDITIONS
+from keras_nanguard._policy._ledger import Ledger
+from keras_nanguard._policy._policy import Policy, decide
+from keras_nanguard._policy._schema import faults_in
 
 SAMPLES = {
     "consecutive": {"consecutive": 3},

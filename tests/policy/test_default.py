@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from keras_nanguard._config import PRESETS
 from keras_nanguard._incident import Diagnosis, Finding, Incident
-from keras_nanguard._ledger import Ledger
-from keras_nanguard._policy import Policy, decide
+from keras_nanguard._policy._config import PRESETS
+from keras_nanguard._policy._ledger import Ledger
+from keras_nanguard._policy._policy import Policy, decide
 
 LIMIT = 12
 

@@ -11,15 +11,15 @@ import jsonschema
 import pytest
 
 import keras_nanguard
-from keras_nanguard._conditions import CONDITIONS
-from keras_nanguard._config import PRESETS, preset
-from keras_nanguard._documents import parsed
-from keras_nanguard._explain import explain
 from keras_nanguard._incident import KINDS, SITES
-from keras_nanguard._policy import Policy
-from keras_nanguard._rules import MOMENTS, Rule
-from keras_nanguard._schema import faults_in, json_schema
-from keras_nanguard._settings import Checks, Snapshot
+from keras_nanguard._policy._conditions import CONDITIONS
+from keras_nanguard._policy._config import PRESETS, preset
+from keras_nanguard._policy._documents import parsed
+from keras_nanguard._policy._explain import explain
+from keras_nanguard._policy._policy import Policy
+from keras_nanguard._policy._rules import MOMENTS, Rule
+from keras_nanguard._policy._schema import faults_in, json_schema
+from keras_nanguard._policy._settings import Checks, Snapshot
 from keras_nanguard.actions import ACTIONS
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"
@@ -35,7 +35,7 @@ def rows(heading: str) -> dict[str, str]:
 
 
 def test_the_published_schema_is_the_one_of_the_code():
-    """`python -m keras_nanguard._schema > keras_nanguard/policies/policy.schema.json` has been run."""
+    """`python -m keras_nanguard._policy._schema > keras_nanguard/policies/policy.schema.json` has been run."""
     assert json_schema() == SCHEMA
 
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._documents import DEEPEST, LARGEST_FILE, parsed
 from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy import Policy
+from keras_nanguard._policy._documents import DEEPEST, LARGEST_FILE, parsed
+from keras_nanguard._policy._policy import Policy
 
 TOML = """
 version = 1
@@ -385,7 +385,7 @@ def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
 def test_a_preset_by_name_needs_no_pydantic():
     """pydantic is imported where a policy of the user's own is validated, and not before."""
     code = (
-        "import sys; from keras_nanguard._policy import Policy, Ledger, decide; Policy.from_any('long-run');"
+        "import sys; from keras_nanguard._policy._policy import Policy, Ledger, decide; Policy.from_any('long-run');"
         "assert 'pydantic' not in sys.modules and 'yaml' not in sys.modules; "
         "Policy.from_any({}); assert 'pydantic' in sys.modules"
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from keras_nanguard._errors import FileFormatError
 from keras_nanguard._incident import KINDS, SITES, Finding, Incident
-from keras_nanguard._ledger import Ledger
-from keras_nanguard._policy import Policy, decide
+from keras_nanguard._policy._ledger import Ledger
+from keras_nanguard._policy._policy import Policy, decide
 
 POLICY = Policy.from_any("recover")
 

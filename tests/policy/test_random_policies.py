@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._config import toml
-from keras_nanguard._documents import parsed
-from keras_nanguard._ending import COMMITTED, REFUSED, longest_trouble
 from keras_nanguard._errors import PolicyError
-from keras_nanguard._explain import explain
 from keras_nanguard._incident import CAUSES, KINDS, SITES, Decision, Diagnosis, Finding, Incident
-from keras_nanguard._ledger import Ledger
-from keras_nanguard._policy import Policy, decide
+from keras_nanguard._policy._config import toml
+from keras_nanguard._policy._documents import parsed
+from keras_nanguard._policy._ending import COMMITTED, REFUSED, longest_trouble
+from keras_nanguard._policy._explain import explain
+from keras_nanguard._policy._ledger import Ledger
+from keras_nanguard._policy._policy import Policy, decide
 
 MANY = int(os.environ.get("NANGUARD_EXAMPLES", "50"))
 SOME = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,375 @@
+"""An incident on disk: one folder from which the bad step can be run again, by anyone, anywhere.
+
+    incidents/
+      incident-000012-00/
+        incident.json     the incident, as `Incident.to_dict` gives it
+        bundle.json       what the other files hold: structure of the batch, paths of the variables, versions, mode
+        batch.npz         the arrays of the batch
+        state.npz         every variable before the step: weights, statistics, seeds, slots, loss scale, rates
+        start.npz         the same in an earlier snapshot, where training had diverged
+        before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
+        model.json        the model's configuration, where it has one
+        layers.txt        the table of layers
+        README.md         what happened, for a human
+        reproduce.py      runs the step again
+
+Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written beside and renamed. Reading trusts
+nothing: names are fixed, so no path leads out of the folder; sizes are checked before anything is unpacked; objects are
+never unpickled; Keras' safe mode refuses a model with Python code in its configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard import _probes, _processes, _sealed, _state
+from keras_nanguard._diagnose.evidence import Evidence, Growth
+from keras_nanguard._diagnose.words import table
+from keras_nanguard._errors import BundleError, FileFormatError, expected
+from keras_nanguard._files import _archives
+from keras_nanguard._files._stored import READ_FAULTS
+from keras_nanguard._incident import Incident
+from keras_nanguard._version import __version__
+
+__all__ = ["FORMAT", "Bundle", "read", "write"]
+
+FORMAT = 1
+"""Number of the form of `bundle.json`."""
+
+FOLDER = "incidents"
+
+MOST_BUNDLES = 12
+"""Bundles that are kept in one directory; the oldest goes first."""
+
+MOST_BYTES = 1 << 30
+"""Bytes of arrays in one bundle. What does not fit is left out and said so: the start first, then the state."""
+
+MOST_JSON = 64 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle as it was read.
+
+    Attributes:
+        path: its folder.
+        incident: the incident.
+        about: what stands in `bundle.json`.
+        batch: the arguments of the step.
+        state: values of the variables before the step by path; empty where they were left out.
+        start: the same in the snapshot that `before` goes on from.
+        before: the arguments of the steps before it, oldest first.
+        growth: how loss, gradient norm and weights had gone before it.
+        model: the model's configuration as JSON text, `""` where it has none.
+    """
+
+    path: Path
+    incident: Incident
+    about: Mapping[str, Any]
+    batch: Any
+    state: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    start: Sequence[tuple[str, np.ndarray[Any, Any]]]
+    before: Sequence[Any]
+    growth: Growth
+    model: str
+
+
+def write(directory: str | Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> str:
+    """Write a bundle and return its path.
+
+    Args:
+        directory: the guard's directory.
+        session: the session, whose state is the one before the step.
+        incident: the incident with its diagnosis.
+        batch: the arguments of the step.
+        evidence: what the diagnosis was decided from.
+        mode: how the step was compiled.
+    """
+    folder = Path(directory) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _free_name(folder, incident.step)
+    beside = folder / f"{_sealed.BESIDE}{name}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        _fill(beside, session, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
+        _sealed.put(beside, folder / name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    _drop_oldest(folder)
+    return str(folder / name)
+
+
+def _free_name(folder: Path, step: int) -> str:
+    for number in range(10_000):
+        name = f"incident-{step:08d}-{number:02d}"
+        if not (folder / name).exists():
+            return name
+    raise BundleError(f"{folder} holds too many bundles of step {step}.")
+
+
+def _drop_oldest(folder: Path) -> None:
+    kept = sorted((p for p in folder.glob("incident-*") if p.is_dir()), key=lambda p: (p.stat().st_mtime_ns, p.name))
+    for path in kept[:-MOST_BUNDLES]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
+    left = MOST_BYTES
+    anatomy = session.anatomy()
+    variables = [v for v in anatomy.everything if str(v.dtype) != "string"]
+    structure, arrays = _flattened(batch)
+    left -= _save(folder / "batch.npz", arrays)
+    state = [_state.view(v) for v in variables]
+    notes, before = [], None
+    fits = sum(a.nbytes for a in state) <= left
+    if not fits:
+        notes.append("The state was too large for the bundle; give replay a model with the weights before the step.")
+    else:
+        left -= _save(folder / "state.npz", state)
+        if incident.diagnosis is not None and incident.diagnosis.cause in ("divergence", "input_scale"):
+            before = _save_approach(folder, session, variables, state, left)
+    model = _configuration(session.model)
+    about = {
+        "format": FORMAT,
+        "batch": structure,
+        "dtypes": [a.dtype.name for a in arrays],
+        "state": [_described(v) for v in variables] if fits else [],
+        "before": before,
+        "growth": evidence.growth.to_dict(),
+        "mode": mode,
+        "saving": bool(session.transaction.saving),
+        "steps_per_execution": int(getattr(session.model, "steps_per_execution", 1) or 1),
+        "trainer": hasattr(session.model, "train_step") and session.transaction.model is not None,
+        "model": {"class": type(session.model).__name__, "name": str(session.model.name), "config": bool(model)},
+        "versions": _versions(),
+        "notes": notes,
+    }
+    _text(folder / "bundle.json", json.dumps(about, indent=1, allow_nan=False))
+    _text(folder / "incident.json", incident.to_json())
+    if model:
+        _text(folder / "model.json", model)
+    _text(folder / "layers.txt", table(evidence.table) + "\n")
+    _text(folder / "README.md", _readme(incident, about))
+    _text(folder / "reproduce.py", _REPRODUCE)
+
+
+def _save_approach(folder: Path, session: Any, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
+    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` where they do not fit."""
+    approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
+    snapshot = approach.snapshot if approach is not None else session.ring.oldest()
+    if snapshot is None or not session.ring.at_hand(snapshot):
+        return None
+    start = [now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)]
+    structure, arrays = _flattened(approach.batches if approach is not None else ())
+    if sum(a.nbytes for a in (*start, *arrays)) > left:
+        return None
+    _save(folder / "start.npz", start)
+    _save(folder / "before.npz", arrays)
+    return {
+        "snapshot": snapshot.step,
+        "steps": list(approach.steps) if approach is not None else [],
+        "exact": approach is not None and approach.exact,
+        "batches": structure,
+        "dtypes": [a.dtype.name for a in arrays],
+    }
+
+
+def _described(variable: Any) -> dict[str, Any]:
+    return {"path": str(variable.path), "dtype": str(variable.dtype), "shape": [int(n) for n in variable.shape]}
+
+
+def _text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+    """Return the structure of nested data, arrays by number, and the arrays."""
+    arrays: list[np.ndarray[Any, Any]] = []
+
+    def describe(item: Any) -> Any:
+        if item is None:
+            return None
+        if isinstance(item, dict):
+            return {"dict": {str(key): describe(child) for key, child in item.items()}}
+        if isinstance(item, (list, tuple)):
+            return {"tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]}
+        array = _processes.as_array(item)
+        if array.dtype.kind == "O" or not hasattr(array, "dtype"):
+            return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
+        arrays.append(array)
+        return len(arrays) - 1
+
+    return describe(value), arrays
+
+
+def _save(path: Path, arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Write arrays without pickle; those of dtypes that NumPy cannot name go as their bytes."""
+    plain = {str(i): a if a.dtype.kind in "biufcSU" else a.view(f"u{a.dtype.itemsize}") for i, a in enumerate(arrays)}
+    with path.open("wb") as file:
+        np.savez(file, **plain)  # type: ignore[arg-type]
+    return sum(a.nbytes for a in arrays)
+
+
+def _configuration(model: Any) -> str:
+    try:
+        return str(model.to_json())
+    except Exception:  # noqa: BLE001  a model of the user's own need not have a configuration
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    import keras
+
+    backend = keras.backend.backend()
+    module = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}.get(backend, backend)
+    version = str(getattr(__import__(module), "__version__", "?"))
+    return {
+        "keras_nanguard": __version__,
+        "keras": keras.__version__,
+        "backend": backend,
+        module: version,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
+    d = incident.diagnosis
+    lines = [f"# Step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch})", ""]
+    if d is not None:
+        lines += [f"Cause: **{d.cause}**" + (f" in `{d.culprit}`" if d.culprit else "") + ".", ""]
+        lines += [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []
+        lines += ["Seen:", "", *(f"- {text}" for text in d.evidence), ""]
+        lines += ["Do:", "", *(f"- {text}" for text in d.advice), ""]
+    lines += ["Run the step again:", "", "    python reproduce.py", "", "or", ""]
+    lines += [f"    keras-nanguard replay {incident.bundle}", ""]
+    if not about["model"]["config"]:
+        lines += ["The model has no configuration that could be kept: pass it, `--model file.keras`.", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return "\n".join([*lines, *(f"{note}\n" for note in about["notes"]), f"Written by {versions}.", ""])
+
+
+_REPRODUCE = '''"""Runs the bad step of this bundle again and prints what every layer gave.
+
+    python reproduce.py [MODEL.keras]
+"""
+
+import pathlib
+import sys
+
+from keras_nanguard import replay
+
+# Classes and functions of your own that the model is made of: import them, and name them here. {"Block": Block}
+custom_objects = {}
+
+model = sys.argv[1] if len(sys.argv) > 1 else None
+print(replay(pathlib.Path(__file__).parent, model, custom_objects=custom_objects))
+'''
+
+
+def read(path: str | Path) -> Bundle:
+    """Read a bundle.
+
+    Raises:
+        BundleError: if it is no bundle, of a newer format, damaged or hostile.
+    """
+    folder = Path(path)
+    if not (folder / "bundle.json").is_file():
+        raise BundleError(
+            expected("the folder of an incident", f"{str(path)!r}", "It holds bundle.json; see Incident.bundle.")
+        )
+    try:
+        about = _json(folder / "bundle.json")
+        if about.get("format") != FORMAT:
+            raise BundleError(expected(f"a bundle of format {FORMAT}", f"format={about.get('format')!r}", "Update."))
+        incident = Incident.from_dict(_json(folder / "incident.json"))
+        arrays = _load(folder / "batch.npz", [str(name) for name in about["dtypes"]])
+        entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
+        state, start = (_variables(folder / name, entries) for name in ("state.npz", "start.npz"))
+        before = _before(folder, about.get("before"))
+        growth = Growth.from_dict(about["growth"])
+        model = _limited(folder / "model.json") if (folder / "model.json").is_file() else ""
+        return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, before, growth, model)
+    except BundleError:
+        raise
+    except (FileFormatError, *READ_FAULTS) as error:
+        raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _before(folder: Path, told: Any) -> Sequence[Any]:
+    if not told or not (folder / "before.npz").is_file():
+        return ()
+    arrays = _load(folder / "before.npz", [str(name) for name in told["dtypes"]])
+    batches: Sequence[Any] = _packed(told["batches"], arrays)
+    return batches
+
+
+def _limited(path: Path) -> str:
+    if path.stat().st_size > MOST_JSON:
+        raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
+    return path.read_text(encoding="utf-8")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    value = json.loads(_limited(path))
+    if not isinstance(value, dict):
+        raise BundleError(expected(f"an object in {path.name}", type(value).__name__, "The file is damaged."))
+    return value
+
+
+def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    if not path.is_file():
+        return []
+    arrays = _load(path, [dtype for _, dtype in entries])
+    if len(arrays) != len(entries):
+        raise BundleError(expected(f"{len(entries)} arrays in {path.name}", len(arrays), "The file is damaged."))
+    return [(name, array) for (name, _), array in zip(entries, arrays)]
+
+
+def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
+    if path.stat().st_size > 2 * MOST_BYTES:
+        raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
+    if not dtypes:
+        return []
+    contents = _archives.read_archive(str(path))
+    try:
+        stored = {array.location: array for array in contents.arrays}
+        if sum(array.nbytes for array in stored.values()) > 2 * MOST_BYTES:
+            raise BundleError(f"{path.name} unpacks to more than any bundle has.")
+        arrays = [stored[str(number)].read() for number in range(len(stored))]
+    finally:
+        contents.close()
+    return [_typed(array, name) for array, name in zip(arrays, dtypes)]
+
+
+def _typed(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    if array.dtype.name == name or not _probes.is_float(name):
+        return array
+    import ml_dtypes
+
+    return array.view(np.dtype(getattr(ml_dtypes, name)))
+
+
+def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int = 0) -> Any:
+    if depth > 32:
+        raise BundleError("The batch of the bundle is nested deeper than any batch is.")
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return arrays[structure]
+    if "dict" in structure:
+        return {key: _packed(child, arrays, depth + 1) for key, child in structure["dict"].items()}
+    for kind, make in (("tuple", tuple), ("list", list)):
+        if kind in structure:
+            return make(_packed(child, arrays, depth + 1) for child in structure[kind])
+    raise BundleError(f"An array of the batch was left out of the bundle: {structure.get('left_out')}.")

@@ -1,0 +1,179 @@
+"""From an incident to its diagnosis: gathers the evidence by running the refused step again, and decides by it.
+
+Nothing moves: every replay ends with the state it began with. Nothing here can break training: what goes wrong inside
+becomes evidence of the cause `unknown`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import keras
+
+from keras_nanguard import _state
+from keras_nanguard._diagnose import batches, raised
+from keras_nanguard._diagnose.arithmetic import must_stay_finite
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_facts
+from keras_nanguard._diagnose.precision import lowest
+from keras_nanguard._diagnose.rerun import Step
+from keras_nanguard._diagnose.trials import Trials
+from keras_nanguard._incident import Diagnosis, Finding, Incident
+from keras_nanguard._step._fault_hook import without_faults
+
+__all__ = ["Explainer"]
+
+FULL = 3
+"""Incidents of one streak that are diagnosed in full; those that follow with the same findings take over the result."""
+
+MOST_FULL = 20
+"""Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
+
+
+class Explainer:
+    """Diagnoses the incidents of one session.
+
+    Attributes:
+        evidence: what the last diagnosis was decided from.
+        full: whether the last incident was diagnosed in full.
+    """
+
+    def __init__(self) -> None:
+        self.evidence: Evidence | None = None
+        self.full = True
+        self._signature: Any = None
+        self._repeats = self._last_step = 0
+        self._known: dict[Any, Diagnosis] = {}
+        self._full: Counter[Any] = Counter()
+
+    def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+        """Return why an incident happened. Never raises."""
+        try:
+            with without_faults():
+                return self._explained(session, incident, report)
+        except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
+            return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
+
+    def bundle(self, session: Any, incident: Incident, report: Any) -> str | None:
+        """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
+        from keras_nanguard._diagnose import bundle as _bundle
+
+        if report is None or report.batch is None or not incident.refused or not self.full:
+            return None
+        try:
+            return _bundle.write(session.directory, session, incident, report.batch, self.evidence or Evidence(), _mode(session))
+        except Exception as error:  # noqa: BLE001  a full disk must not end training
+            _state.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
+            return None
+
+    def of_error(self, session: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+        """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
+        try:
+            given = session.transaction.given if keras.backend.backend() == "torch" else None
+            return raised.explained(session.model, error, getattr(given, "args", None))
+        except Exception:  # noqa: BLE001  the user's exception goes on as it is
+            return None
+
+    def _explained(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+        signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings if f.site != "inputs"))
+        again = signature == self._signature and incident.step - self._last_step <= 1
+        self._repeats = self._repeats + 1 if again else 1
+        self._signature, self._last_step = signature, incident.step
+        known = self._known.get(signature)
+        self.full = known is None or (self._repeats <= FULL and self._full[signature] < MOST_FULL)
+        if known is not None and not self.full:
+            return self._taken_over(known, report)
+        self._full[signature] += 1
+        self.evidence = gather(session, incident, report)
+        self._known[signature] = raised.by_replay(session.model, self.evidence, report) or conclude(self.evidence)
+        return self._known[signature]
+
+    def _taken_over(self, known: Diagnosis, report: Any) -> Diagnosis:
+        """Return an earlier diagnosis for one more incident with the same findings; bad rows are counted anew."""
+        rows: tuple[int, ...] = ()
+        if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
+            found = batches.bad(report.batch, batches.ROLES)
+            rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
+        note = "Taken over from an earlier step with the same findings, of which there have been many."
+        return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
+
+
+def gather(session: Any, incident: Incident, report: Any) -> Evidence:
+    """Return everything that can be measured about an incident."""
+    anatomy = session.anatomy()
+    session.history.start(session.ring.snapshots, anatomy.trainable)
+    own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
+    state = [f for f in incident.findings if f.site == "state"]
+    outside = any(f.site in ("validation", "predictions") for f in incident.findings)
+    if outside and not state:
+        state = [f for f in incident.findings if f.site in ("weights", "statistics")]
+    fresh = session.step == 0 and not incident.refused
+    roles = _roles(anatomy)
+    committed = "" if incident.refused else _committed(incident)
+    first = "" if _bad_before_update(incident) else committed
+    facts = optimizer_facts(anatomy.optimizers, committed=bool(committed))
+    evidence = Evidence(
+        step=incident.step,
+        refused=incident.refused,
+        sites=tuple(f"{f.site}:{f.kind}" for f in incident.findings),
+        value=next((f.value for f in incident.findings if f.value is not None), None),
+        state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
+        state_fresh=fresh,
+        mode=_mode(session),
+        growth=growth(session.history, incident.step, own, () if committed else anatomy.trainable),
+        optimizers=facts,
+        written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
+        loss_scale=incident.values.get("loss_scale"),
+        low_precision=lowest(session.model),
+        first_path=next((f.path for f in incident.findings if f.path), ""),
+        first=first,
+    )
+    if report is None or report.verdict.sound:
+        losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
+        evidence = dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
+    if report is None or report.batch is None:
+        return evidence
+    start = next((s for s in session.ring.snapshots if s.step == 0), None)
+    return Trials(step_of(session), report.batch, evidence, start).carried_out()
+
+
+def step_of(session: Any) -> Step:
+    """Return the step of a session, to be run again."""
+    transaction, anatomy = session.transaction, session.anatomy()
+    return Step(
+        getattr(transaction, "replayed", transaction.body),
+        session.model,
+        anatomy.optimizers,
+        saving=transaction.saving,
+        losses=transaction.outputs.losses,
+        strays=list(transaction.strays.values()),
+        tolerated=[v for v in anatomy.constants if id(v) in session.tolerated],
+    )
+
+
+def _committed(incident: Incident) -> str:
+    """Return the first bad site that a step left behind which committed."""
+    sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
+    return next((site for site in ("weights", "slots") if site in sites), "")
+
+
+def _bad_before_update(incident: Incident) -> bool:
+    """Whether what the update went by was bad already, as `observe` lets it."""
+    return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
+
+
+def _roles(anatomy: _state.Anatomy) -> dict[str, str]:
+    roles = {v.path: "weights" for v in anatomy.trainable}
+    roles |= {v.path: "statistics" if _state.is_statistic(v) else "weights" for v in anatomy.other}
+    return roles | {v.path: "slots" for v in anatomy.slots}
+
+
+def _mode(session: Any) -> str:
+    if keras.backend.backend() == "torch":
+        return "eager"
+    if getattr(session.transaction, "jit", False):
+        return "xla"
+    return "eager" if getattr(session.model, "run_eagerly", False) else "graph"

@@ -1,0 +1,1 @@
+"""Model files and live models: reading, scanning, repairing and recalibrating them."""

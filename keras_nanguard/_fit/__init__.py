@@ -1,0 +1,1 @@
+"""A guarded run on the host's side: what happens between two steps."""

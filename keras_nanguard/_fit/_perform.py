@@ -1,0 +1,303 @@
+"""Doing what a policy decided: one function per action, each of which ends as done or as skipped with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard import _probes, _state
+from keras_nanguard._errors import NonFiniteError
+from keras_nanguard._fit import _quarantine as _quarantine_files
+from keras_nanguard._fit._aftercare import initial_statistics, learning
+from keras_nanguard._fit._snapshot import Snapshot
+from keras_nanguard._incident import Incident, Outcome
+
+__all__ = ["HEALING", "PERFORMERS", "perform"]
+
+HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
+"""Actions that put another state in the place of the one that steps have run on."""
+
+_ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
+"""Actions after which training goes on from a state that no snapshot holds."""
+
+Answer = tuple[str, str]
+"""`("done" | "skipped", detail)`."""
+
+_SEED_STEP = 7919
+"""How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
+
+
+def perform(session: Any, incident: Incident, report: Any) -> tuple[tuple[Outcome, ...], NonFiniteError | None]:
+    """Do every action of the incident's decision; returns the outcomes, and the error to raise when all is told.
+
+    An action that fails is told as skipped with the error, so that one that cannot be done never hides the rest.
+    """
+    outcomes, error = [], None
+    assert incident.decision is not None
+    for action in incident.decision.actions:
+        name = action["action"]
+        parameters = {key: value for key, value in action.items() if key != "action"}
+        try:
+            status, detail = PERFORMERS[name](session, incident, report, parameters)
+        except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
+            status, detail = "skipped", f"{type(problem).__name__}: {problem}"
+        outcomes.append(Outcome(name, status, detail))
+        if name in _ANEW and status == "done":
+            session.recent.restart(session.step + 1)
+        if name == "raise_error":
+            error = NonFiniteError(f"NanGuard stopped training at step {incident.step}. {incident.decision.reason}")
+    return tuple(outcomes), error
+
+
+def _skip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", "the step was left out; the state is as it was before it"
+
+
+def _warn(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", p.get("message", "")
+
+
+def _newest(session: Any, depth: int = 1) -> Snapshot | None:
+    session.ring.promote(session.good)
+    found: Snapshot | None = session.ring.newest(depth)
+    return found
+
+
+def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    snapshot = _newest(session, p.get("depth", 1))
+    if snapshot is None:
+        return "skipped", "there is no verified snapshot to go back to"
+    _put_back(session, snapshot)
+    if p.get("reseed", True):
+        for seed in _state.seeds(session.anatomy().other):
+            moved = _state.read(seed)
+            moved[..., -1] += np.asarray(_SEED_STEP * (session.rollbacks + 1), moved.dtype)
+            _state.write(seed, moved)
+    session.rollbacks += 1
+    lost = max(incident.step - snapshot.step, 0)
+    skip = int(p.get("skip_batches", 0))
+    session.skip_batches += skip
+    also = f"; the next {skip} batches are left out" if skip else ""
+    return "done", f"back to the state before step {snapshot.step}, {lost} steps undone{also}"
+
+
+def _put_back(session: Any, snapshot: Snapshot) -> None:
+    session.ring.forget_after(snapshot.step)
+    session.recent.restart(session.step + 1, snapshot)
+    for variable in session.anatomy().restorable:
+        value = snapshot.value(variable)
+        if value is not None:
+            _state.write(variable, value)
+    session.trend.settle()
+    session.aftercare.rolled_back(session)
+
+
+def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    last = session.aftercare.lowered_at
+    if last is not None and incident.step - last < p.get("cooldown", 0):
+        return "skipped", f"lowered at step {last} already, and cooldown is {p['cooldown']} steps"
+    told = []
+    retrace = False
+    for optimizer in session.anatomy().optimizers:
+        before, after, anew = session.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
+        retrace |= anew
+        if after < before:
+            told.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
+    if retrace:
+        session.rebuild()
+    if not told:
+        return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
+    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    session.aftercare.lowered(session, recovery)
+    return "done", "learning rate of " + ", ".join(told)
+
+
+def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    told, reasons = [], []
+    for optimizer in session.anatomy().optimizers:
+        inner = _state.inner(optimizer)
+        now = inner.global_clipnorm
+        tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
+        tight = max(tight, p["min_clipnorm"])
+        if inner.clipnorm or inner.clipvalue:
+            reasons.append(f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm")
+        elif now is not None and tight >= now:
+            reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
+        else:
+            session.undo.append((inner, "global_clipnorm", now))
+            inner.global_clipnorm = tight
+            told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    if told:
+        session.rebuild()
+    return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
+
+
+def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    told = []
+    for optimizer in session.anatomy().optimizers:
+        if not (variables := _state.scales_of(optimizer)):
+            continue
+        scale, counter = variables
+        before = float(_state.read(scale))
+        start = p["reset_to"] if p.get("reset_to") is not None else before
+        start = optimizer.initial_scale if math.isnan(start) else start
+        after = min(max(start, p["floor"]), p["ceiling"])
+        _state.write(scale, np.float32(after))
+        _state.write(counter, np.zeros_like(_state.read(counter)))
+        growth = p.get("growth_steps")
+        if growth:
+            session.undo.append((optimizer, "dynamic_growth_steps", optimizer.dynamic_growth_steps))
+            optimizer.dynamic_growth_steps = growth
+        doubling = f", doubling after {growth} good steps" if growth else ""
+        told.append(f"loss scale {before:g} -> {after:g}{doubling}")
+    if not told:
+        return "skipped", "the model does not scale its loss"
+    session.aftercare.scale_bounds = (p["floor"], p["ceiling"])
+    if p.get("growth_steps"):
+        session.rebuild()
+    return "done", ", ".join(told)
+
+
+def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    anatomy = session.anatomy()
+    whole = [v for v in (*anatomy.trainable, *anatomy.statistics, *anatomy.slots) if id(v) not in session.tolerated]
+    bad = [(v, value) for v in whole if not _probes.is_finite(value := _state.view(v))]
+    if not bad:
+        return "skipped", "no entry is bad"
+    good = _source(session, p["source"], [v for v, _ in bad])
+    missing = [v.path for v, _ in bad if good.get(id(v)) is None]
+    if missing:
+        return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
+    count = 0
+    for variable, _ in bad:
+        value = _state.read(variable)
+        places = ~np.isfinite(_probes.widen(value))
+        value[places] = np.asarray(good[id(variable)])[places]
+        _state.write(variable, value)
+        count += int(places.sum())
+    return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
+
+
+def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
+    """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
+    if source == "last_good":
+        snapshot = _newest(session)
+        return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
+    if source == "initializer":
+        return {**{id(v): _first(session, v) for v in variables}, **_first_slots(session)}
+    return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
+
+
+def _first(session: Any, variable: Any) -> Any:
+    return _state.initial_value(session.model, (), variable)
+
+
+def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
+    """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
+    first: dict[int, np.ndarray[Any, Any]] = {}
+    for optimizer in session.anatomy().optimizers:
+        if not optimizer.built:
+            continue
+        fresh = _state.fresh_like(optimizer)
+        first |= {id(v): _state.read(new) for v, new in zip(optimizer.variables, fresh.variables)}
+        first |= {id(average): _state.read(weight) for average, weight in _state.averages_of(optimizer)}
+    return first
+
+
+def _reset_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    layers = [layer for layer in _state.batchnorms(session.model) if layer.built]
+    if not layers:
+        return "skipped", "the model has no BatchNormalization"
+    values = initial_statistics(layers)
+    if p["source"] == "last_good":
+        snapshot = _newest(session)
+        values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
+        if any(value is None for _, value in values):
+            return "skipped", "there is no last good state"
+    for variable, value in values:
+        _state.write(variable, value)
+    return "done", f"{len(values)} statistics set back"
+
+
+def _recalibrate_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    layers = learning(session.model)
+    if not layers:
+        return "skipped", "the model has no BatchNormalization that learns its statistics"
+    for variable, value in initial_statistics(layers):
+        _state.write(variable, value)
+    session.aftercare.estimate(session, p["batches"])
+    return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
+
+
+def _reset_slots(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    slots = [v for v in session.anatomy().slots if _probes.is_float(v.dtype)]  # counts of steps stay
+    if p["scope"] == "bad":
+        slots = [v for v in slots if not _probes.is_finite(_state.view(v))]
+    first = _first_slots(session) if slots else {}
+    for variable in slots:
+        _state.write(variable, first[id(variable)])
+    return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
+
+
+def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    if session.directory is None:
+        return "skipped", "NanGuard has no directory to keep batches in"
+    if report is None or report.batch is None:
+        return "skipped", "there is no batch to keep"
+    return _quarantine_files.keep(session.directory, incident, report.batch, p["max_batches"], p["max_mb"])
+
+
+def _restored(session: Any, restore: bool, incident: Incident) -> str:
+    if not restore:
+        return "the state is left as it is"
+    if incident.refused and not any(f.site == "state" for f in incident.findings):
+        return "the refused step left the last good state in place"
+    snapshot = _newest(session)
+    if snapshot is None:
+        return "there is no good state to restore"
+    _put_back(session, snapshot)
+    return f"the state before step {snapshot.step} restored"
+
+
+def _stop(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    session.stopped = True
+    session.model.stop_training = True
+    return "done", "training stops; " + _restored(session, p.get("restore", True), incident)
+
+
+def _raise_error(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    session.stopped = True
+    return "done", "NonFiniteError is raised; " + _restored(session, p.get("restore", True), incident)
+
+
+def _call(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    function = session.functions.get(p["function"])
+    if function is None:
+        known = ", ".join(sorted(session.functions)) or "none"
+        return "skipped", f"no function is registered as {p['function']!r} (registered: {known})"
+    result = function(incident)
+    return "done", "" if result is None else str(result)
+
+
+Performer = Callable[[Any, Incident, Any, Mapping[str, Any]], Answer]
+
+PERFORMERS: dict[str, Performer] = {
+    "skip": _skip,
+    "rollback": _rollback,
+    "lower_lr": _lower_lr,
+    "clip": _clip,
+    "fix_loss_scale": _fix_loss_scale,
+    "repair": _repair,
+    "reset_batchnorm": _reset_batchnorm,
+    "recalibrate_batchnorm": _recalibrate_batchnorm,
+    "reset_slots": _reset_slots,
+    "quarantine": _quarantine,
+    "warn": _warn,
+    "stop": _stop,
+    "raise_error": _raise_error,
+    "call": _call,
+}
+"""The function for each action of `keras_nanguard.actions.ACTIONS`; a test holds the two tables together."""

@@ -1,0 +1,388 @@
+"""A ring of verified states on disk, from which another process can go on.
+
+Each snapshot is one folder, written beside and renamed::
+
+    snapshots/
+      course.json                what the policy has changed so far, written anew at every incident
+      snapshot-00000012/
+        state.weights.h5         what Keras itself saves: weights, statistics, optimizers. Any Keras program can load it
+        rest.npz                 what it leaves out: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
+        snapshot.json            position, verified or not, checksums of the two files, and of itself
+
+A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard import _internals, _sealed, _state
+from keras_nanguard._errors import FileFormatError, expected
+from keras_nanguard._fit._course import Course
+from keras_nanguard._fit._snapshot import Ring, Snapshot, first_bad
+from keras_nanguard._version import __version__
+
+__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "read", "variables_of", "written"]
+
+FORMAT = 1
+"""Number of the form of `snapshot.json`."""
+
+GENERATOR = "generator"
+"""In `rest.npz`, on PyTorch: the state of its generator."""
+
+FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weights.h5", "rest.npz", "snapshot.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What `snapshot.json` tells.
+
+    Attributes:
+        step: number of steps that were complete, in the fit that took it.
+        epoch, batch: the epoch, and how many batches of it were through.
+        verified: whether enough good steps have followed.
+        files: SHA-256 of each file beside.
+        signature: SHA-256 of the shapes and dtypes of all variables, in their order.
+        rest: `[number, path, dtype]` of each variable in `rest.npz`.
+        metrics: how many variables of metrics are there besides.
+        optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
+        course: what the policy had changed, as `Course.to_dict()`.
+        measured: learning rates and loss scales at that time, for whoever reads the file.
+        versions: of Keras, its backend, NumPy and this library.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    verified: bool
+    files: dict[str, str]
+    signature: str
+    rest: tuple[tuple[int, str, str], ...]
+    metrics: int
+    optimizers: tuple[tuple[int, ...] | None, ...]
+    course: dict[str, Any]
+    measured: dict[str, Any]
+    versions: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder of its snapshot."""
+        _sealed.write_json(folder / RECORD, {"format": FORMAT, **asdict(self)})
+
+
+def folder_of(directory: str | Path) -> Path:
+    """Return where the snapshots of a guard's directory are."""
+    return Path(directory) / FOLDER
+
+
+def written(folder: Path) -> list[Path]:
+    """Return the snapshots in a folder, oldest first, broken ones included."""
+    return sorted(path for path in folder.glob("snapshot-*") if path.is_dir())
+
+
+def read(path: Path) -> Record:
+    """Return the record of a snapshot, with every file of it checked.
+
+    Raises:
+        FileFormatError: if a file is missing, cut short, changed, or of another format.
+    """
+    data = _sealed.read_json(path / RECORD)
+    if data.pop("format", None) != FORMAT:
+        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it."))
+    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+    try:
+        record = Record(**given)
+    except TypeError as error:
+        raise FileFormatError(f"{path / RECORD} has a malformed field: {error}") from error
+    for name, fingerprint in record.files.items():
+        if name not in (WEIGHTS, REST) or not (path / name).is_file():
+            raise FileFormatError(f"{path / name} is missing")
+        if _sealed.fingerprint(path / name) != fingerprint:
+            raise FileFormatError(f"{path / name} is not as it was written: its checksum does not fit")
+    return record
+
+
+def variables_of(anatomy: _state.Anatomy) -> list[Any]:
+    """Return everything that a snapshot on disk holds, in its order, but the metrics."""
+    return list(anatomy.everything)
+
+
+def signature(variables: Iterable[Any]) -> str:
+    """Return what two models have in common if the state of one fits the other."""
+    text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_optimizers(anatomy: _state.Anatomy, trained: Sequence[Sequence[int] | None]) -> None:
+    """Build the optimizers that were built when a snapshot was taken, for the same weights."""
+    weights = [*anatomy.trainable, *anatomy.other]
+    for optimizer, numbers in zip(anatomy.optimizers, trained):
+        if numbers is not None and not optimizer.built and max(numbers, default=0) < len(weights):
+            optimizer.build([weights[number] for number in numbers])
+
+
+def load(
+    model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record
+) -> np.ndarray[Any, Any] | None:
+    """Write a snapshot that `read` has checked into the variables of a model, and its metrics where they are the same.
+
+    Returns:
+        The state of the generator that is no variable's, for `_internals.set_generator_state`; `None` where there is none.
+
+    Raises:
+        FileFormatError: if it belongs to a model of another shape; some variables may be written by then.
+    """
+    if record.signature != signature(variables):
+        raise FileFormatError(f"{path} belongs to another model: its variables have other shapes or dtypes")
+    try:
+        if WEIGHTS in record.files:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.load_weights(path / WEIGHTS)
+        with np.load(path / REST, allow_pickle=False) as arrays:
+            for number, _, dtype in record.rest:
+                _state.write(variables[number], _typed(arrays[f"v{number}"], dtype))
+            if len(metrics) == record.metrics:
+                for number, metric in enumerate(metrics):
+                    _state.write(metric, arrays[f"m{number}"])
+            drawn: np.ndarray[Any, Any] | None = arrays.get(GENERATOR)
+            return drawn
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise FileFormatError(f"{path} does not fit this model: {error}") from error
+
+
+class DiskRing(Ring):
+    """The snapshots of one fit on disk.
+
+    The state before the first step also stays in memory while it is the newest good one: a model may get variables in
+    its first step that no file written before can hold.
+
+    Args:
+        keep: how many there may be in the folder at a time, those of earlier runs included.
+        good_after: good steps that make a snapshot verified.
+        directory: the guard's directory.
+        session: the session that takes them.
+    """
+
+    only_reads = False
+
+    def __init__(self, keep: int, good_after: int, directory: str | Path, session: Any):
+        super().__init__(keep, good_after)
+        self.folder, self.session = folder_of(directory), session
+        self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
+
+    def take(
+        self,
+        variables: Iterable[Any],
+        step: int,
+        good: int,
+        verified: bool = False,
+        tolerated: Container[int] = (),
+    ) -> str:
+        """Write the state to disk; returns `""`, or the path of the first variable that is not finite."""
+        self.promote(good)
+        verified |= self.good_after == 0
+        for snapshot in self.snapshots:
+            if snapshot.step != 0:
+                snapshot.arrays = {}
+        variables = list(variables)
+        bad = first_bad([(v, _state.view(v)) for v in variables], tolerated)
+        if bad:
+            return bad
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+        _sealed.sweep(self.folder)
+        last = max((int(p.name.split("-")[1]) for p in written(self.folder)), default=0)
+        path = self.folder / f"snapshot-{last + 1:08d}"
+        beside = self.folder / f"{_sealed.BESIDE}{path.name}"
+        beside.mkdir()
+        record = self._write(beside, step, verified)
+        _sealed.put(beside, path)
+        self.note(self.session)
+        arrays = {id(v): _state.read(v) for v in variables} if not self.snapshots else {}
+        self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
+        self._prune()
+        return ""
+
+    def promote(self, good: int) -> None:
+        """Mark as verified what enough good steps have followed, in the files too."""
+        proven = [s for s in self.snapshots if not s.verified]
+        super().promote(good)
+        for snapshot in proven:
+            if snapshot.verified and isinstance(snapshot, _OnDisk):
+                snapshot.prove()
+
+    def newest(self, depth: int = 1) -> Snapshot | None:
+        """Return the verified snapshot that is `depth`-th from the newest, or the next older one where that is broken."""
+        while (snapshot := super().newest(depth)) is not None:
+            if self.at_hand(snapshot):
+                return snapshot
+            self.snapshots = [s for s in self.snapshots if s is not snapshot]
+        return None
+
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """Read a snapshot's values from disk where they are not in memory; returns whether they are now."""
+        if snapshot.arrays or not isinstance(snapshot, _OnDisk):
+            return True
+        try:
+            self._fetch(snapshot)
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard leaves a snapshot out: {error}", stacklevel=3)
+        return bool(snapshot.arrays)
+
+    def forget_after(self, step: int) -> None:
+        """Give up the snapshots taken after this step, on disk too."""
+        for snapshot in self.snapshots:
+            if snapshot.step > step and isinstance(snapshot, _OnDisk):
+                _sealed.remove(snapshot.path)
+        super().forget_after(step)
+
+    def note(self, session: Any) -> None:
+        """Write down what the policy has changed so far."""
+        if self.folder.exists():
+            _sealed.write_json(self.folder / COURSE, Course.of(session).to_dict())
+
+    def _fetch(self, snapshot: _OnDisk) -> None:
+        """Read the values back, by way of the model, which is left as it is."""
+        record = read(snapshot.path)
+        variables = variables_of(self.session.anatomy())
+        with _left_as_they_are(variables):
+            load(self.session.model, variables, (), snapshot.path, record)
+            snapshot.arrays = {id(v): _state.read(v) for v in variables}
+
+    def _write(self, folder: Path, step: int, verified: bool) -> Record:
+        session, anatomy = self.session, self.session.anatomy()
+        variables = variables_of(anatomy)
+        files = {}
+        if hasattr(session.model, "save_weights") and session.model.built:  # a layer alone has no file format of its own
+            type(session.model).save_weights(session.model, folder / WEIGHTS)  # checked already: past the firewall
+            files[WEIGHTS] = _kept(folder / WEIGHTS)
+        left_out = self._not_in(folder / WEIGHTS, variables) if files else frozenset(range(len(variables)))
+        rest = {number: _state.read(variables[number]) for number in sorted(left_out)}
+        with (folder / REST).open("wb") as file:
+            metrics = {f"m{number}": _state.read(metric) for number, metric in enumerate(anatomy.metrics)}
+            arrays = {f"v{number}": _plain(array) for number, array in rest.items()}
+            if (drawn := _internals.generator_state()) is not None:
+                arrays[GENERATOR] = drawn
+            np.savez(file, allow_pickle=False, **arrays, **metrics)  # type: ignore[arg-type]
+        files[REST] = _kept(folder / REST)
+        epoch, batch = session.position()
+        record = Record(
+            step=step,
+            epoch=epoch,
+            batch=batch,
+            verified=verified,
+            files=files,
+            signature=signature(variables),
+            rest=tuple((number, str(variables[number].path), array.dtype.name) for number, array in rest.items()),
+            metrics=len(metrics),
+            optimizers=_trained(anatomy),
+            course=Course.of(session).to_dict(),
+            measured={
+                "learning_rate": [str(_state.learning_rate(o)) for o in anatomy.optimizers],
+                "loss_scale": [str(float(_state.read(scale))) for scale, _ in anatomy.scales],
+            },
+            versions={
+                "keras": keras.__version__,
+                "backend": keras.backend.backend(),
+                "numpy": np.__version__,
+                "keras_nanguard": __version__,
+            },
+        )
+        record.write(folder)
+        return record
+
+    def _not_in(self, weights: Path, variables: list[Any]) -> frozenset[int]:
+        """Return the numbers of the variables that Keras does not save: those that loading the file does not bring back.
+
+        Found by trying, once for each set of variables, so that no layer or release of Keras can be wrong about it.
+        """
+        key = tuple(id(v) for v in variables)
+        if self._left_out[0] != key:
+            with _left_as_they_are(variables) as before, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for variable, value in zip(variables, before):
+                    _state.write(variable, (value == 0).astype(value.dtype))
+                self.session.model.load_weights(weights)
+                changed = [not _same(_state.read(v), value) for v, value in zip(variables, before)]
+            self._left_out = (key, frozenset(number for number, bad in enumerate(changed) if bad))
+        return self._left_out[1]
+
+    def _prune(self) -> None:
+        """Bring the folder down to `keep` snapshots: those of earlier runs go first, then as in memory."""
+        ours = {s.path for s in self.snapshots if isinstance(s, _OnDisk)}
+        foreign = [path for path in written(self.folder) if path not in ours]
+        for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
+            _sealed.remove(path)
+        newest = self.snapshots.pop()
+        while len(self.snapshots) >= self.keep:
+            gone = self._give_up()
+            if isinstance(gone, _OnDisk):
+                _sealed.remove(gone.path)
+        self.snapshots.append(newest)
+
+
+class _OnDisk(Snapshot):
+    """A snapshot whose values are in files until they are asked for."""
+
+    def __init__(self, step: int, good: int, verified: bool, arrays: dict[int, Any], path: Path, record: Record):
+        super().__init__(step, good, verified, arrays)
+        self.path, self.record = path, record
+
+    def prove(self) -> None:
+        """Note in its file that enough good steps have followed."""
+        if self.path.exists():
+            Record(**{**_shallow(self.record), "verified": True}).write(self.path)
+
+
+def _shallow(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in Record.__slots__}
+
+
+@contextmanager
+def _left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Give variables their values back at the end, whatever has happened in between."""
+    before = [_state.read(variable) for variable in variables]
+    try:
+        yield before
+    finally:
+        for variable, value in zip(variables, before):
+            _state.write(variable, value)
+
+
+def _trained(anatomy: _state.Anatomy) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the numbers of the weights that each optimizer is built for."""
+    numbers = {id(v): number for number, v in enumerate((*anatomy.trainable, *anatomy.other))}
+    built = [_state.trained_by(o) if o.built else None for o in anatomy.optimizers]
+    return tuple(None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built)
+
+
+def _kept(path: Path) -> str:
+    _sealed.settle(path)
+    return _sealed.fingerprint(path)
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array in a dtype that NumPy itself can write: bfloat16 and float8 as the bytes they are."""
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" or array.dtype.isbuiltin != 1 else array
+
+
+def _typed(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Undo `_plain`."""
+    if array.dtype.name == dtype:
+        return array
+    import ml_dtypes
+
+    return array.view(getattr(ml_dtypes, dtype))
+
+
+def _same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.tobytes() == other.tobytes()
