@@ -54,7 +54,7 @@ test-torch-all: .venv-torch/.ready  ## the whole suite on PyTorch
 	$(ON_TORCH) tests
 
 ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*
