@@ -91,11 +91,10 @@ def is_away(tensor: Any) -> bool:
 
 
 def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
-    """Return groups of scalars as numbers, with one look at the device for all of them."""
+    """Return groups of scalars of one dtype as numbers, with one look at the device for all of them."""
     scalars = [scalar for group in groups for scalar in group]
-    away = next((scalar for scalar in scalars if is_away(scalar)), scalars[0])
-    wide = max((scalar.dtype for scalar in scalars), key=lambda dtype: dtype.itemsize)
-    numbers = iter(torch.stack([scalar.to(away.device, wide) for scalar in scalars]).tolist())
+    away = next((scalar.device for scalar in scalars if is_away(scalar)), None)
+    numbers = iter(torch.stack(scalars if away is None else [scalar.to(away) for scalar in scalars]).tolist())
     return [[next(numbers) for _ in group] for group in groups]
 
 
