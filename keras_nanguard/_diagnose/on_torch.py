@@ -13,7 +13,7 @@ import torch
 
 from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births_torch import Births, storage
-from keras_nanguard._step._torch_intercept import Intercept
+from keras_nanguard._step._torch_intercept import Intercept, StandIns
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_module import LIVE, TorchModule
 from keras_nanguard._step._torch_outputs import LogOutputs
@@ -98,7 +98,7 @@ def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Iterato
     real = functional.binary_cross_entropy
     functional.binary_cross_entropy = _going_on(real)
     try:
-        with Intercept(model, optimizers, lambda record: "now" if through else "never", {}) as seen:
+        with Intercept(StandIns(model, optimizers), lambda record: "now" if through else "never", {}) as seen:
             yield seen
     finally:
         functional.binary_cross_entropy = real

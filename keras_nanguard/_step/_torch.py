@@ -29,7 +29,7 @@ from keras_nanguard._step import _torch_outputs, _torch_sums
 from keras_nanguard._step._proof import EVERY
 from keras_nanguard._step._torch_batches import Given
 from keras_nanguard._step._torch_compiled import Compiled
-from keras_nanguard._step._torch_intercept import Intercept
+from keras_nanguard._step._torch_intercept import Intercept, StandIns
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_raised import is_numeric
 from keras_nanguard._step._torch_records import KerasRecord, Record
@@ -204,8 +204,9 @@ class _Run:
         grads = [t for t in parts.heavy if t.grad is not None]
         self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []
         outputs = None
-        body = owner.body if self.compiled is None else self.compiled.body
-        with self.journal, Intercept(owner.model, self.anatomy.optimizers, self._asked, parts.paths, self.compiled) as self.seen:
+        body = self.compiled.body if self.compiled else owner.body
+        stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.anatomy.optimizers)
+        with self.journal, Intercept(stand_ins, self._asked, parts.paths) as self.seen:
             try:
                 outputs = body(*args)
             except Exception as error:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_nanguard import _state
 from keras_nanguard._step._torch_records import KerasRecord, Record, TorchRecord, Undo
 
-__all__ = ["Intercept"]
+__all__ = ["Intercept", "StandIns"]
 
 _COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
 
@@ -60,16 +60,76 @@ def _storage(tensor: Any) -> int:
         return id(tensor)
 
 
-class Intercept:
-    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+class StandIns:
+    """What stands in for optimizers and for the computation of the loss, and tells the interception of the step that runs.
 
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
+        told: makes what reports to the host of a function that does.
+        update: makes the update of a Keras optimizer of its `apply`.
+
+    Attributes:
+        running: the interception of the step that runs, alone in a list, so that no function here refers to what holds it.
+        places: `(object, attribute, function)` of each of them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        update: Callable[[Any], Callable[..., Any]] = lambda optimizer: optimizer.apply,
+    ):
+        self.model, self.told = model, told
+        self.running: list[Intercept] = []
+        self.places: list[tuple[Any, str, Callable[..., Any]]] = []
+        for optimizer in optimizers:
+            of_torch: Any = getattr(optimizer, "of", None)
+            if of_torch is not None:
+                self.places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
+            else:
+                self.places.append((optimizer, "apply", self._applier(optimizer, update(optimizer))))
+        if hasattr(model, "compute_loss"):
+            self.places.append((model, "compute_loss", self._noting(model.compute_loss)))
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+            running[0].take(optimizer, real, grads, trainable_variables)
+
+        return self.told(apply)
+
+    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+
+        @functools.wraps(real)  # a scheduler of torch's marks the function
+        def step(closure: Any = None, **kwargs: Any) -> Any:
+            return running[0].take_step(optimizer, real, closure, kwargs)
+
+        return self.told(step)
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+        note = self.told(lambda loss, args, kwargs: running[0].note(loss, args, kwargs))
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            note(loss, args, kwargs)
+            return loss
+
+        return compute_loss
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        stand_ins: what stands in for them.
         asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
             kept before, `"later"` to put it off, `"never"` to leave it out.
         paths: path of each parameter by its `id`, for optimizers of torch's.
-        compiled: the compiled step that runs, which has its stand-ins ready; `None` for one that is not compiled.
 
     Attributes:
         records: what the optimizers were asked for, in order.
@@ -79,11 +139,8 @@ class Intercept:
         undo: what undoes the updates that had to be made before the verdict, in order.
     """
 
-    def __init__(
-        self, model: Any, optimizers: Iterable[Any], asked: Callable[[Record], str], paths: dict[int, str], compiled: Any = None
-    ):
-        self.compiled = compiled
-        self.model, self.optimizers, self.asked, self.paths = model, list(optimizers), asked, paths
+    def __init__(self, stand_ins: StandIns, asked: Callable[[Record], str], paths: dict[int, str]):
+        self.stand_ins, self.asked, self.paths = stand_ins, asked, paths
         self.records: list[Record] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
@@ -93,50 +150,23 @@ class Intercept:
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Intercept:
-        if self.compiled is not None:
-            self.compiled.seen = self
-            for target, name, function in self.compiled.stand_ins:
-                self._override(target, name, function)
-            return self
-        for optimizer in self.optimizers:
-            of_torch: Any = getattr(optimizer, "of", None)
-            if of_torch is not None:
-                self._override(of_torch, "step", self._stepper(optimizer, of_torch.step))
-            else:
-                self._override(optimizer, "apply", self._applier(optimizer, optimizer.apply))
-        if hasattr(self.model, "compute_loss"):
-            self._override(self.model, "compute_loss", self._noting(self.model.compute_loss))
+        self.stand_ins.running.append(self)
+        for target, name, function in self.stand_ins.places:
+            self._before.append((target, name, vars(target).get(name)))
+            _state.set_instance(target, name, function)
         return self
 
     def __exit__(self, *details: Any) -> None:
         if self._watch is not None:
             self._watch.__exit__(*details)
             self._watch = None
-        if self.compiled is not None:
-            self.compiled.seen = None
+        self.stand_ins.running.clear()
         for target, name, before in reversed(self._before):
             _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
-
-    def _override(self, target: Any, name: str, value: Any) -> None:
-        self._before.append((target, name, vars(target).get(name)))
-        _state.set_instance(target, name, value)
-
-    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
-            self.take(optimizer, real, grads, trainable_variables)
-
-        return apply
 
     def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
         """Take down an update that `real(grads, variables)` would make."""
         self._take(KerasRecord(optimizer, real, list(grads), None if variables is None else list(variables)))
-
-    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)  # a scheduler of torch's marks the function
-        def step(closure: Any = None, **kwargs: Any) -> Any:
-            return self.take_step(optimizer, real, closure, kwargs)
-
-        return step
 
     def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
         """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""
@@ -179,20 +209,12 @@ class Intercept:
         for undo in reversed(self.undo):
             undo.give_back()
 
-    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = real(*args, **kwargs)
-            self.note(loss, args, kwargs)
-            return loss
-
-        return compute_loss
-
     def note(self, loss: Any, args: Any, kwargs: Any) -> None:
         """Take down what `compute_loss(*args, **kwargs)` has returned."""
         if loss is not None:
             self.losses.append(keras.ops.convert_to_tensor(loss))
             predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-            self.outputs += _named(self.model, predicted)
+            self.outputs += _named(self.stand_ins.model, predicted)
 
 
 def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:
