@@ -295,6 +295,6 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
 
 def _explainer() -> Any:
-    from keras_nanguard._diagnose import explain_step as _explain_step
+    from keras_nanguard._diagnose.explain_step import Explainer
 
-    return _explain_step.Explainer()
+    return Explainer()

@@ -41,7 +41,6 @@ DEBT = {
     "live": {"_flatten_layers"},
     "rates": {"_get_current_learning_rate", "_learning_rate"},
     "counterfactuals": {"_get_current_learning_rate"},
-    "repair_model": {"_trainable_variables", "_model_variables_moving_average"},
     "_diagnose.facts": {"_trainable_variables"},
     "_lint.*": {
         *("_compile_metrics", "_fn_kwargs", "_functional", "_inbound_nodes", "_keras_history"),

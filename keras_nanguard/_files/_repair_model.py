@@ -82,15 +82,15 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     Step counts and learning rates stay (a rate that is itself bad comes from the configuration); averages of the
     weights start from the weights.
     """
+    from keras_nanguard import _state  # loads Keras, which whoever holds a model has loaded
+
     changes = []
     for name, optimizer in optimizers(model):
         paths = {f"{name}/{variable.path}": variable for variable in optimizer.variables}
         if not wanted & set(paths):
             continue
-        fresh = type(optimizer).from_config(optimizer.get_config())
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        fresh.build(inner._trainable_variables)
-        averages = dict(zip(map(id, getattr(inner, "_model_variables_moving_average", ())), inner._trainable_variables, strict=False))
+        fresh = _state.fresh_like(optimizer)
+        averages = {id(average): weight for average, weight in _state.averages_of(optimizer)}
         for (path, variable), start in zip(paths.items(), fresh.variables, strict=True):
             if variable.name in ("iteration", "learning_rate") and path not in wanted:
                 continue
