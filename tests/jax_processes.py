@@ -45,7 +45,7 @@ def data():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
     y = x.sum(2, keepdims=True)
-    kept = [i for i in range(STEPS) if WHAT != "plain" or i not in BAD]
+    kept = [i for i in range(STEPS) if WHAT not in ("plain", "without") or i not in BAD]
     if WHAT in ("bad", "endless"):
         for batch, row in BAD.items() if WHAT == "bad" else ((b, 3) for b in range(STEPS)):
             x[batch, row, 2] = np.nan

@@ -40,10 +40,10 @@ def told(what, directory, *more):
     return [json.loads(out.splitlines()[-1]) for out, _ in both], [out for out, _ in both]
 
 
-def same(one, other):
-    assert one["loss"] == other["loss"]
-    for a, b in zip(one["weights"], other["weights"]):
-        np.testing.assert_array_equal(a, b)
+def same(one, other, tolerance=0.0):
+    """Runs of one compiled step end in the same bits; of two, which compilers make of other code, in the same to `tolerance`."""
+    for a, b in zip([one["loss"], *one["weights"]], [other["loss"], *other["weights"]]):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module", params=[(), ("model",)], ids=["data parallel", "model parallel"])
@@ -54,11 +54,12 @@ def parallel(request):
 
 def test_refused_by_both(parallel, tmp_path):
     """A bad row of either process: both leave the batch out, and end where a run without it ends."""
-    plain = told("plain", tmp_path / "plain", *parallel)[0][0]
+    plain, without = (told(what, tmp_path / what, *parallel)[0][0] for what in ("plain", "without"))
     (first, second), printed = told("bad", tmp_path, *parallel)
     assert first["spread"] == list(parallel)
-    same(first, plain)
-    same(second, plain)
+    same(first, without)
+    same(first, second)
+    same(first, plain, 1e-5)
     assert first["incidents"] == second["incidents"]
     assert [i[:3] for i in first["incidents"]] == [[3, "input_nonfinite", [1]], [7, "input_nonfinite", [14]]], "rows of the whole batch"
     assert first["folder"] == str(tmp_path) != second["folder"]
