@@ -7,7 +7,7 @@ with `tf.math.is_finite` reaches 13).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -106,30 +106,24 @@ def _count(tensor: Any) -> Any:
     return tf.stack([nan, tf.math.count_nonzero(tf.math.is_inf(tensor)), size])
 
 
-def ends(
-    anatomy: _state.Anatomy,
-    records: Sequence[Any],
-    gradients: Any,
-    dtype: Any,
-    read: Callable[[Any], Any] = lambda variable: variable,
-) -> tuple[Any, Any]:
-    """Return the sums over the updated weights and the slots, after the update; or before, where `read` returns its values.
+def ends(anatomy: _state.Anatomy, records: Sequence[Any], gradients: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the sums over the updated weights and the slots, after the update.
 
     Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
     steps where a proof covers the rest.
     """
-    together = [read(v) for v in {id(v): _state.native(v) for record in records for v in record.variables}.values()]
+    together = list({id(v): _state.native(v) for record in records for v in record.variables}.values())
     sums = []
     listed = {id(v) for v in anatomy.slots}
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        variables = [read(v.value) for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
+        variables = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
         if not _large(variables):
             together += variables
             continue
         if not is_proven(optimizer, [v.dtype.size for v in variables]):
             sums.append(total(variables, dtype))
             continue
-        turn = tf.convert_to_tensor(read(_state.inner(optimizer).iterations.value)) % EVERY == 0
+        turn = _state.inner(optimizer).iterations.value % EVERY == 0
         sums.append(
             tf.cond(turn | (gradients > BOUND), lambda v=variables: total(v, dtype), lambda: tf.zeros((), dtype))
         )

@@ -4,9 +4,8 @@ In words::
 
     keep      references to the small state (statistics, seeds, metrics)      no copy: TensorFlow copies on write
     run       the user's step, its optimizers' updates put off
-    update    what they would write, as values (see `_draft`); weights and slots are read once
     verdict   loss, gradients and written statistics finite, loss scale sound
-    if so:    the values take the place of the old ones, or, where there are none, the updates run now
+    if so:    the updates run now, by fused kernels where there are some (see `_fused`); weights and slots are read once
     if not:   the small state is given back, the loss scale learns, batch and counts are filed for the host
 
 The verdict is known before anything large is written, so nothing large is ever copied. A step that reads its weights
@@ -19,12 +18,13 @@ Decided with one `tf.cond`: selecting old or new for each variable costs a pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from keras_nanguard import _state
-from keras_nanguard._step import _batches, _draft, _graph, _outputs, _reports, _sums
+from keras_nanguard._step import _batches, _fused, _graph, _outputs, _reports, _sums
 from keras_nanguard._step._intercept import Intercept, Seen
 from keras_nanguard._step._verdict import FIELDS, PERIOD, Verdict
 
@@ -85,7 +85,6 @@ class Transaction:
         self.files = _reports.Files(capacity)
         self.stored = _batches.Stored() if stores else None
         self.given: Any = 0
-        self.sources: list[Any] = []  # what the trace calls functions of
         self.outputs = _outputs.LogOutputs(model) if logs else _outputs.PlainOutputs()
         self.compiled = (
             tf.function(self._run, jit_compile=True, reduce_retracing=True, autograph=False) if jit else None
@@ -205,8 +204,6 @@ class Run:
         self.anatomy = owner.anatomy()
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
-        self.draft: Any = None
-        self.drafted_ends: Sequence[Any] = []  # of a state that a refusal leaves unwritten
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
@@ -312,7 +309,6 @@ class Run:
         return tf.stack([*first, *ends, self.scale, self.step, self.halt])
 
     def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        self.draft = self.drafted()
         places = _reports.places(self)
         nothing = tf.zeros((len(places), 3), tf.int64)
         outside = self.owner.jit and self.graph is not None
@@ -339,27 +335,15 @@ class Run:
         """Run the updates that were put off and read what they wrote; returns these sums, and what the outputs need."""
         if self.through:
             return [*self.ends, *self.owner.outputs.committed(outputs)]
-        if self.draft is not None:
-            self.draft.commit()
-            return [*self.drafted_ends, *self.owner.outputs.committed(outputs)]
         self.update()
         ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
         return [*ends, *self.owner.outputs.committed(outputs)]
 
     def update(self) -> None:
         """Run the updates that were put off."""
-        for record in self.seen.records:
-            record.run()
-
-    def drafted(self) -> Any:
-        """Return what the updates that were put off would write, as values; `None` where they have to run to tell."""
-        if self.through or self.graph is None or self.owner.jit or not self.seen.records:
-            return None
-        draft = _draft.drafted(self.update, [self.local(v) for v in (*self.anatomy.trainable, *self.anatomy.slots)])
-        if draft is not None:
-            self.owner.sources.append(draft.source)
-            self.drafted_ends = _sums.ends(self.anatomy, self.seen.records, self.gradients, self.kind, draft.read)
-        return draft
+        with nullcontext() if self.owner.jit else _fused.fused(self.anatomy.optimizers):
+            for record in self.seen.records:
+                record.run()
 
     def refuse(self, outputs: Any) -> list[Any]:
         """Give back what was kept; returns the same as `commit`."""
