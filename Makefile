@@ -21,7 +21,8 @@ demo: $(READY)  ## train one network twice on troubled data, with and without th
 	$(BIN)/python -m keras_nanguard demo
 
 test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow, and on the others what depends on the backend
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
+	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests && wait $$made
 	$(MAKE) test-jax test-torch
 
 lint: $(READY)
@@ -39,8 +40,8 @@ campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
 bench: $(READY)  ## what guarding costs
 	$(BIN)/python benchmarks/overhead.py
 
-test-jax: .venv-jax/.ready  ## the short form on JAX: the step, and what only its own code can get wrong
-	$(ON_JAX) tests/test_jax*.py $(patsubst %,tests/test_%.py,$(STEP)) tests/diagnosis/test_counterfactuals.py
+test-jax: .venv-jax/.ready  ## the short form on JAX: the step, and what only its own code can get wrong; compiled in haste
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(ON_JAX) tests/test_jax*.py $(patsubst %,tests/test_%.py,$(STEP)) tests/diagnosis/test_counterfactuals.py
 
 STEP = transaction sites upstream_defects decisions logs results recent kept
 
