@@ -40,8 +40,9 @@ def fused(optimizers: Iterable[Any]) -> Iterator[None]:
     if not same_bits():
         stock = []
     for optimizer in stock:
+        divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
         for name in _NAMES:
-            _state.set_instance(optimizer, name, _assigning(getattr(optimizer, name), name))
+            _state.set_instance(optimizer, name, _assigning(getattr(optimizer, name), name == "assign_add", divides))
     try:
         yield
     finally:
@@ -55,15 +56,20 @@ def _assigns_as_keras(optimizer: Any) -> bool:
     return all(getattr(kind, name) is getattr(plain, name) and name not in vars(optimizer) for name in _NAMES)
 
 
-def _assigning(real: Callable[[Any, Any], Any], name: str) -> Callable[[Any, Any], None]:
+def _assigning(real: Callable[[Any, Any], Any], add: bool, divides: bool) -> Callable[[Any, Any], None]:
+    """Return what stands in for `assign_add` or `assign_sub`.
+
+    `divides` says that a moment is not written between being read for a quotient and the assignment: the kernel reads it then.
+    """
+
     def assign(variable: Any, value: Any) -> None:
-        if not _by_kernel(_state.native(variable), value, name == "assign_add"):
+        if not _by_kernel(_state.native(variable), value, add, divides):
             real(variable, value)
 
     return assign
 
 
-def _by_kernel(variable: Any, value: Any, add: bool) -> bool:
+def _by_kernel(variable: Any, value: Any, add: bool, divides: bool) -> bool:
     """Make `variable += value`, or `-=`, with a kernel that computes the last part of `value`, too; returns whether one does."""
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return False
@@ -75,7 +81,7 @@ def _by_kernel(variable: Any, value: Any, add: bool) -> bool:
             if rate.shape.rank == 0 and delta.shape == value.shape and delta.op.type not in _REORDERED:
                 descend(variable.handle, tf.negative(rate) if add else rate, delta)
                 return True
-    found = None if add else _quotient(value)
+    found = _quotient(value) if divides and not add else None
     if found is not None:
         divide(variable.handle, *found)
     return found is not None
@@ -124,17 +130,27 @@ def same_bits() -> bool:
     delta[:8] = first[4:12] = squares[2:10] = special
     rate, epsilon = np.float32(1.0 - 0.9), np.float32(1e-7)
     with tf.init_scope(), tf.device("CPU:0"):
-        one, other = tf.Variable(first), tf.Variable(first)
-        accumulator, d, r, e = tf.Variable(squares), tf.constant(delta), tf.constant(rate), tf.constant(epsilon)
-        one.assign_add(d * r)
-        descend(other.handle, -r, d)
+        one, other, accumulator = map(_resource, (first, first, squares), ("one", "other", "accumulator"))
+        d, r, e = tf.constant(delta), tf.constant(rate), tf.constant(epsilon)
+        tf.raw_ops.AssignAddVariableOp(resource=one, value=d * r)
+        descend(other, -r, d)
         same = _equal(one, other)
-        one.assign_sub((d * r) / (tf.sqrt(accumulator) + e))
-        divide(other.handle, accumulator.handle, r, e, d)
-        return same and _equal(one, other) and _equal(accumulator, tf.constant(squares))
+        tf.raw_ops.AssignSubVariableOp(resource=one, value=(d * r) / (tf.sqrt(tf.constant(squares)) + e))
+        divide(other, accumulator, r, e, d)
+        same = same and _equal(one, other)
+        for resource in (one, other, accumulator):
+            tf.raw_ops.DestroyResourceOp(resource=resource)
+        return same
+
+
+def _resource(numbers: Any, name: str) -> Any:
+    """Return a variable that no strategy and no scope around variables takes notice of."""
+    resource = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=numbers.shape, shared_name=f"keras_nanguard/{name}")
+    tf.raw_ops.AssignVariableOp(resource=resource, value=tf.constant(numbers))
+    return resource
 
 
 def _equal(one: Any, other: Any) -> bool:
-    a, b = one.numpy(), other.numpy()
+    a, b = (tf.raw_ops.ReadVariableOp(resource=resource, dtype=tf.float32).numpy() for resource in (one, other))
     nan = np.isnan(a)
     return bool(np.array_equal(nan, np.isnan(b)) and np.array_equal(a[~nan].view(np.int32), b[~nan].view(np.int32)))
