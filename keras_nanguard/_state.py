@@ -32,7 +32,7 @@ from keras_nanguard import _probes, _processes
 __all__ = [
     *("Anatomy", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
     *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "running_data", "savers"),
-    *("scales_of", "seeds", "set_instance", "trained_by", "unset_instance", "view", "write"),
+    *("scales_of", "seeds", "trained_by", "view", "write"),
 ]
 
 FLOOR = 2.0**-14
@@ -50,16 +50,6 @@ def print_line(text: str) -> None:
     """Print a line the way Keras prints: on the screen, or into the log; of several processes the first one does."""
     if _processes.index() == 0:
         io_utils.print_msg(text)
-
-
-def set_instance(target: Any, name: str, value: Any) -> None:
-    """Set an attribute on one instance, past Keras' attribute tracking."""
-    object.__setattr__(target, name, value)
-
-
-def unset_instance(target: Any, name: str) -> None:
-    """Remove an attribute set by `set_instance`, if it is still there."""
-    target.__dict__.pop(name, None)
 
 
 def built_in(model: Any, anatomy: Anatomy) -> tuple[Any, ...]:
@@ -355,8 +345,8 @@ def batchnorm_statistics(model: Any) -> list[Any]:
     return [v for layer in batchnorms(model) if layer.built for v in (layer.moving_mean, layer.moving_variance)]
 
 
-def initial_value(model: Any, optimizers: Iterable[Any], variable: Any) -> np.ndarray[Any, Any]:
-    """Return a first value for a variable: drawn anew by its layer's initializer, or as its optimizer starts with."""
+def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
+    """Return a first value for a variable: drawn anew by its layer's initializer."""
     shape = tuple(variable.shape)
     for layer in layers_of(model):
         if any(v is variable for v in layer.weights) and variable.path == f"{layer.path}/{variable.name}":
@@ -364,19 +354,7 @@ def initial_value(model: Any, optimizers: Iterable[Any], variable: Any) -> np.nd
             if initializer is not None:
                 return read_tensor(initializer(shape, dtype=variable.dtype))
             return np.full(shape, 1.0 if variable.name in ("gamma", "variance", "moving_variance") else 0.0)
-    for optimizer in optimizers:
-        for own, first in zip(optimizer.variables, _first_slots(optimizer, variable)):
-            if own is variable:
-                return first
     return np.zeros(shape)
-
-
-def _first_slots(optimizer: Any, wanted: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield what a fresh optimizer of the same config starts with, in the order of `optimizer.variables`."""
-    if not any(v is wanted for v in optimizer.variables):
-        return
-    for variable in fresh_like(optimizer).variables:
-        yield read(variable)
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:

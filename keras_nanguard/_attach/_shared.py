@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides, _state
 from keras_nanguard._fit._session import Session
 from keras_nanguard._fit._sightings import require_compiled
 from keras_nanguard._step import _kept
@@ -20,7 +20,7 @@ _NAMES = ("make_train_function", "train_step")
 def _plain_step(model: Any) -> Any:
     """Return the model's own train step; a transaction that was left around it for good is taken off."""
     if getattr(vars(model).get("train_step"), "is_transaction", False):
-        _state.unset_instance(model, "train_step")
+        _overrides.unset_instance(model, "train_step")
     return model.train_step
 
 
@@ -56,7 +56,7 @@ class Attachment:
         self.body = _plain_step(self.model)
         self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
         self._make = self.model.make_train_function
-        _state.set_instance(self.model, "make_train_function", self.make)
+        _overrides.set_instance(self.model, "make_train_function", self.make)
         self.model.train_function = None
 
     def detach(self) -> None:
@@ -66,9 +66,9 @@ class Attachment:
         self.attached = False
         self._keep()
         for name in _NAMES:
-            _state.unset_instance(self.model, name)
+            _overrides.unset_instance(self.model, name)
         for name, value in self._before.items():
-            _state.set_instance(self.model, name, value)
+            _overrides.set_instance(self.model, name, value)
         self.model.train_function = None
         self.session.end()
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._fit._recent import held
 from keras_nanguard._fit._session import Session
@@ -78,7 +78,7 @@ class ModelAttachment(Attachment):
         """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""
         transaction.recount(self.session.step)
         self.session.transaction = transaction
-        _state.set_instance(self.model, "train_step", transaction)
+        _overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> Any:
         """Return what the next fit needs of the step that was made for this one."""

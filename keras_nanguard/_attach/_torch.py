@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._fit._session import Session
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _torch
 from keras_nanguard._step._torch_compiled import uncompiled
 from keras_nanguard._step._torch_module import adapted
@@ -23,9 +23,12 @@ class ModelAttachment(Attachment):
 
     waits = not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
+    def __init__(self, model: Any, session: Session):
+        super().__init__(model, session)
+        self._overrides = Overrides()
+
     def attach(self) -> None:
         """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
-        self._test_step = vars(self.model).get("test_step")
         real = self.model.test_step
         super().attach()
 
@@ -40,14 +43,11 @@ class ModelAttachment(Attachment):
                         metric.update_state(float("nan"))
                 return {**self.model.get_metrics_result(), "loss": float("nan")}
 
-        _state.set_instance(self.model, "test_step", test_step)
+        self._overrides.set(self.model, "test_step", test_step)
 
     def detach(self) -> None:
         """Give the model its own methods back; may be called any number of times."""
-        if self.attached:
-            _state.unset_instance(self.model, "test_step")
-            if self._test_step is not None:
-                _state.set_instance(self.model, "test_step", self._test_step)
+        self._overrides.give_back()
         super().detach()
 
     def _build(self) -> None:
@@ -82,14 +82,9 @@ class ModelAttachment(Attachment):
 
     def inner(self, data: Any) -> Any:
         """Run Keras' own train function, which looks for `train_step` on the model each time."""
-        before = vars(self.model).get("train_step")
-        _state.set_instance(self.model, "train_step", self.session.transaction)
-        try:
+        with Overrides() as overrides:
+            overrides.set(self.model, "train_step", self.session.transaction)
             return self._function(data)
-        finally:
-            _state.unset_instance(self.model, "train_step")
-            if before is not None:
-                _state.set_instance(self.model, "train_step", before)
 
     def run(self, data: Any) -> Any:
         """Stand in for the train function: one step, then the host's look at its verdict."""

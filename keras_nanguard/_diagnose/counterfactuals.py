@@ -17,6 +17,7 @@ from keras_nanguard._diagnose import batches
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Step, preserved
 from keras_nanguard._diagnose.trials import standardised
+from keras_nanguard._overrides import Overrides
 
 __all__ = ["Anew", "tried"]
 
@@ -115,30 +116,17 @@ def _bad_weight(step: Step) -> str:
 
 @contextlib.contextmanager
 def _rates(step: Step, factor: float) -> Iterator[None]:
-    undo: list[tuple[Any, str, Any]] = []
-    for optimizer in map(_state.inner, step.optimizers):
-        real: Callable[[], Any] = optimizer._get_current_learning_rate
-        undo.append((optimizer, "_get_current_learning_rate", vars(optimizer).get("_get_current_learning_rate")))
-        _state.set_instance(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
-    yield from _undone(undo)
+    with Overrides() as overrides:
+        for optimizer in map(_state.inner, step.optimizers):
+            real: Callable[[], Any] = optimizer._get_current_learning_rate
+            overrides.set(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
+        yield
 
 
 @contextlib.contextmanager
 def _clipped(step: Step) -> Iterator[None]:
-    undo: list[tuple[Any, str, Any]] = []
-    for optimizer in map(_state.inner, step.optimizers):
-        for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
-            undo.append((optimizer, name, vars(optimizer).get(name)))
-            _state.set_instance(optimizer, name, value)
-    yield from _undone(undo)
-
-
-def _undone(undo: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    try:
+    with Overrides() as overrides:
+        for optimizer in map(_state.inner, step.optimizers):
+            for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
+                overrides.set(optimizer, name, value)
         yield
-    finally:
-        for target, name, value in reversed(undo):
-            if value is None and name.startswith("_"):
-                _state.unset_instance(target, name)
-            else:
-                _state.set_instance(target, name, value)

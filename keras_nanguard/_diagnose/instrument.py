@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose.evidence import COMPILE_LOSS, LayerRow
+from keras_nanguard._overrides import Overrides
 
 __all__ = ["Call", "Instrument", "layer_row"]
 
@@ -67,18 +68,17 @@ class Instrument:
         self.sample_losses: list[tuple[str, Any]] = []
         self._stack: list[Call] = []
         self._counts: dict[int, int] = {}
-        self._before: list[tuple[Any, str, Any]] = []
+        self._overrides = Overrides()
 
     def __enter__(self) -> Instrument:
         for target, name, loss in self._targets():
-            self._override(target, name, self._watching(target, getattr(target, name), loss))
+            self._overrides.set(target, name, self._watching(target, getattr(target, name), loss))
         self._begin()
         return self
 
     def __exit__(self, *details: Any) -> None:
         self._end()
-        for target, name, before in reversed(self._before):
-            _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+        self._overrides.give_back()
 
     def _targets(self) -> list[tuple[Any, str, bool]]:
         """Return what is watched: `(target, method, whether it is a loss)`."""
@@ -108,10 +108,6 @@ class Instrument:
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         """Return the value, with a gradient that goes through `passed`."""
         raise NotImplementedError
-
-    def _override(self, target: Any, name: str, value: Any) -> None:
-        self._before.append((target, name, vars(target).get(name)))
-        _state.set_instance(target, name, value)
 
     def _differentiating(self, real: Callable[..., Any]) -> Callable[..., Any]:
         births = self.births

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._files._live import LiveVariable, live_variables
+from keras_nanguard._overrides import Overrides
 
 __all__ = ["RecalibrateReport", "Recalibrated", "recalibrate"]
 
@@ -206,7 +207,6 @@ def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
     """Let a layer use each batch's own statistics and hand them to its estimate, until the block ends."""
     import keras
 
-    from keras_nanguard import _state
 
     layer, original = estimate.layer, estimate.layer.call
 
@@ -223,11 +223,9 @@ def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
         estimate.assign(mean, variance)
         return original(inputs, training=False, mask=mask)
 
-    _state.set_instance(layer, "call", call)
-    try:
+    with Overrides() as overrides:
+        overrides.set(layer, "call", call)
         yield
-    finally:
-        _state.unset_instance(layer, "call")
 
 
 def _moments(ops: Any, values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:

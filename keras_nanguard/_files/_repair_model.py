@@ -63,7 +63,7 @@ def _one(
     count = int(bad.sum())
     new: NDArray[Any] | str = "no single value is at fault"
     if count:
-        first = initial_value(model, (), live.variable) if method == "initial" else ""
+        first = initial_value(model, live.variable) if method == "initial" else ""
         donor = donors(who.path) if method == "source" else ""
         if isinstance(donor, np.ndarray) and donor.shape != values.shape:
             donor = f"the source has the shape {donor.shape} there"

@@ -17,6 +17,7 @@ import numpy as np
 
 from keras_nanguard import _state
 from keras_nanguard._fit._session import Session
+from keras_nanguard._overrides import Overrides
 
 __all__ = ["Firewall", "shielded"]
 
@@ -31,22 +32,17 @@ class Firewall:
 
     def __init__(self, session: Session, callbacks: Iterable[Any]):
         self.session = session
-        self._before: list[tuple[Any, str, Any]] = []
+        self._overrides = Overrides()
         if not session.policy.refuse:
             return
         for target, name in [(session.model, "save"), (session.model, "save_weights"), *_state.savers(callbacks)]:
             if not hasattr(target, name):  # a trainer that is no `keras.Model`
                 continue
-            self._before.append((target, name, vars(target).get(name)))
-            _state.set_instance(target, name, self._looked_at(getattr(target, name)))
+            self._overrides.set(target, name, self._looked_at(getattr(target, name)))
 
     def close(self) -> None:
         """Give every method back."""
-        for target, name, before in self._before:
-            _state.unset_instance(target, name)
-            if before is not None:
-                _state.set_instance(target, name, before)
-        self._before = []
+        self._overrides.give_back()
 
     def _looked_at(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -69,16 +65,11 @@ def shielded(callbacks: Iterable[Any], logs: Any) -> Iterator[None]:
     They say by themselves that they miss it, and keep what they know. All others, and History, see it as it is.
     """
     bad = {k for k, v in (logs or {}).items() if np.ndim(v) == 0 and not math.isfinite(float(v))}
-    hidden = []
-    for callback in callbacks if bad else ():
-        if hasattr(callback, "monitor_op") and getattr(callback, "monitor", None) in bad and "on_epoch_end" not in vars(callback):
-            hidden.append(callback)
-            _state.set_instance(callback, "on_epoch_end", _without(callback, callback.monitor))
-    try:
+    with Overrides() as overrides:
+        for callback in callbacks if bad else ():
+            if hasattr(callback, "monitor_op") and getattr(callback, "monitor", None) in bad and "on_epoch_end" not in vars(callback):
+                overrides.set(callback, "on_epoch_end", _without(callback, callback.monitor))
         yield
-    finally:
-        for callback in hidden:
-            _state.unset_instance(callback, "on_epoch_end")
 
 
 def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]:

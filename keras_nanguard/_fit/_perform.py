@@ -187,12 +187,8 @@ def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
         snapshot = _newest(session)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        return {**{id(v): _first(session, v) for v in variables}, **_first_slots(session)}
+        return {**{id(v): _state.initial_value(session.model, v) for v in variables}, **_first_slots(session)}
     return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
-
-
-def _first(session: Any, variable: Any) -> Any:
-    return _state.initial_value(session.model, (), variable)
 
 
 def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:

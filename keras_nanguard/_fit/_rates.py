@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides, _state
 
 __all__ = ["Rate"]
 
@@ -77,7 +77,7 @@ class Rate:
     def _install(self) -> None:
         self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name="nanguard_rate_factor")
         real, scale = self.optimizer._get_current_learning_rate, self._scale
-        _state.set_instance(
+        _overrides.set_instance(
             self.optimizer,
             "_get_current_learning_rate",
             lambda: (rate := keras.ops.convert_to_tensor(real())) * keras.ops.cast(
@@ -107,7 +107,7 @@ class Rate:
     def release(self) -> None:
         """Take the scaling off the optimizer; a plain rate stays where it is."""
         if self._scale is not None:
-            _state.unset_instance(self.optimizer, "_get_current_learning_rate")
+            _overrides.unset_instance(self.optimizer, "_get_current_learning_rate")
             self._scale = None
             self.factor = 1.0
 

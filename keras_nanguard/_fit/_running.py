@@ -18,7 +18,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides
 
 __all__ = ["Fit", "outside"]
 
@@ -62,7 +62,7 @@ class Fit:
             self._death = weakref.finalize(callbacks, cut_short)
             self._death.atexit = False
             for name in _HOOKS:
-                _state.set_instance(callbacks, name, self._watched(name))
+                _overrides.set_instance(callbacks, name, self._watched(name))
 
     @classmethod
     def around(cls, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]) -> Fit:
@@ -103,7 +103,7 @@ class Fit:
             self._death.detach()  # a list that dies later must not end the next fit
         if callbacks is not None:
             for name in _HOOKS:
-                _state.unset_instance(callbacks, name)
+                _overrides.unset_instance(callbacks, name)
 
     def _epoch_end(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
         with self._around_epoch_end(logs):

@@ -10,6 +10,7 @@ import keras
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _kept
 
 __all__ = ["FaultHook", "without_faults"]
@@ -33,21 +34,17 @@ class FaultHook:
         self.model, self.fault = model, fault
         self.reached = False
         self._inside = 0
-        self._before: dict[str, Any] = {}
+        self._overrides = Overrides()
         _kept.forget(model)
 
     def remove(self) -> None:
         """Leave the model as it was; the next fit makes its train function without the fault."""
-        for name, before in self._before.items():
-            _state.unset_instance(self.model, name)
-            if before is not None:
-                _state.set_instance(self.model, name, before)
+        self._overrides.give_back()
         self.model.train_function = None
         _kept.forget(self.model)
 
     def _override(self, name: str, value: Any) -> None:
-        self._before[name] = vars(self.model).get(name)
-        _state.set_instance(self.model, name, value)
+        self._overrides.set(self.model, name, value)
 
     def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
         """Return a batch with `bad` of each float tensor that the fault is meant for."""

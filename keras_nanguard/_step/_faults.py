@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides, _state
 from keras_nanguard._step._fault_hook import FaultHook
 
 __all__ = ["Hook", "with_faults"]
@@ -56,7 +56,7 @@ class Hook(FaultHook):
         if self in _installed:
             _installed.remove(self)
         if getattr(vars(self.model).get("train_step"), "hooks", ()):
-            _state.unset_instance(self.model, "train_step")
+            _overrides.unset_instance(self.model, "train_step")
         super().remove()
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ class Hook(FaultHook):
                 _build(self.model)
             step = self.model.train_step
             around = step if self in getattr(step, "hooks", ()) else self.around(step)
-            _state.set_instance(self.model, "train_step", around)
+            _overrides.set_instance(self.model, "train_step", around)
             return real(force=True)
 
         make.hooks = (self,)  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_nanguard import _state
+from keras_nanguard._overrides import Overrides
 
 __all__ = ["fused", "same_bits"]
 
@@ -37,18 +38,12 @@ _REORDERED = ("Mul", "RealDiv")
 def fused(optimizers: Iterable[Any]) -> Iterator[None]:
     """While an update of these optimizers is traced, let it assign by fused kernels where one fits."""
     stock = [optimizer for optimizer in map(_state.inner, optimizers) if _assigns_as_keras(optimizer)]
-    if not same_bits():
-        stock = []
-    for optimizer in stock:
-        divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
-        for name in _NAMES:
-            _state.set_instance(optimizer, name, _assigning(getattr(optimizer, name), name == "assign_add", divides))
-    try:
-        yield
-    finally:
-        for optimizer in stock:
+    with Overrides() as overrides:
+        for optimizer in stock if same_bits() else ():
+            divides = type(optimizer).update_step is keras.optimizers.Adam.update_step
             for name in _NAMES:
-                _state.unset_instance(optimizer, name)
+                overrides.set(optimizer, name, _assigning(getattr(optimizer, name), name == "assign_add", divides))
+        yield
 
 
 def _assigns_as_keras(optimizer: Any) -> bool:

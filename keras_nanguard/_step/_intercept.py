@@ -15,12 +15,11 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard import _state
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _graph
+from keras_nanguard._step._verdict import named_outputs, predicted
 
 __all__ = ["Intercept", "Record", "Seen", "build"]
-
-_COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
-
 
 class Record:
     """One call of `Optimizer.apply`."""
@@ -83,13 +82,13 @@ class Intercept:
         self.seen = seen or (lambda: self.notes)
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._creating = False
-        self._before: list[tuple[Any, str, Any]] = []
+        self._overrides = Overrides()
 
     def __enter__(self) -> Seen:
         for optimizer in self.optimizers:
-            self._override(optimizer, "apply", self._applier(optimizer, optimizer.apply))
+            self._overrides.set(optimizer, "apply", self._applier(optimizer, optimizer.apply))
         if hasattr(self.model, "compute_loss"):
-            self._override(self.model, "compute_loss", self._noting(self.model.compute_loss))
+            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
         if self.alone:
             self._creation = self.creating()
             self._creation.__enter__()
@@ -102,13 +101,8 @@ class Intercept:
     def __exit__(self, *details: Any) -> None:
         if self.alone:
             self._creation.__exit__(*details)
-        for target, name, before in reversed(self._before):
-            _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+        self._overrides.give_back()
         vars(self).clear()  # it knows itself by `seen`, and would keep the gradients until the garbage collector comes
-
-    def _override(self, target: Any, name: str, value: Any) -> None:
-        self._before.append((target, name, vars(target).get(name)))
-        _state.set_instance(target, name, value)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
@@ -155,8 +149,7 @@ class Intercept:
             if loss is not None and here:
                 seen = self.seen()
                 seen.losses.append(tf.convert_to_tensor(loss))
-                predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-                seen.outputs += _named(self.model, predicted)
+                seen.outputs += filter(_is_float, named_outputs(self.model, tf.nest.flatten(predicted(args, kwargs))))
             return loss
 
         return compute_loss
@@ -169,7 +162,6 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
     optimizer.built = True
 
 
-def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:
-    tensors = [t for t in tf.nest.flatten(predicted) if tf.is_tensor(t) and (t.dtype.is_floating or t.dtype.is_complex)]
-    names = getattr(model, "output_names", None) or []
-    return [(str(names[i]) if i < len(names) else f"output_{i}", t) for i, t in enumerate(tensors)]
+def _is_float(named: tuple[str, Any]) -> bool:
+    _, value = named
+    return bool(tf.is_tensor(value) and (value.dtype.is_floating or value.dtype.is_complex))

@@ -6,18 +6,17 @@ step and leaves the optimizer's class, config and variables as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from keras_nanguard import _state
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _jax_sums as _sums
+from keras_nanguard._step._verdict import named_outputs, predicted
 
 __all__ = ["Intercept", "Record", "Retrace", "primal"]
-
-_COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
-
 
 class Retrace(Exception):
     """The updates of this step cannot be put off. Never leaves the library."""
@@ -65,27 +64,22 @@ class Intercept:
         self.records: list[Record] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
-        self._before: list[tuple[Any, str, Any]] = []
+        self._overrides = Overrides()
 
     def __enter__(self) -> Intercept:
         for optimizer in self.optimizers:
-            self._override(optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply))
+            self._overrides.set(optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply))
         if hasattr(self.model, "compute_loss"):
-            self._override(self.model, "compute_loss", self._noting(self.model.compute_loss))
+            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
         return self
 
     def __exit__(self, *details: Any) -> None:
-        for target, name, before in reversed(self._before):
-            _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+        self._overrides.give_back()
 
     @property
     def gradients(self) -> list[Any]:
         """Every gradient that is not `None`."""
         return [g for record in self.records for g in record.grads if g is not None]
-
-    def _override(self, target: Any, name: str, value: Any) -> None:
-        self._before.append((target, name, vars(target).get(name)))
-        _state.set_instance(target, name, value)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
@@ -109,8 +103,8 @@ class Intercept:
             value = primal(loss, self.trace)
             if value is not None:
                 self.losses.append(value)
-                predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-                self.outputs += _named(self.model, predicted, self.trace)
+                outputs = [primal(leaf, self.trace) for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))]
+                self.outputs += [pair for pair in named_outputs(self.model, outputs) if _sums.can_be_bad(pair[1])]
             return loss
 
         return compute_loss
@@ -134,10 +128,3 @@ def primal(value: Any, trace: Any) -> Any:
             return value
         value = getattr(value, "primal", None)
     return value
-
-
-def _named(model: Any, predicted: Any, trace: Any) -> list[tuple[str, Any]]:
-    leaves: Sequence[Any] = [primal(leaf, trace) for leaf in jax.tree_util.tree_leaves(predicted)]
-    names = getattr(model, "output_names", None) or []
-    named = ((str(names[i]) if i < len(names) else f"output_{i}", leaf) for i, leaf in enumerate(leaves))
-    return [(name, leaf) for name, leaf in named if _sums.can_be_bad(leaf)]

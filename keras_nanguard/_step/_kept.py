@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from keras_nanguard import _state
+from keras_nanguard import _overrides
 
 __all__ = ["forget", "keep", "take"]
 
@@ -33,7 +33,7 @@ def keep(model: Any, key: tuple[Any, ...], step: Any) -> None:
         key: everything that is built in; compared one by one, by identity, numbers and bound methods by equality.
         step: whatever `take` is to return.
     """
-    _state.set_instance(model, NAME, _Kept(key, step))
+    _overrides.set_instance(model, NAME, _Kept(key, step))
 
 
 def take(model: Any, key: tuple[Any, ...]) -> Any:
@@ -45,7 +45,7 @@ def take(model: Any, key: tuple[Any, ...]) -> Any:
 
 def forget(model: Any) -> None:
     """Let the next fit trace its step."""
-    _state.unset_instance(model, NAME)
+    _overrides.unset_instance(model, NAME)
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

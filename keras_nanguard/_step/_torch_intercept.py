@@ -15,13 +15,11 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard import _state
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step._torch_records import KerasRecord, Record, TorchRecord, Undo
+from keras_nanguard._step._verdict import named_outputs, predicted
 
 __all__ = ["Intercept", "StandIns"]
-
-_COMPUTE_LOSS = ("x", "y", "y_pred", "sample_weight", "training")
-
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Calls `touched` before the first operation on one of the watched tensors, whatever view of it is used."""
@@ -147,13 +145,12 @@ class Intercept:
         self.waiting: list[Record] = []
         self.undo: list[Undo] = []
         self._watch: Watch | None = None
-        self._before: list[tuple[Any, str, Any]] = []
+        self._overrides = Overrides()
 
     def __enter__(self) -> Intercept:
         self.stand_ins.running.append(self)
         for target, name, function in self.stand_ins.places:
-            self._before.append((target, name, vars(target).get(name)))
-            _state.set_instance(target, name, function)
+            self._overrides.set(target, name, function)
         return self
 
     def __exit__(self, *details: Any) -> None:
@@ -161,8 +158,7 @@ class Intercept:
             self._watch.__exit__(*details)
             self._watch = None
         self.stand_ins.running.clear()
-        for target, name, before in reversed(self._before):
-            _state.unset_instance(target, name) if before is None else _state.set_instance(target, name, before)
+        self._overrides.give_back()
 
     def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
         """Take down an update that `real(grads, variables)` would make."""
@@ -213,12 +209,9 @@ class Intercept:
         """Take down what `compute_loss(*args, **kwargs)` has returned."""
         if loss is not None:
             self.losses.append(keras.ops.convert_to_tensor(loss))
-            predicted = {**dict(zip(_COMPUTE_LOSS, args)), **kwargs}.get("y_pred")
-            self.outputs += _named(self.stand_ins.model, predicted)
+            self.outputs += filter(_is_float, named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))))
 
 
-def _named(model: Any, predicted: Any) -> list[tuple[str, Any]]:
-    found = keras.tree.flatten(predicted)
-    tensors = [t for t in found if isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())]
-    names = getattr(model, "output_names", None) or []
-    return [(str(names[i]) if i < len(names) else f"output_{i}", t) for i, t in enumerate(tensors)]
+def _is_float(named: tuple[str, Any]) -> bool:
+    _, value = named
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._incident import Finding
 
-__all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses"]
+__all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
 
 FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
 """The row of numbers, in this order: whether the step was refused (0 or 1); its loss; half the sum of squares of all
@@ -31,6 +31,18 @@ def logged_losses(logs: Any) -> dict[str, Any]:
     if not isinstance(logs, dict):
         return {}
     return {k: v for k, v in logs.items() if str(k) == "loss"} or {k: v for k, v in logs.items() if str(k).endswith("loss")}
+
+
+def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the outputs that a call of `Model.compute_loss` was given, `None` where there are none."""
+    names = ("x", "y", "y_pred", "sample_weight", "training")
+    return {**dict(zip(names, args)), **kwargs}.get("y_pred")
+
+
+def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the flat outputs of a model, each with the name that Keras gives it."""
+    names = getattr(model, "output_names", None) or []
+    return [(str(names[i]) if i < len(names) else f"output_{i}", output) for i, output in enumerate(outputs)]
 
 
 @dataclass(frozen=True, slots=True)
