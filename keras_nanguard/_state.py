@@ -32,7 +32,7 @@ from keras_nanguard import _probes, _processes
 __all__ = [
     *("Anatomy", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
     *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "running_data", "savers"),
-    *("scales_of", "seeds", "trained_by", "view", "write"),
+    *("scales_of", "seeds", "trained_by", "trains_on_arrays", "view", "write"),
 ]
 
 FLOOR = 2.0**-14
@@ -72,15 +72,25 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
 
 
 def running_data() -> Any:
-    """Return the data adapter of the innermost `evaluate` or `predict` that runs, `None` where it can be read only once.
+    """Return the data adapter of the innermost `evaluate` or `predict` that runs, `None` where it can be read only once."""
+    adapter = _adapter("evaluate", "predict")
+    return None if "Generator" in type(adapter).__name__ else adapter
+
+
+def trains_on_arrays() -> bool:
+    """Whether the innermost `fit` that runs takes its batches out of arrays, and not from code of the user's."""
+    return type(_adapter("fit")).__name__ == "ArrayDataAdapter"
+
+
+def _adapter(*calls: str) -> Any:
+    """Return the data adapter of the innermost of these calls that runs.
 
     Trainers keep it in a local variable, `epoch_iterator`, and tell callbacks nothing of it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in ("evaluate", "predict") and "epoch_iterator" in frame.f_locals:
-            adapter = getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
-            return None if "Generator" in type(adapter).__name__ else adapter
+        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
+            return getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
         frame = frame.f_back
     return None
 

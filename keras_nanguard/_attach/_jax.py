@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
+from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _jax_trainer as _trainer
 from keras_nanguard._step._jax import Transaction
+from keras_nanguard._step._jax_ahead import Ahead
 from keras_nanguard._step._jax_outputs import LogOutputs, PlainOutputs
 
 __all__ = ["LoopStep", "ModelAttachment"]
@@ -29,6 +31,8 @@ class ModelAttachment(Attachment):
 
     logs: Any = None
     waits = True
+    batches: Any = None
+    on_arrays = False
 
     def __init__(self, model: Any, session: Session):
         if keras.config.is_nnx_enabled():
@@ -63,6 +67,8 @@ class ModelAttachment(Attachment):
             )
         if old is not None:
             transaction.inherit(old)
+        else:
+            self.on_arrays = _state.trains_on_arrays()
         session.transaction, self.outputs = transaction, transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run
@@ -70,7 +76,7 @@ class ModelAttachment(Attachment):
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:
-            return self.inner(state, iterator)
+            return self.inner(state, self._ahead(iterator))
         except StopIteration:
             raise
         except BaseException as error:
@@ -79,6 +85,20 @@ class ModelAttachment(Attachment):
             self.session.raised(error)
             self.detach()
             raise
+
+    def _ahead(self, iterator: Any) -> Any:
+        """Return the iterator with its next batch taken while a step computes, where nothing can tell when that is.
+
+        Data of a user's own (a generator, a `PyDataset`) may go by what the step before has done.
+        """
+        if not self.on_arrays or not isinstance(iterator, Generator):
+            return iterator
+        if self.batches is None or not self.batches.is_of(iterator):
+            if self.batches is not None and self.batches.holds:  # a `train_on_batch` in between
+                return iterator
+            self.batches = Ahead(iterator)
+        self.session.transaction.meanwhile = self.batches.fetch
+        return self.batches
 
     def step(self, state: Any, data: Any) -> Any:
         """Run one train step, and let the host look at its verdict."""

@@ -91,6 +91,7 @@ class Transaction:
         light: whether the host chooses between old and new.
         turns: whether the step then writes over the weights and slots of the step before last.
         packs: whether the state comes back packed.
+        meanwhile: called while a step computes.
         given: the arguments of the last step.
     """
 
@@ -128,6 +129,7 @@ class Transaction:
         self._last: Any = None
         self._spare: Any = ()
         self._places: list[int] = []
+        self.meanwhile: Callable[[], None] = _nothing
         self.given: Any = None
         place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
@@ -165,9 +167,10 @@ class Transaction:
         return new, outputs, row
 
     def _read(self, vector: Any, args: tuple[Any, ...]) -> Any:
-        """Wait for what a step has to tell; meanwhile, let go of the step before it and keep its arguments."""
+        """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
         self.files.forget()
         self.given = jax.tree_util.tree_map(owned, args)
+        self.meanwhile()
         looks = LOOKS if self.tiny else 0
         while looks and not vector.is_ready():
             looks -= 1
@@ -289,7 +292,7 @@ class Transaction:
         """Let go of the run that is over, of its state and of its last batch."""
         self.anatomy, self.scaling = (lambda: _state.Anatomy.of(self.model)), (lambda factors: contextlib.nullcontext())
         self._last = self.given = None
-        self._spare = ()
+        self._spare, self.meanwhile = (), _nothing
         self.files.forget()
 
     def serve(self, anatomy: Callable[[], _state.Anatomy], scaling: Callable[[dict[int, Any]], Any]) -> None:
@@ -309,6 +312,10 @@ class Transaction:
 
     def recount(self, step: int) -> None:
         """Let the next step be this number; here none is counted."""
+
+
+def _nothing() -> None:
+    pass
 
 
 def _places_of(arrays: Sequence[Any]) -> set[int]:
