@@ -40,6 +40,8 @@ class Ahead:
         if self._held is None:
             try:
                 self._held = self._next(), None
+            except StopIteration as end:
+                self._held = None, end.with_traceback(None)  # through its frames it would hold the fit
             except Exception as error:  # noqa: BLE001
                 self._held = None, error
 
