@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import json
 import os
 import sys
 import tempfile
@@ -34,3 +37,27 @@ def _fresh(request: pytest.FixtureRequest):
     yield
     keras.config.set_dtype_policy("float32")
     keras.backend.clear_session(free_memory=False)
+    gc.collect()
+    gc.freeze()  # the graphs that TensorFlow keeps for good would make each later collection take seconds
+
+
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """`once(name, make)`: what `make(folder)` returns, made by the worker that asks first; JSON has to hold it.
+
+    Tests of one file can come to several workers, and what one of them has made the others wait for and read.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if hasattr(request.config, "workerinput") else base
+
+    def found(name, make):
+        folder = base / f"once-{name}"
+        folder.mkdir(exist_ok=True)
+        told = folder / "told.json"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not told.exists():
+                told.write_text(json.dumps(make(folder)))
+        return json.loads(told.read_text())
+
+    return found

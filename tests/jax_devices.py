@@ -1,6 +1,7 @@
-"""Training over several simulated devices on JAX, in a process of its own: `python jax_devices.py DEVICES WHAT`.
+"""Training over several simulated devices on JAX, in a process of its own: `python jax_devices.py DEVICES WHAT ...`.
 
-The number of devices is settled when JAX starts, so each of these needs a process. Prints one line of JSON.
+The number of devices is settled when JAX starts, so each of these needs a process. Prints one line of JSON for each of what is
+asked for.
 """
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported
@@ -13,10 +14,10 @@ import os
 import re
 import sys
 
-DEVICES, WHAT = int(sys.argv[1]), sys.argv[2]
+DEVICES, ASKED = int(sys.argv[1]), sys.argv[2:]
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
 
 import jax
 import keras
@@ -150,9 +151,10 @@ def _abstract(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
 
-def main():
+def told(what):
+    """Set the stage for one of what is asked for, and return what comes of it."""
     devices = distribution.list_devices()
-    if WHAT.startswith("model"):
+    if what.startswith("model"):
         mesh = distribution.DeviceMesh((DEVICES // 2, 2), ["batch", "model"], devices)
         layout = distribution.LayoutMap(mesh)
         layout[".*hidden/kernel"] = (None, "model")
@@ -160,11 +162,11 @@ def main():
         distribution.set_distribution(distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
     else:
         distribution.set_distribution(distribution.DataParallel(devices=devices))
-    if WHAT.endswith("float16"):
-        keras.config.set_dtype_policy("mixed_float16")
-    name = WHAT.partition(" ")[2]
-    print(json.dumps({"rollback": rolled_back, "traffic": traffic}.get(name, oracle)()))
+    keras.config.set_dtype_policy("mixed_float16" if what.endswith("float16") else "float32")
+    name = what.partition(" ")[2]
+    return {"rollback": rolled_back, "traffic": traffic}.get(name, oracle)()
 
 
 if __name__ == "__main__":
-    main()
+    for asked in ASKED:
+        print(json.dumps(told(asked)), flush=True)

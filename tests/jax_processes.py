@@ -1,6 +1,7 @@
-"""Two processes that train together on JAX: `python jax_processes.py RANK PORT WHAT DIRECTORY [model]`.
+"""Two processes that train together on JAX: `python jax_processes.py RANK PORT DIRECTORY [model] RUN ...`.
 
-With `model` each of them has two devices, over which a kernel is spread as well. Prints one line of JSON.
+With `model` each of them has two devices, over which a kernel is spread as well. Each run has a folder of its name in the
+directory. Prints one line of JSON at the end of each.
 """
 
 # ruff: noqa: E402  what JAX reads when it starts is set before it is imported
@@ -12,11 +13,11 @@ import json
 import os
 import sys
 
-RANK, PORT, WHAT, DIRECTORY = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-PARALLEL = "model" in sys.argv[5:]
+RANK, PORT, DIRECTORY, RUNS = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+PARALLEL = RUNS[0] == "model" and bool(RUNS.pop(0))
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={2 if PARALLEL else 1}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={2 if PARALLEL else 1}"
 os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
 
 import keras
@@ -41,13 +42,13 @@ class Die(keras.callbacks.Callback):
             os._exit(9)
 
 
-def data():
+def data(what):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
     y = x.sum(2, keepdims=True)
-    kept = [i for i in range(STEPS) if WHAT not in ("plain", "without") or i not in BAD]
-    if WHAT in ("bad", "endless"):
-        for batch, row in BAD.items() if WHAT == "bad" else ((b, 3) for b in range(STEPS)):
+    kept = [i for i in range(STEPS) if what not in ("plain", "without") or i not in BAD]
+    if what in ("bad", "endless"):
+        for batch, row in BAD.items() if what == "bad" else ((b, 3) for b in range(STEPS)):
             x[batch, row, 2] = np.nan
     mine = slice(RANK * BATCH // 2, (RANK + 1) * BATCH // 2)
     return x[kept][:, mine].reshape(-1, 8), y[kept][:, mine].reshape(-1, 1)
@@ -80,15 +81,23 @@ def placed():
 
 def main():
     distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
+    for what in RUNS:
+        print(json.dumps(told(what)), flush=True)
+
+
+def told(what):
+    """Train in one of the ways, as if nothing had been before, and tell how it ended."""
+    keras.backend.clear_session(free_memory=False)
     distribution.set_distribution(placed())
-    net, (x, y) = model(), data()
-    on_disk = WHAT in ("killed", "resumed", "whole")
-    guard = NanGuard(DISK if on_disk else "recover", directory=DIRECTORY, verbose=1, resume=WHAT == "resumed")
-    callbacks = [] if WHAT == "plain" else [guard, *([Die()] if WHAT == "killed" else [])]
-    fault = inject(net, site="gradients", step=5, count=3) if WHAT == "rollback" else contextlib.nullcontext()
+    net, (x, y) = model(), data(what)
+    on_disk = what in ("killed", "resumed", "whole")
+    folder = os.path.join(DIRECTORY, "killed" if what == "resumed" else what)
+    guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
+    callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else [])]
+    fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
     with fault:
         history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
-    told = {
+    return {
         "loss": history.history["loss"],
         "weights": [np.asarray(v.value).astype("float64").ravel().tolist() for v in net.trainable_variables],
         "spread": [part for part in net.layers[0].kernel.value.sharding.spec if part],
@@ -98,7 +107,6 @@ def main():
         ],
         "folder": guard.session.directory if guard.session is not None else "",
     }
-    print(json.dumps(told), flush=True)
 
 
 main()

@@ -12,7 +12,11 @@ import zoo
 POISONED = {3: "inputs", 4: "inputs", 7: "inputs", 9: "targets", 10: "gradients"}
 """Batch of each poison, and the first site that tells of it; two stand side by side, three in a row never."""
 
-TOLERANCE = {"xla": 1e-5}
+
+
+def tolerance(mode: str) -> float:
+    """Return how far two programs may end apart that XLA compiles, each in its own way; no bit where it compiles none."""
+    return 1e-5 if mode == "xla" or (zoo.BACKEND == "jax" and mode != "eager") else 0.0
 
 
 def _schedule():
@@ -60,7 +64,7 @@ class TestOracle:
     def test_state(self, optimizer, mode):
         """A guarded run over poisoned data ends bit-identical to an unguarded one over the data without the poison."""
         guarded, oracle = _runs(optimizer, mode)
-        assert zoo.differences(guarded, oracle, TOLERANCE.get(mode, 0.0)) == []
+        assert zoo.differences(guarded, oracle, tolerance(mode)) == []
 
     def test_incidents(self, optimizer, mode):
         """Every poisoned batch is an incident of its own step, and names the first bad site in causal order."""
@@ -98,7 +102,7 @@ def test_rewritten_graph(optimizer):
     data = poisoned_data()
     guarded = zoo.run(build, data, guard=True, rewritten=True)
     oracle = zoo.run(build, data.without(POISONED), rewritten=True)
-    assert zoo.differences(guarded, oracle, 0.0 if optimizer.startswith("adam") else 1e-5) == []
+    assert zoo.differences(guarded, oracle, tolerance("graph") if optimizer.startswith("adam") else 1e-5) == []
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
