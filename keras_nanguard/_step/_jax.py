@@ -147,10 +147,11 @@ class Transaction:
         Returns:
             the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
         """
-        self.adopt(state)
+        if self._last is None:
+            self.adopt(state)
         if not self.light:
             new, outputs, vector = self._heavy(state, factors, *args)
-            array = self._read(vector, args)
+            array = self._read(vector, state, args)
             row, outputs = self._parted(array, outputs)
             self.files.put(row, array[self.told :], args)
             return new, outputs, row
@@ -158,7 +159,7 @@ class Transaction:
             state = packed(state)
         spare = self._room(state) if self.turns else ()
         new, outputs, vector, learned = self._light(state, spare, factors, *args)
-        row, outputs = self._parted(self._read(vector, args), outputs)
+        row, outputs = self._parted(self._read(vector, state, args), outputs)
         self.files.put(row, lambda: self._count(state, factors, *args), args)
         if self.turns:
             self._turn(state, new, bool(row[0]))
@@ -166,8 +167,9 @@ class Transaction:
             new, outputs = self._given_back(state, learned, outputs)
         return new, outputs, row
 
-    def _read(self, vector: Any, args: tuple[Any, ...]) -> Any:
+    def _read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
+        self._last = state
         self.files.forget()
         self.given = jax.tree_util.tree_map(owned, args)
         self.meanwhile()
