@@ -115,7 +115,8 @@ def plain(
 ) -> Any:
     """Dense, BatchNormalization, Dropout and GaussianNoise: every kind of state that a step writes."""
     supported(mode)
-    bias = not mode.get("jit_compile")  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
+    compiled = mode.get("jit_compile") or (BACKEND == "jax" and not mode.get("run_eagerly"))
+    bias = not compiled  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
     noise = [layers.Dropout(0.3), layers.GaussianNoise(0.1)] if dropout else []
     model = keras.Sequential(
         [

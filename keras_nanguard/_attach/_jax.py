@@ -27,6 +27,11 @@ class ModelAttachment(Attachment):
 
     Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
     them so.
+
+    Attributes:
+        logs: the logs of the last committed step, `None` before there is one.
+        on_arrays: whether `fit` trains on arrays.
+        batches: those that are taken ahead, of the epoch that runs; `None` where none are.
     """
 
     logs: Any = None
