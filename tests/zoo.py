@@ -111,12 +111,14 @@ def tensorflow_only(what: str) -> None:
 
 
 def plain(
-    optimizer: Any = "adam", *, dropout: bool = True, loss: Any = "mse", metrics: Any = ("mae",), **mode: Any
+    optimizer: Any = "adam", *, dropout: bool = True, loss: Any = "mse", metrics: Any = ("mae",), rounded: bool = False, **mode: Any
 ) -> Any:
-    """Dense, BatchNormalization, Dropout and GaussianNoise: every kind of state that a step writes."""
+    """Dense, BatchNormalization, Dropout and GaussianNoise: every kind of state that a step writes.
+
+    `rounded` says that runs are compared which are compiled apart.
+    """
     supported(mode)
-    compiled = mode.get("jit_compile") or (BACKEND == "jax" and not mode.get("run_eagerly"))
-    bias = not compiled  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
+    bias = not (rounded or mode.get("jit_compile"))  # ahead of BatchNormalization its gradient is rounding, which XLA rounds anew
     noise = [layers.Dropout(0.3), layers.GaussianNoise(0.1)] if dropout else []
     model = keras.Sequential(
         [
