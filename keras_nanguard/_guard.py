@@ -18,7 +18,7 @@ from keras_nanguard._fit import _results
 from keras_nanguard._fit._firewall import Firewall, shielded
 from keras_nanguard._fit._loop import LoopMixin
 from keras_nanguard._fit._resume import find
-from keras_nanguard._fit._running import Fit, outside
+from keras_nanguard._fit._running import Fit, outside, surrounding, told_later
 from keras_nanguard._fit._session import Session
 from keras_nanguard._fit._snapshot_disk import DiskRing
 from keras_nanguard._incident import Finding, Incident
@@ -180,6 +180,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self._attachment is None and self.session is not None:
             self._attach(self.model)
             self.model.make_train_function(force=True)
+        self._note_callbacks()
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
             _state.begin_at(self.model, self.session.resuming.epoch)
@@ -188,6 +189,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         """Begin a fit of a model that is guarded without this callback standing in its list."""
         keras.callbacks.Callback.set_model(self, model)
         self._training, self._epoch_counts = True, []
+        self._note_callbacks()
+
+    def _note_callbacks(self) -> None:
+        if self.session is not None:
+            self.session.told_later = told_later(surrounding())
 
     def _resume(self, steps: int | None = None) -> None:
         """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
@@ -211,7 +217,10 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def before_epoch_end(self, logs: Any) -> None:
         """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
-        if self.session is not None and self.session.idle and isinstance(logs, dict):
+        if self.session is None:
+            return
+        self.session.settle()
+        if self.session.idle and isinstance(logs, dict):
             shown: dict[str, Any] = self.session.shown or {}
             logs.update({k: v for k, v in shown.items() if k in logs})
 
@@ -242,6 +251,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._detach()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Know of all steps before a validation shows what they made."""
+        if self.session is not None:
+            self.session.settle()
 
     def on_test_end(self, logs: Any = None) -> None:
         """See a validation or evaluation that is not finite."""

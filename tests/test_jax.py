@@ -20,6 +20,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
+from keras_nanguard._attach import _jax as _attached
 from keras_nanguard._step import _jax
 
 BAD = (3, 4, 8)
@@ -30,18 +31,19 @@ WAYS = {
     "given back": {"TINY": -1},
     "in turns": {"TINY": -1, "SMALL": -1, "LARGE": 0},
     "written over": {"TINY": -1, "SMALL": -1, "LARGEST": -1},
+    "on an accelerator": {"on_accelerator": lambda: True},
 }
-"""What makes a small model's step run like that of a tiny, a small, a large and a very large one."""
+"""What makes a small model's step run like that of a tiny, a small, a large and a very large one, or as on an accelerator."""
 
 
 def going(way, monkeypatch):
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(_jax, name, value)
+        monkeypatch.setattr(_jax if name.isupper() else _attached, name, value)
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Run with the step's choice left to the host, as for a state up to a large one, and made within the step."""
+    """Run with the choice left to the host, made within the step, and made there before the host knows of the step before."""
     going(request.param, monkeypatch)
     return request.param
 

@@ -64,7 +64,7 @@ def way(request):
 @pytest.fixture(scope="module")
 def runs(way, once):
     """Every run that comes to its end by itself, in one pair of processes; and the directory."""
-    ended = ("plain", "without", "bad", "rollback", "endless", "whole")
+    ended = ("plain", "without", "bad", "ahead", "rollback", "endless", "whole")
     found, directory = once(way, lambda folder: (told(way, folder, *ended), str(folder)))
     return found, Path(directory)
 
@@ -89,6 +89,15 @@ def test_refused_by_both(way, runs):
     assert len(list((directory / "bad" / "incidents").iterdir())) == 2
     assert not Path(second["folder"]).exists(), "what the second process wrote is gone with it"
     assert [text.count("refused: inputs") for text in printed] == [2, 0], "one of them tells"
+
+
+def test_refused_ahead_of_the_host(way, runs):
+    """The same where steps go ahead of their verdicts, as on accelerators."""
+    (first, second), _ = runs[0]["ahead"]
+    same(first, second)
+    same(first, runs[0]["plain"][0][0], 1e-5)
+    assert first["incidents"] == second["incidents"] == runs[0]["bad"][0][0]["incidents"]
+    assert first["spread"] == WAYS[way]
 
 
 def test_rolled_back_by_both(way, runs):

@@ -54,7 +54,7 @@ def waits_for_steps() -> bool:
     Raises:
         GuardError: where the running backend is not supported.
     """
-    waits: bool = _of_backend().ModelAttachment.waits
+    waits: bool = _of_backend().ModelAttachment.waits()
     return waits
 
 

@@ -12,14 +12,17 @@ import numpy as np
 
 from keras_nanguard import _state
 from keras_nanguard._attach._shared import Attachment
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._errors import GuardError, NonFiniteError, expected
 from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _jax_trainer as _trainer
-from keras_nanguard._step._jax import Transaction
+from keras_nanguard._step._jax import Started, Transaction, on_accelerator
 from keras_nanguard._step._jax_ahead import Ahead
 from keras_nanguard._step._jax_outputs import LogOutputs, PlainOutputs
+from keras_nanguard._step._verdict import FIELDS
 
 __all__ = ["LoopStep", "ModelAttachment"]
+
+HALTED = FIELDS.index("halted")
 
 
 class ModelAttachment(Attachment):
@@ -32,11 +35,12 @@ class ModelAttachment(Attachment):
         logs: the logs of the last committed step, `None` before there is one.
         on_arrays: whether `fit` trains on arrays.
         batches: those that are taken ahead, of the epoch that runs; `None` where none are.
+        pending: the step whose verdict is still to be read; `None` where all were.
     """
 
     logs: Any = None
-    waits = True
     batches: Any = None
+    pending: Started | None = None
     on_arrays = False
 
     def __init__(self, model: Any, session: Session):
@@ -45,7 +49,12 @@ class ModelAttachment(Attachment):
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)
         self.custody = _trainer.Custody(model)
-        session.reach, session.readable = self.custody.reach, self.custody.readable
+        session.reach, session.readable, session.settle = self.custody.reach, self.custody.readable, self.settle
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether the host waits for the verdict of each step; an accelerator does not stop for it."""
+        return not on_accelerator()
 
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
@@ -54,7 +63,8 @@ class ModelAttachment(Attachment):
         def scaling(factors: dict[int, Any]) -> Any:
             return _scaled(session, factors)
 
-        transaction = self._kept(jit, keras.distribution.distribution())
+        late = jit and not self.waits()
+        transaction = self._kept(jit, late, keras.distribution.distribution())
         if transaction is not None:
             transaction.serve(session.read_anatomy, scaling)
         else:
@@ -69,6 +79,7 @@ class ModelAttachment(Attachment):
                 pack=True,
                 shardings=_trainer.shardings(model),
                 scaling=scaling,
+                late=late,
             )
         if old is not None:
             transaction.inherit(old)
@@ -87,6 +98,7 @@ class ModelAttachment(Attachment):
         except BaseException as error:
             self.custody.rescue()
             self._changed = True
+            self._settle_at_last()
             self.session.raised(error)
             self.detach()
             raise
@@ -110,6 +122,10 @@ class ModelAttachment(Attachment):
         session, custody = self.session, self.custody
         given = custody.state
         custody.receive(state)
+        if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
+            self.settle()
+        elif (session.far or self.pending is not None) and self._goes_on(data):
+            return self.logs, custody.take()
         if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
             session.reach()
             session.before()
@@ -122,6 +138,45 @@ class ModelAttachment(Attachment):
             logs = self.logs if self.logs is not None else jax.tree_util.tree_map(lambda a: a * 0, logs)
         self.logs = logs = session.honest(logs, row[1])
         return logs, custody.take()
+
+    def _goes_on(self, data: Any) -> bool:
+        """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
+
+        The verdict of the step before is read here. If there is more to do about that than to count it, this step is run
+        again afterwards, from the state that the host then leaves; if it was not refused on its own, it stands.
+        """
+        session, transaction = self.session, self.session.transaction
+        if not (transaction.late and self.outputs.lasting):
+            self.settle()
+            return False
+        before, self.pending = self.pending, None
+        state, started = transaction.start(self.custody.take(), _factors(session), data, after=before)
+        self.custody.hold(state)
+        session.healed = False
+        if before is None or (session.after(transaction.finish(before), last=False) and session.far):
+            self.pending = started
+        elif session.healed or (row := transaction.finish(started))[HALTED]:
+            return False
+        else:
+            session.after(row)
+        self.logs = session.honest(started.outputs, 0.0)
+        return True
+
+    def settle(self) -> None:
+        """Read the verdict of the last step, if that was not done yet, and act on it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.session.after(self.session.transaction.finish(pending))
+
+    def _settle_at_last(self) -> None:
+        """The same where a fit is cut short by something else, which goes on to the user."""
+        with contextlib.suppress(NonFiniteError):
+            self.settle()
+
+    def detach(self) -> None:
+        """Give the model its own methods back."""
+        self._settle_at_last()
+        super().detach()
 
     def _logs(self) -> Any:
         """Return the logs of the last step, those of fresh metrics where there was none."""

@@ -34,12 +34,7 @@ class Attachment:
     Args:
         model: a compiled model.
         session: the host's half.
-
-    Attributes:
-        waits: whether the host waits for each guarded step anyway, so that nothing computes while callbacks run.
     """
-
-    waits = False
 
     def __init__(self, model: Any, session: Session):
         self.model, self.session = model, session
@@ -49,6 +44,11 @@ class Attachment:
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
         session.rebuild = self.rebuild
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether the host waits for each guarded step anyway, so that nothing computes while callbacks run."""
+        return False
 
     def attach(self) -> None:
         """Stand in for the model's own train function until `detach`."""

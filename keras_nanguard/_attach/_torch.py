@@ -21,11 +21,14 @@ __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer."""
 
-    waits = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-
     def __init__(self, model: Any, session: Session):
         super().__init__(model, session)
         self._overrides = Overrides()
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether there is no accelerator."""
+        return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
     def attach(self) -> None:
         """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""

@@ -17,7 +17,7 @@ from keras_nanguard._incident import Incident, Outcome
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
-HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots", "stop"})
+HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
 """Actions that put another state in the place of the one that steps have run on."""
 
 _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})

@@ -20,7 +20,7 @@ import keras
 
 from keras_nanguard import _overrides
 
-__all__ = ["Fit", "outside"]
+__all__ = ["Fit", "outside", "surrounding", "told_later"]
 
 _HOOKS = tuple(
     f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
@@ -36,6 +36,34 @@ def outside() -> int:
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def surrounding() -> Any:
+    """Return the `CallbackList` from inside of which this is called, `None` where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+_OF_A_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+"""Added by `fit` itself; they look at logs alone."""
+
+
+def told_later(callbacks: Any) -> bool:
+    """Whether Keras may tell this `CallbackList` of a batch in another thread, so that none of it acts before the next step.
+
+    `CallbackList` in keras/src/callbacks/callback_list.py asks the same of ends of batches.
+    """
+    if callbacks is None:
+        return False
+    others = [c for c in callbacks.callbacks if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)]
+    stock = keras.callbacks.Callback
+    return all(getattr(getattr(c, name), "__func__", None) is getattr(stock, name) for c in others for name in _OF_A_BATCH)
 
 
 def _is_inside(frame: FrameType | None, callbacks: Any) -> bool:
@@ -67,13 +95,7 @@ class Fit:
     @classmethod
     def around(cls, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]) -> Fit:
         """Return the fit from inside of which this is called."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, keras.callbacks.CallbackList):
-                return cls(owner, cut_short, around_epoch_end)
-            frame = frame.f_back
-        return cls(None, cut_short, around_epoch_end)
+        return cls(surrounding(), cut_short, around_epoch_end)
 
     @property
     def known(self) -> bool:

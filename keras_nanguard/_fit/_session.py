@@ -12,19 +12,19 @@ from math import inf, isfinite, sqrt
 from typing import Any
 
 from keras_nanguard import _probes, _state
-from keras_nanguard._fit import _perform
 from keras_nanguard._fit._aftercare import Aftercare
 from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._epoch_logs import stand_in
 from keras_nanguard._fit._history import History
 from keras_nanguard._fit._monitors import Monitors
+from keras_nanguard._fit._raising import raise_incident
 from keras_nanguard._fit._rates import Rate
 from keras_nanguard._fit._recent import Recent
 from keras_nanguard._fit._sightings import bad_state, has_nan, in_batch, values
 from keras_nanguard._fit._snapshot import Ring
 from keras_nanguard._fit._trend import Trend
-from keras_nanguard._incident import SITES, Finding, Incident
-from keras_nanguard._policy._policy import Ledger, Policy, decide
+from keras_nanguard._incident import Finding, Incident
+from keras_nanguard._policy._policy import Ledger, Policy
 from keras_nanguard._step._verdict import PERIOD, Report, Verdict
 
 __all__ = ["Session"]
@@ -47,6 +47,9 @@ class Session:
         overflows: how many of those were ordinary float16 overflows, which are no incident.
         epoch, epoch_start: the epoch that runs, and the step it started at.
         stopped: whether the policy has ended training.
+        attentive: whether the next step is looked at more closely than a healthy one needs.
+        told_later: whether callbacks are told of a step in another thread, so that none of them acts before the next step.
+        healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
     """
 
     def __init__(
@@ -77,12 +80,13 @@ class Session:
         self.rebuild: Callable[[], None] = lambda: None
         self.reach: Callable[[], None] = lambda: None  # makes the variables hold the state of this moment
         self.readable: Callable[[], Any] = nullcontext  # in which they read as that state
+        self.settle: Callable[[], None] = lambda: None  # reads the verdict on a step that was started, if it was not read yet
         self.tolerated: set[int] = set()
         self._births: dict[int, Any] | None = {}
         self._anatomy: _state.Anatomy | None = None
         self.logs: Any = None
         self.shown: Any = None
-        self._attentive, self._healed = True, False
+        self.attentive, self.healed, self.told_later = True, False, False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
@@ -111,7 +115,7 @@ class Session:
                 self.rebuild()
         bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
-            self._raise_incident(self.step, self.scan("state"), refused=False, report=None, values={})
+            raise_incident(self, self.step, self.scan("state"), refused=False, report=None, values={})
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
@@ -120,7 +124,7 @@ class Session:
     def born(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
         if self._births is None:
-            self._births, self._attentive = {}, True
+            self._births, self.attentive = {}, True
         self._births[id(native)] = value
 
     def first_values(self) -> list[tuple[Any, Any]]:
@@ -145,7 +149,11 @@ class Session:
     @property
     def calm(self) -> bool:
         """Whether nothing is to be done before the next execution, as in all of a healthy run but its first step."""
-        busy = self.stopped or self.rates or self.skip_batches > 0 or self.resuming is not None or self.aftercare.active
+        return not self.rates and self._undisturbed
+
+    @property
+    def _undisturbed(self) -> bool:
+        busy = self.stopped or self.skip_batches > 0 or self.resuming is not None or self.aftercare.active
         return self.began and not busy
 
     def before(self) -> None:
@@ -158,17 +166,30 @@ class Session:
         for rate in self.rates.values():
             rate.hold()
 
-    def after(self, row: Any) -> None:
+    @property
+    def far(self) -> bool:
+        """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
+        committed = self.step - self.epoch_start > self.epoch_refused
+        return self.told_later and committed and self._undisturbed and not self.attentive and self.step + 1 < self._due
+
+    def after(self, row: Any, *, last: bool = True) -> bool:
         """Read the row of the last step and act on it.
+
+        Args:
+            row: its numbers, in the order of `Verdict.FIELDS`.
+            last: whether the state is the one that it left, as no other step was started since.
+
+        Returns:
+            whether it was read as that of a healthy step after which nothing has to be done.
 
         Raises:
             NonFiniteError: where the policy says so.
         """
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = row
         total = loss + gradients + statistics + weights + slots
-        if refused or self._attentive or not (isfinite(total) and 0.0 < scale < inf):
+        if refused or self.attentive or not (isfinite(total) and 0.0 < scale < inf):
             self._attend(Verdict.of(row))
-            return
+            return False
         self.good += 1
         self.streak, self.last_refused = 0, False
         self.history.push(self.step, loss, gradients, scale)
@@ -179,9 +200,10 @@ class Session:
         self.step += 1
         if statistics > self.monitors.ceiling:
             self._due = self.monitors.due = self.step
-        if self.step >= self._due:
+        if self.step >= self._due and last:
             self.monitors.statistics = statistics
             self._keep()
+        return True
 
     def _attend(self, verdict: Verdict) -> None:
         """The long way: the first step, several steps in one, something to do after each step, or trouble."""
@@ -201,17 +223,17 @@ class Session:
         else:
             self._unrefused(verdict, self.transaction.files.take())
         self.step += 1
-        self._attentive = self.aftercare.active
+        self.attentive = self.aftercare.active
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
         """The same for an execution of several steps, of which `last` is the row of the last one."""
         transaction = self.transaction
         first, end = self.step, self.step + (last.step + 1 - self.step) % PERIOD
-        self._healed = False
+        self.healed = False
         reports = {report.verdict.step: report for report in transaction.files.take()}
         for self.step, verdict in enumerate(transaction.verdicts(first, end), first):
-            if self._healed:  # what ran on after it ran on a state that is gone
+            if self.healed or self.stopped:  # what ran on after it ran on a state that is gone
                 self._left_out(end - self.step)
                 break
             kept = [reports[verdict.step]] if verdict.step in reports else []
@@ -259,20 +281,20 @@ class Session:
     def _committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""
         report = Report(verdict, (), (), self.transaction.batch(self.step, self.transaction.given))
-        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
+        raise_incident(self, self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
         report = reports[-1] if reports else None
         if report is not None and report.late:
-            return self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values=self._values(verdict))
+            return raise_incident(self, self.step - 1, self.scan("weights"), refused=False, report=None, values=self._values(verdict))
         if self._is_ordinary_overflow(verdict):
             self.overflows += 1
             return
         findings = [*in_batch(report), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        self._raise_incident(self.step, findings, refused=True, report=report, values=self._values(verdict))
+        raise_incident(self, self.step, findings, refused=True, report=report, values=self._values(verdict))
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself: a short streak of overflows above the lowest scale."""
@@ -308,7 +330,7 @@ class Session:
         report = reports[-1] if reports else None
         findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")]
         findings = findings or Report(verdict, (), ()).findings()
-        self._raise_incident(self.step, findings, refused=False, report=report, values=self._values(verdict))
+        raise_incident(self, self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
         return values(verdict, self.anatomy().optimizers)
@@ -316,38 +338,6 @@ class Session:
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""
         return bad_state(self.anatomy(), site, self.tolerated, self.policy)
-
-    def _raise_incident(
-        self,
-        step: int,
-        findings: Sequence[Finding],
-        *,
-        refused: bool,
-        report: Report | None,
-        values: dict[str, float],
-        diagnosis: Any = None,
-        act: bool = True,
-    ) -> None:
-        ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        batch = max(step - self.epoch_start, 0)
-        incident = Incident(step, self.epoch, batch, ordered, refused, values, replicas=report.replicas if report else ())
-        if self.explain is not None:
-            incident = incident.with_(diagnosis=diagnosis or self.explain(self, incident, report))
-            if self.directory is not None and hasattr(self.explain, "bundle"):
-                incident = incident.with_(bundle=self.explain.bundle(self, incident, report))
-        if not act:
-            return self.tell(incident)
-        decision, self.ledger = decide(self.policy, self.ledger, incident)
-        incident = incident.with_(decision=decision)
-        outcomes, error = _perform.perform(self, incident, report)
-        self._healed |= any(o.status == "done" and o.action in _perform.HEALING for o in outcomes)
-        self._attentive |= self.aftercare.active
-        self.ring.note(self)
-        incident = incident.with_(outcomes=outcomes)
-        self.tell(incident)
-        if error is not None:
-            error.incident = incident
-            raise error
 
     def _keep(self) -> None:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
@@ -357,7 +347,7 @@ class Session:
             with self.readable():
                 findings = self.monitors.look(self)
             if findings:
-                self._raise_incident(self.step - 1, findings, refused=False, report=None, values={})
+                raise_incident(self, self.step - 1, findings, refused=False, report=None, values={})
         self.ring.promote(self.good)
         if self.step >= self._snapshot_due and not self.stopped:
             self._snapshot_due = self.step + self.policy.snapshot.every
@@ -370,7 +360,7 @@ class Session:
             self.history.start(self.ring.snapshots, anatomy.trainable)
             bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
         if bad:
-            self._raise_incident(self.step - 1, self.scan("weights"), refused=False, report=None, values={})
+            raise_incident(self, self.step - 1, self.scan("weights"), refused=False, report=None, values={})
 
     def raised(self, error: BaseException) -> None:
         """Tell of an exception inside of a step that is about its data, before it goes on to the user."""
@@ -382,8 +372,9 @@ class Session:
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Any = None, act: bool = True) -> None:
         """Tell of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
+        self.settle()
         findings = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
-        self._raise_incident(max(self.step - 1, 0), findings, refused=False, report=None, values={}, diagnosis=diagnosis, act=act)
+        raise_incident(self, max(self.step - 1, 0), findings, refused=False, report=None, values={}, diagnosis=diagnosis, act=act)
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer, which remembers what the guard has done to it."""

@@ -20,6 +20,10 @@ A step is a function from state to state, so refusing it is handing back what it
   whether it does anything with these arrays but hand them back.
 - Where it does (a GAN whose generator step uses the updated discriminator, a sharpness-aware step), the updates run at
   once and old or new is chosen at the end.
+
+An accelerator must not wait for the host. There the step refuses by itself, whatever its size, and the next one may be started
+before the verdict is read. It is told on the accelerator whether something is wrong (`Started.halt`), and then it
+refuses, too, whatever its batch is like: so the host finds the state that the bad step left, and runs the next one again.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,7 +47,7 @@ from keras_nanguard._step._jax_reports import Files
 from keras_nanguard._step._jax_runs import PutOff, Through
 from keras_nanguard._step._verdict import FIELDS
 
-__all__ = ["Transaction"]
+__all__ = ["Started", "Transaction", "on_accelerator"]
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
@@ -85,6 +90,7 @@ class Transaction:
         pack: whether a tiny state may come back packed; only whoever knows `_jax_packed` can look into it.
         shardings: where the arrays of the state lie; `None` where they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
+        late: whether a step may be started before the verdict on the one before it is read.
 
     Attributes:
         saving: whether the updates run at once, and old or new is chosen at the end.
@@ -118,11 +124,13 @@ class Transaction:
         pack: bool = False,
         shardings: Any = None,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
+        late: bool = False,
     ):
         self.body, self.anatomy, self.variables, self.model = body, anatomy, variables, model
         self.outputs, self.refuse, self.jit, self.scaling = outputs, refuse, jit, scaling
         self.saving, self.packs, self.tiny, self.turns = False, pack, False, donate and shardings is None
-        self.light: bool | None = None if shardings is None else False  # the step keeps its arrays where they lie
+        self.late = late
+        self.light: bool | None = None if shardings is None and not late else False  # the step keeps its arrays where they lie
         self.tolerated: set[int] = set()
         self.files = Files()
         self.told = len(FIELDS)
@@ -131,7 +139,11 @@ class Transaction:
         self._places: list[int] = []
         self.meanwhile: Callable[[], None] = _nothing
         self.given: Any = None
-        place = {} if shardings is None else {"out_shardings": (shardings, None, None)}
+        everywhere = _everywhere(shardings)
+        self._go = _on(np.zeros((), bool), everywhere) if late and refuse else None
+        if late:
+            self.outputs.apart = True
+        place = {} if shardings is None else {"out_shardings": (shardings, None, None, everywhere)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
         self._light: Any = None
         self._count = jax.jit(self._counted) if jit else self._counted
@@ -150,16 +162,14 @@ class Transaction:
         if self._last is None:
             self.adopt(state)
         if not self.light:
-            new, outputs, vector = self._heavy(state, factors, *args)
-            array = self._read(vector, state, args)
-            row, outputs = self._parted(array, outputs)
-            self.files.put(row, array[self.told :], args)
-            return new, outputs, row
+            new, started = self.start(state, factors, *args)
+            row = self.finish(started)
+            return new, started.outputs, row
         if self.packs:
             state = packed(state)
         spare = self._room(state) if self.turns else ()
         new, outputs, vector, learned = self._light(state, spare, factors, *args)
-        row, outputs = self._parted(self._read(vector, state, args), outputs)
+        row, outputs = self._parted(self._read(vector, state, jax.tree_util.tree_map(owned, args)), outputs)
         self.files.put(row, lambda: self._count(state, factors, *args), args)
         if self.turns:
             self._turn(state, new, bool(row[0]))
@@ -167,11 +177,28 @@ class Transaction:
             new, outputs = self._given_back(state, learned, outputs)
         return new, outputs, row
 
+    def start(self, state: Any, factors: dict[int, Any], *args: Any, after: Started | None = None) -> tuple[Any, Started]:
+        """Start a step that refuses by itself, and does so if the step `after` which it comes has gone wrong.
+
+        The other arguments are as above. Returns the state to go on with, and what `finish` needs.
+        """
+        if self._last is None:
+            self.adopt(state)
+        halt = self._go if after is None else after.halt
+        new, outputs, vector, halt = self._heavy(state, halt, factors, *args)
+        return new, Started(jax.tree_util.tree_map(owned, args), outputs, vector, halt, state)
+
+    def finish(self, started: Started) -> list[float]:
+        """Wait for the verdict on a step that was started; returns its row."""
+        array = self._read(started.vector, started.state, started.args)
+        row, started.outputs = self._parted(array, started.outputs)
+        self.files.put(row, array[self.told :], started.args)
+        return row
+
     def _read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
-        self._last = state
+        self._last, self.given = state, args
         self.files.forget()
-        self.given = jax.tree_util.tree_map(owned, args)
         self.meanwhile()
         looks = LOOKS if self.tiny else 0
         while looks and not vector.is_ready():
@@ -230,16 +257,16 @@ class Transaction:
 
     # What is compiled
 
-    def _gated(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any]:
-        """Choose within the step."""
+    def _gated(self, state: Any, halt: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, Any]:
+        """Choose within the step; `halt` says that it is to be refused in any case, and is `None` where none ever is."""
         leaves, tree = jax.tree_util.tree_flatten(state)
         with self.scaling(factors):
             if self.refuse and not self.saving:
                 try:
-                    return PutOff(self, leaves, tree, args).complete()
+                    return PutOff(self, leaves, tree, args, halt).complete()
                 except Retrace:
                     self.saving = True
-            return Through(self, leaves, tree, args).complete()
+            return Through(self, leaves, tree, args, halt).complete()
 
     def _both(self, state: Any, spare: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Leave the choice to the host; nothing is computed of what is spare."""
@@ -316,8 +343,42 @@ class Transaction:
         """Let the next step be this number; here none is counted."""
 
 
+@dataclass(slots=True)
+class Started:
+    """A step that was started, and whose verdict may not be there yet.
+
+    Attributes:
+        args: its arguments.
+        outputs: what it returns beside the state.
+        vector: all that it tells the host.
+        halt: whether the next step has to be refused because of it; on the accelerator.
+        state: what it was given, whose arrays may be gone.
+    """
+
+    args: Any
+    outputs: Any
+    vector: Any
+    halt: Any
+    state: Any
+
+
+def on_accelerator() -> bool:
+    """Whether steps run elsewhere than on the processor that the host needs for itself."""
+    return bool(jax.default_backend() != "cpu")
+
+
 def _nothing() -> None:
     pass
+
+
+def _everywhere(shardings: Any) -> Any:
+    """Return the place of a scalar beside arrays that lie in these places, `None` where they are on one device."""
+    first = next(iter(jax.tree_util.tree_leaves(shardings)), None)
+    return None if first is None else jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec())
+
+
+def _on(scalar: Any, place: Any) -> Any:
+    return jnp.asarray(scalar) if place is None else jax.make_array_from_callback((), place, lambda _: scalar)
 
 
 def _places_of(arrays: Sequence[Any]) -> set[int]:

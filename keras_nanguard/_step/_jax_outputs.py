@@ -27,7 +27,13 @@ def _check(found: Any, wanted: Any) -> None:
 
 
 class PlainOutputs:
-    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss."""
+    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss.
+
+    Attributes:
+        apart: whether outputs stay arrays of their own, because nobody waits for the vector before they are needed.
+    """
+
+    apart = False
 
     def parted(self, result: Any) -> tuple[Any, Any]:
         """Return outputs and state of what the body returned."""
@@ -87,7 +93,7 @@ class LogOutputs(PlainOutputs):
     def join(self, outputs: Any, dtype: Any) -> tuple[Any, list[Any]]:
         """Put all logs into the vector, where each is a scalar of its dtype: reading one array is cheaper than several."""
         arrays = {k: jnp.asarray(v) for k, v in outputs.items()} if isinstance(outputs, dict) else {}
-        if not arrays or any(a.ndim or a.dtype != dtype for a in arrays.values()):
+        if self.apart or not arrays or any(a.ndim or a.dtype != dtype for a in arrays.values()):
             self.keys = None
             return outputs, []
         self.keys = tuple(arrays)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from keras_nanguard import _state
 from keras_nanguard._step import _jax_sums as _sums
 from keras_nanguard._step._jax_intercept import Intercept, Record, Retrace
+from keras_nanguard._step._verdict import Verdict
 
 __all__ = ["PutOff", "Through"]
 
@@ -24,10 +25,12 @@ class Run:
         leaves: the flat state.
         tree: its structure.
         args: what else the body takes.
+        halt: whether the step has to be refused whatever it is like; `None` where none ever has.
     """
 
-    def __init__(self, owner: Any, leaves: list[Any], tree: Any, args: Sequence[Any]):
+    def __init__(self, owner: Any, leaves: list[Any], tree: Any, args: Sequence[Any], halt: Any = None):
         self.owner, self.old, self.tree, self.args = owner, leaves, tree, args
+        self.halt = halt
         self.anatomy = anatomy = owner.anatomy()
         self.kind = _sums.kind(leaves)
         self.variables = list(owner.variables())
@@ -60,6 +63,8 @@ class Run:
         self.scale = jnp.min(jnp.stack(scales)).astype(kind) if scales else jnp.ones((), kind)
         fine = jnp.isfinite(self.loss + self.gradients + self.statistics)
         self.fine = fine & jnp.isfinite(self.scale) & (self.scale > 0) if scales else fine
+        if self.halt is not None:
+            self.fine &= ~self.halt
 
     def _watched(self, index: int) -> bool:
         variable = self.variables[index]
@@ -67,9 +72,10 @@ class Run:
         return id(variable) not in ours | self.owner.tolerated and _sums.can_be_bad(self.old[index])
 
     def _row(self, refused: Any, ends: Sequence[Any]) -> Any:
-        first = [refused, self.loss, self.gradients, self.statistics, *ends, self.scale]
         nothing = jnp.zeros((), self.kind)
-        return jnp.stack([*(jnp.asarray(f).astype(self.kind) for f in first), nothing, nothing])
+        told = [refused, self.loss, self.gradients, self.statistics, *ends, self.scale, nothing]
+        told.append(nothing if self.halt is None else self.halt)
+        return jnp.stack([jnp.asarray(f).astype(self.kind) for f in told])
 
     def _one(self, optimizer: Any, weights: Sequence[Any], variables: Iterable[tuple[Any, Any]], total: Any) -> tuple[Any, Any]:
         """Return the sums over what one optimizer has updated: weights, and its variables with their new values."""
@@ -97,6 +103,8 @@ class Run:
             kept = jnp.where(blamed, jnp.minimum(lower, old), old)
             learned[scale] = jnp.where(sound, kept, jnp.asarray(optimizer.initial_scale, old.dtype))
             learned[counter] = jnp.where(blamed | ~sound, jnp.zeros_like(steps), steps)
+        if self.halt is not None:  # it has nothing to say of its own batch
+            learned = {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
         return learned
 
     def _file(self, places: Sequence[tuple[str, str, Any]]) -> Any:
@@ -113,12 +121,12 @@ class Run:
     def _path(self, index: int) -> str:
         return str(getattr(self.variables[index], "path", "") or f"state/{index}")
 
-    def _finish(self, outputs: Any, new: list[Any], row: Any, counts: Any) -> tuple[Any, Any, Any]:
+    def _finish(self, outputs: Any, new: list[Any], row: Any, counts: Any) -> tuple[Any, Any, Any, Any]:
         if self.owner.refuse:
             metrics = [(v, new[self.place[id(v)]]) for v in self.anatomy.metrics if id(v) in self.place]
             outputs = self.owner.outputs.results(outputs, metrics)
         outputs, vector = self._joined(outputs, row, counts)
-        return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector
+        return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, None if self.halt is None else _is_bad(row)
 
     def _joined(self, outputs: Any, row: Any, counts: Any) -> tuple[Any, Any]:
         """Return the outputs that leave the step by themselves, and one vector with everything else."""
@@ -131,7 +139,7 @@ class Run:
 class PutOff(Run):
     """The updates run after the verdict, in a conditional."""
 
-    def complete(self) -> tuple[Any, Any, Any]:
+    def complete(self) -> tuple[Any, Any, Any, Any]:
         self._trace()
         values = jax.extend.core.jaxpr_as_fun(self.program)(*self.old, *self.given, *self._dummies())
         seen, outputs, new = jax.tree_util.tree_unflatten(self.told, values)
@@ -249,7 +257,7 @@ class Through(Run):
         self.refused = ~self.fine if self.owner.refuse else jnp.zeros((), bool)
         return new
 
-    def complete(self) -> tuple[Any, Any, Any]:
+    def complete(self) -> tuple[Any, Any, Any, Any]:
         """Return the chosen state, the outputs, and the vector for the host."""
         new = self.run()
         nothing = self._file(self.places)
@@ -302,6 +310,13 @@ class Through(Run):
 
     def _known(self, variables: Iterable[Any]) -> list[int]:
         return [self.place[id(v)] for v in variables if id(v) in self.place]
+
+
+def _is_bad(row: Any) -> Any:
+    """Return whether the host will have something to do about the step of this row; `Session.after` asks the same."""
+    verdict = Verdict(*row)
+    sums = jnp.stack([verdict.loss, verdict.gradients, verdict.statistics, verdict.weights, verdict.slots, verdict.scale])
+    return (verdict.refused > 0) | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)
 
 
 def _shape(variable: Any) -> Any:
