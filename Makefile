@@ -9,12 +9,16 @@ WORKERS ?= 3
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
+# Of thousands of modules that come with a backend few are ever imported: each is compiled when it is, once.
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TENSORFLOW)" -e ".[dev,demo,yaml]"
+	$(BIN)/python $(INSTALL) --upgrade pip
+	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" -e ".[dev,demo,yaml]"
 	@touch $@
 
 demo: $(READY)  ## train one network twice on troubled data, with and without the guard
@@ -57,8 +61,8 @@ ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n 2 --dist worksteal 
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(BACKEND_$*) -e ".[dev,yaml]"
+	.venv-$*/bin/python $(INSTALL) --upgrade pip
+	.venv-$*/bin/python $(INSTALL) $(BACKEND_$*) -e ".[dev,yaml]"
 	@touch $@
 
 BACKEND_jax = "jax==0.10.*" "keras==3.15.*"
@@ -70,8 +74,8 @@ lowest:  ## the tests on the lowest versions that are supported
 
 test-with:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TENSORFLOW)" "$(PIN)" -e ".[dev,demo,yaml]"
+	$(BIN)/python $(INSTALL) --upgrade pip
+	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" "$(PIN)" -e ".[dev,demo,yaml]"
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
 clean:
