@@ -69,10 +69,10 @@ def oracle(build, data=None, where="x", tolerance=0.0, **fit):
     """Compare three runs: unguarded, guarded, and guarded with poisoned batches put in; returns the guarded ones."""
     data = data or zoo.regression()
     plain = zoo.run(build, data, **fit)
-    healthy = zoo.run(build, data, guard=True, **fit)
+    healthy = zoo.run(build, data, guard="undiagnosed", **fit)
     assert zoo.differences(healthy, plain, tolerance) == []
     assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
-    bad = zoo.run(build, data.with_poison(BAD, where=where), guard=True, **fit)
+    bad = zoo.run(build, data.with_poison(BAD, where=where), guard="undiagnosed", **fit)
     assert zoo.differences(bad, plain, tolerance) == []
     epoch = data.batches + len(BAD)
     assert bad.steps == [*BAD, *(epoch + batch for batch in BAD)]
@@ -156,7 +156,7 @@ def test_a_set_that_is_not_written_whole(monkeypatch):
 
     data = zoo.regression()
     plain = zoo.run(build, data)
-    bad = zoo.run(build, data.with_poison(BAD), guard=True)
+    bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
     assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
     assert bad.guard.session.transaction.turns
 

@@ -51,7 +51,7 @@ def _runs(optimizer: str, mode: str) -> tuple[zoo.Run, zoo.Run]:
 
     zoo.supported(zoo.MODES[mode], even=False)
     data = poisoned_data()
-    return zoo.run(build, data, guard=True), zoo.run(build, data.without(POISONED))
+    return zoo.run(build, data, guard="undiagnosed"), zoo.run(build, data.without(POISONED))
 
 
 CASES = [(optimizer, mode) for mode in zoo.MODES for optimizer in OPTIMIZERS]
@@ -87,7 +87,7 @@ def test_even_executions():
     bad = (3, 4, 8, 15)
     for batch in bad:
         zoo.poison(data, batch)
-    guarded = zoo.run(lambda: zoo.plain(steps_per_execution=4), data, guard=True)
+    guarded = zoo.run(lambda: zoo.plain(steps_per_execution=4), data, guard="undiagnosed")
     assert guarded.steps == [epoch * 16 + batch for epoch in (0, 1) for batch in bad]
     assert zoo.differences(guarded, zoo.run(lambda: zoo.plain(steps_per_execution=4), data.without(bad))) == []
 
@@ -100,7 +100,7 @@ def test_rewritten_graph(optimizer):
         return zoo.plain(OPTIMIZERS[optimizer](), loss=zoo.trapped, rounded=tolerance("graph") > 0)
 
     data = poisoned_data()
-    guarded = zoo.run(build, data, guard=True, rewritten=True)
+    guarded = zoo.run(build, data, guard="undiagnosed", rewritten=True)
     oracle = zoo.run(build, data.without(POISONED), rewritten=True)
     assert zoo.differences(guarded, oracle, tolerance("graph") if optimizer.startswith("adam") else 1e-5) == []
 
@@ -110,7 +110,7 @@ def test_every_batch_bad(mode):
     """Where every batch is bad nothing at all is changed, and the bounded policy stops within a dozen steps."""
     data = zoo.regression(batches=24)
     data.x[:, 0] = np.nan
-    run = zoo.run(lambda: zoo.plain(**zoo.MODES[mode]), data, guard=True, epochs=3)
+    run = zoo.run(lambda: zoo.plain(**zoo.MODES[mode]), data, guard="undiagnosed", epochs=3)
     keras.utils.set_random_seed(0)
     fresh = zoo.plain(**zoo.MODES[mode])
     for one, other in zip(run.model.get_weights(), fresh.get_weights()):
@@ -123,7 +123,7 @@ def test_every_batch_bad(mode):
 def test_first_step_bad():
     """A bad first batch is refused as well: what the first step creates is as if it had never run."""
     data = zoo.poison(zoo.regression(), 0)
-    guarded = zoo.run(zoo.plain, data, guard=True)
+    guarded = zoo.run(zoo.plain, data, guard="undiagnosed")
     assert zoo.differences(guarded, zoo.run(zoo.plain, data.without([0]))) == []
     assert guarded.steps == [0, 12]
 
@@ -137,7 +137,7 @@ def test_unbuilt_model():
         return model
 
     data = zoo.poison(zoo.regression(), 0)
-    guarded = zoo.run(build, data, guard=True)
+    guarded = zoo.run(build, data, guard="undiagnosed")
     oracle = zoo.run(build, data.without([0]))
     assert zoo.differences(guarded, oracle) == []
 
@@ -147,7 +147,7 @@ def test_last_batch_smaller():
     data = zoo.regression()
     data.x, data.y = data.x[:-5], data.y[:-5]
     data.x[-1, 0] = np.nan
-    guarded = zoo.run(zoo.plain, data, guard=True)
+    guarded = zoo.run(zoo.plain, data, guard="undiagnosed")
     oracle = zoo.run(zoo.plain, zoo.Data(data.x[:-3], data.y[:-3]))
     assert zoo.differences(guarded, oracle) == []
     assert guarded.steps == [11, 23]
@@ -158,7 +158,7 @@ def test_uneven_executions(steps):
     """An execution that the data cuts short, or that is longer than an epoch, still tells each step by its number."""
     zoo.supported({"steps_per_execution": steps}, even=False)
     data = zoo.poison(zoo.poison(zoo.regression(), 0), 11)
-    guarded = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data, guard=True)
+    guarded = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data, guard="undiagnosed")
     oracle = zoo.run(lambda: zoo.plain(steps_per_execution=steps), data.without([0, 11]))
     assert zoo.differences(guarded, oracle) == []
     assert guarded.steps == [0, 11, 12, 23]
