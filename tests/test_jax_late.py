@@ -157,8 +157,8 @@ def both(monkeypatch, order, policy, data, inside=lambda model: contextlib.nullc
     in vain.
     """
     runs, starts = [], []
-    for name in ("TINY", "SMALL", "LARGEST"):
-        monkeypatch.setattr(_jax, name, -1)
+    for name, value in {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGEST": -1}.items():
+        monkeypatch.setattr(_jax, name, value)
     for on_accelerator in (True, False):
         monkeypatch.setattr(attached, "on_accelerator", lambda chosen=on_accelerator: chosen)
         keras.utils.set_random_seed(0)

@@ -15,9 +15,10 @@ from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._errors import GuardError, NonFiniteError, expected
 from keras_nanguard._fit._session import Session
 from keras_nanguard._step import _jax_trainer as _trainer
-from keras_nanguard._step._jax import Started, Transaction, on_accelerator
+from keras_nanguard._step._jax import Transaction
 from keras_nanguard._step._jax_ahead import Ahead
 from keras_nanguard._step._jax_outputs import LogOutputs, PlainOutputs
+from keras_nanguard._step._jax_started import Started, on_accelerator
 from keras_nanguard._step._verdict import FIELDS
 
 __all__ = ["LoopStep", "ModelAttachment"]

@@ -12,8 +12,9 @@ A step is a function from state to state, so refusing it is handing back what it
 
 - A small state, and any state in eager execution, is not given up to the step: the host, which reads the verdict anyway,
   goes on with the new state or with the old one. Nothing but the verdict is added to the step.
-- So it is with a large state on a CPU, but memory for the new one is dear there: the system hands it out page by page. So
-  the step is given the weights and slots of the step before last to write over, and two of each take turns.
+- With a large state on a CPU the host reads the verdict before it starts the updates, which write over the state (`_jax_parted`).
+  Where the updates cannot be put off, the host chooses as above, but memory for the new state is dear: the system hands it out page by
+  page. So the step is given the weights and slots of the step before last to write over, and two of each take turns.
 - A large state elsewhere is given up to the step, which writes over it. Selecting old or new for every array would cost a pass
   over all of them and a second copy in memory, so the update itself stands in a conditional. The body is traced once, by
   itself, with one more input for each array that an update will give: the trace says exactly what the body writes, and
@@ -32,7 +33,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,14 +43,19 @@ from keras_nanguard import _state
 from keras_nanguard._fit._recent import owned
 from keras_nanguard._step._jax_intercept import Retrace
 from keras_nanguard._step._jax_packed import Packed, can_pack, opened, packed
+from keras_nanguard._step._jax_parted import Parted, places
 from keras_nanguard._step._jax_reports import Files
 from keras_nanguard._step._jax_runs import PutOff, Through
+from keras_nanguard._step._jax_started import Started, everywhere, put
 from keras_nanguard._step._verdict import FIELDS
 
-__all__ = ["Started", "Transaction", "on_accelerator"]
+__all__ = ["Transaction"]
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
+
+PARTED = SMALL
+"""Bytes of state from which the updates of a compiled step on a CPU are a program of their own."""
 
 LARGE = 1 << 16
 """Bytes from which one array is worth writing over."""
@@ -95,6 +100,7 @@ class Transaction:
     Attributes:
         saving: whether the updates run at once, and old or new is chosen at the end.
         light: whether the host chooses between old and new.
+        in_two: what runs the updates as a program of their own; `None` where they are not.
         turns: whether the step then writes over the weights and slots of the step before last.
         packs: whether the state comes back packed.
         meanwhile: called while a step computes.
@@ -136,17 +142,18 @@ class Transaction:
         self.told = len(FIELDS)
         self._last: Any = None
         self._spare: Any = ()
+        self.in_two: Parted | None = None
         self._places: list[int] = []
         self.meanwhile: Callable[[], None] = _nothing
         self.given: Any = None
-        everywhere = _everywhere(shardings)
-        self._go = _on(np.zeros((), bool), everywhere) if late and refuse else None
+        anywhere = everywhere(shardings)
+        self._go = put(np.zeros((), bool), anywhere) if late and refuse else None
         if late:
             self.outputs.apart = True
-        place = {} if shardings is None else {"out_shardings": (shardings, None, None, everywhere)}
+        place = {} if shardings is None else {"out_shardings": (shardings, None, None, anywhere)}
         self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
         self._light: Any = None
-        self._count = jax.jit(self._counted) if jit else self._counted
+        self.count = jax.jit(self._counted) if jit else self._counted
 
     def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
         """Run the step, and wait for its verdict.
@@ -161,6 +168,12 @@ class Transaction:
         """
         if self._last is None:
             self.adopt(state)
+        if self.in_two is not None and self._is_spread(state):
+            try:
+                return self.in_two(state, factors, *args)
+            except Retrace:
+                self.saving = True
+        self.in_two = None
         if not self.light:
             new, started = self.start(state, factors, *args)
             row = self.finish(started)
@@ -169,12 +182,12 @@ class Transaction:
             state = packed(state)
         spare = self._room(state) if self.turns else ()
         new, outputs, vector, learned = self._light(state, spare, factors, *args)
-        row, outputs = self._parted(self._read(vector, state, jax.tree_util.tree_map(owned, args)), outputs)
-        self.files.put(row, lambda: self._count(state, factors, *args), args)
+        row, outputs = self.parted(self.read(vector, state, jax.tree_util.tree_map(owned, args)), outputs)
+        self.files.put(row, lambda: self.count(state, factors, *args), args)
         if self.turns:
             self._turn(state, new, bool(row[0]))
         if row[0]:
-            new, outputs = self._given_back(state, learned, outputs)
+            new, outputs = self.given_back(state, learned, outputs)
         return new, outputs, row
 
     def start(self, state: Any, factors: dict[int, Any], *args: Any, after: Started | None = None) -> tuple[Any, Started]:
@@ -190,12 +203,12 @@ class Transaction:
 
     def finish(self, started: Started) -> list[float]:
         """Wait for the verdict on a step that was started; returns its row."""
-        array = self._read(started.vector, started.state, started.args)
-        row, started.outputs = self._parted(array, started.outputs)
+        array = self.read(started.vector, started.state, started.args)
+        row, started.outputs = self.parted(array, started.outputs)
         self.files.put(row, array[self.told :], started.args)
         return row
 
-    def _read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
+    def read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
         self._last, self.given = state, args
         self.files.forget()
@@ -209,6 +222,8 @@ class Transaction:
         """Choose how to run steps on a state of this size."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
         on_cpu = self.jit and jax.default_backend() == "cpu"
+        if self.turns and on_cpu and self.light is None and size > PARTED and self.refuse and not self.saving:
+            self.in_two = Parted(self)
         self.turns = self.turns and on_cpu and self.light is None and SMALL < size <= LARGEST
         if self.light is None:
             self.light = not self.jit or size <= SMALL or self.turns
@@ -217,6 +232,11 @@ class Transaction:
         options: dict[str, Any] = {"donate_argnums": 1, "keep_unused": True} if self.turns else {}
         options["compiler_options"] = _in_line() if self.tiny else None
         self._light = jax.jit(self._both, **options) if self.jit else self._both
+
+    def _is_spread(self, state: Any) -> bool:
+        """Whether no two arrays of a state share their memory, so that each can be written over."""
+        leaves: list[Any] = jax.tree_util.tree_leaves(state)
+        return len(places(leaves)) == len(leaves)
 
     def _room(self, state: Any) -> list[Any]:
         """Return arrays that the step may write over, of the sizes of weights and slots."""
@@ -237,16 +257,17 @@ class Transaction:
         """Keep for the next step what nobody needs any more; where old and new share an array, give it up to take turns."""
         left, taken = (new, old) if refused else (old, new)
         spare = self._large(left)
-        if _places_of(spare) & _places_of(jax.tree_util.tree_leaves(taken)):
+        if places(spare) & places(jax.tree_util.tree_leaves(taken)):
             self.turns = self.light = False
         else:
             self._spare = spare
 
-    def _parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
+    def parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
+        """Return the row of a step and its outputs, some of which it has told with the row."""
         numbers = array[: self.told].tolist()
         return numbers[: len(FIELDS)], self.outputs.split(outputs, numbers[len(FIELDS) :])
 
-    def _given_back(self, state: Any, learned: dict[int, Any], outputs: Any) -> tuple[Any, Any]:
+    def given_back(self, state: Any, learned: dict[int, Any], outputs: Any) -> tuple[Any, Any]:
         """Return the old state with the learned loss scale, and its logs."""
         leaves, tree = jax.tree_util.tree_flatten(opened(state))
         for place, value in learned.items():
@@ -343,47 +364,8 @@ class Transaction:
         """Let the next step be this number; here none is counted."""
 
 
-@dataclass(slots=True)
-class Started:
-    """A step that was started, and whose verdict may not be there yet.
-
-    Attributes:
-        args: its arguments.
-        outputs: what it returns beside the state.
-        vector: all that it tells the host.
-        halt: whether the next step has to be refused because of it; on the accelerator.
-        state: what it was given, whose arrays may be gone.
-    """
-
-    args: Any
-    outputs: Any
-    vector: Any
-    halt: Any
-    state: Any
-
-
-def on_accelerator() -> bool:
-    """Whether steps run elsewhere than on the processor that the host needs for itself."""
-    return bool(jax.default_backend() != "cpu")
-
-
 def _nothing() -> None:
     pass
-
-
-def _everywhere(shardings: Any) -> Any:
-    """Return the place of a scalar beside arrays that lie in these places, `None` where they are on one device."""
-    first = next(iter(jax.tree_util.tree_leaves(shardings)), None)
-    return None if first is None else jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec())
-
-
-def _on(scalar: Any, place: Any) -> Any:
-    return jnp.asarray(scalar) if place is None else jax.make_array_from_callback((), place, lambda _: scalar)
-
-
-def _places_of(arrays: Sequence[Any]) -> set[int]:
-    """Return where in memory these arrays are."""
-    return {array.unsafe_buffer_pointer() for array in arrays}
 
 
 @functools.cache

@@ -140,16 +140,21 @@ class PutOff(Run):
     """The updates run after the verdict, in a conditional."""
 
     def complete(self) -> tuple[Any, Any, Any, Any]:
+        outputs, new = self.run()
+        self._decide(new, self._places(self.named, self.records, new))
+        return self._finish(outputs, self.new, self.row, self.counts)
+
+    def run(self) -> tuple[Any, list[Any]]:
+        """Run the body and compute the verdict; returns the outputs and the flat new state without the updates."""
         self._trace()
         values = jax.extend.core.jaxpr_as_fun(self.program)(*self.old, *self.given, *self._dummies())
         seen, outputs, new = jax.tree_util.tree_unflatten(self.told, values)
         for record, arguments in zip(self.records, seen["records"]):
             record.slots, record.grads, record.weights = arguments
-        named = list(zip(self.names, seen["outputs"]))
-        changed = sorted(self.moved - set(self.holding))
-        self._note(outputs, seen["losses"], [g for r in self.records for g in r.grads if g is not None], changed, new)
-        self._decide(new, changed, self._places(named, self.records, new))
-        return self._finish(outputs, self.new, self.row, self.counts)
+        self.named = list(zip(self.names, seen["outputs"]))
+        self.changed = sorted(self.moved - set(self.holding))
+        self._note(outputs, seen["losses"], [g for r in self.records for g in r.grads if g is not None], self.changed, new)
+        return outputs, new
 
     def _trace(self) -> None:
         """Trace the body, and read off the trace that putting its updates off is right."""
@@ -198,7 +203,7 @@ class PutOff(Run):
         """Nothing reads them."""
         return [jnp.zeros(s.shape, s.dtype) for s in self.flat_held]
 
-    def _decide(self, new: list[Any], changed: list[int], places: list[tuple[str, str, Any]]) -> None:
+    def _decide(self, new: list[Any], places: list[tuple[str, str, Any]]) -> None:
         nothing = self._file(places)
         wanted = sorted(self.holding)
         learned = self._learned()
@@ -216,7 +221,7 @@ class PutOff(Run):
         self.new = list(new)
         for i, value in zip(wanted, large):
             self.new[i] = value
-        for i in changed:
+        for i in self.changed:
             self.new[i] = jnp.where(self.fine, new[i], learned.get(i, self.old[i]))
         self.row = self._row(~self.fine, ends)
 
