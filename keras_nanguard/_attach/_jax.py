@@ -125,7 +125,7 @@ class ModelAttachment(Attachment):
         custody.receive(state)
         if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
             self.settle()
-        elif (session.far or self.pending is not None) and self._goes_on(data):
+        elif session.transaction.late and (session.far or self.pending is not None) and self._goes_on(data):
             return self.logs, custody.take()
         if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
             session.reach()
@@ -147,7 +147,7 @@ class ModelAttachment(Attachment):
         again afterwards, from the state that the host then leaves; if it was not refused on its own, it stands.
         """
         session, transaction = self.session, self.session.transaction
-        if not (transaction.late and self.outputs.lasting):
+        if not self.outputs.lasting:
             self.settle()
             return False
         before, self.pending = self.pending, None
