@@ -182,7 +182,7 @@ class Transaction:
             state = packed(state)
         spare = self._room(state) if self.turns else ()
         new, outputs, vector, learned = self._light(state, spare, factors, *args)
-        row, outputs = self.parted(self.read(vector, state, jax.tree_util.tree_map(owned, args)), outputs)
+        row, outputs = self.parted(self.read(vector, state, args), outputs)
         self.files.put(row, lambda: self.count(state, factors, *args), args)
         if self.turns:
             self._turn(state, new, bool(row[0]))
@@ -210,8 +210,9 @@ class Transaction:
 
     def read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
-        self._last, self.given = state, args
+        self._last = state
         self.files.forget()
+        self.given = jax.tree_util.tree_map(owned, args)
         self.meanwhile()
         looks = LOOKS if self.tiny else 0
         while looks and not vector.is_ready():

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._fit._recent import owned
 from keras_nanguard._step._jax_runs import PutOff
 from keras_nanguard._step._verdict import FIELDS
 
@@ -87,7 +86,7 @@ class Parted:
         """
         owner = self.owner
         new, carried, outputs, vector, learned = self._first(state, factors, *args)
-        row, outputs = owner.parted(owner.read(vector, state, jax.tree_util.tree_map(owned, args)), outputs)
+        row, outputs = owner.parted(owner.read(vector, state, args), outputs)
         owner.files.put(row, lambda: owner.count(state, factors, *args), args)
         if row[0]:
             return *owner.given_back(state, learned, outputs), row
