@@ -14,12 +14,11 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._fields import NAME, at, build, changed, check, fault, nearest, refuse, spec
+from keras_nanguard._policy._fields import NAME, changed, check, made, refuse, spec
 
 __all__ = [
     "ACTIONS",
@@ -41,6 +40,7 @@ __all__ = [
     "from_dict",
     "from_file",
     "to_file",
+    "validated",
 ]
 
 TELL, LEAVE_OUT, GO_BACK, CHANGE, END = range(5)
@@ -173,10 +173,7 @@ class Clip(Action):
     factor: float = field(default=0.5, metadata=spec("how much tighter where it already clips", gt=0, le=1))
     min_clipnorm: float = field(default=1e-3, metadata=spec("never tighter than", gt=0))
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between the fields."""
-        if self.min_clipnorm > self.global_clipnorm:
-            yield fault("min_clipnorm", f"a number <= global_clipnorm = {self.global_clipnorm:g}", self.min_clipnorm)
+    ordered: ClassVar = (("min_clipnorm", "global_clipnorm"),)
 
     def sentence(self) -> str:
         return (
@@ -205,14 +202,7 @@ class FixLossScale(Action):
     reset_to: float | None = field(default=None, metadata=spec("scale to start again from", gt=0, le=2.0**100))
     growth_steps: int | None = field(default=None, metadata=spec("good steps before it doubles", unit="steps", ge=1))
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between the fields."""
-        if self.floor > self.ceiling:
-            yield fault("floor", f"a number <= ceiling = {self.ceiling:g}", self.floor)
-        elif self.reset_to is not None and not self.floor <= self.reset_to <= self.ceiling:
-            yield fault(
-                "reset_to", f"a number from floor = {self.floor:g} to ceiling = {self.ceiling:g}", self.reset_to
-            )
+    ordered: ClassVar = (("floor", "ceiling"), ("floor", "reset_to"), ("reset_to", "ceiling"))
 
     def sentence(self) -> str:
         start = f" and starts again from {self.reset_to:g}" if self.reset_to is not None else ""
@@ -377,13 +367,16 @@ def from_file(item: object) -> Action:
     Raises:
         PolicyError: as `from_dict`.
     """
-    table = {item: {}} if isinstance(item, str) else item
-    if not isinstance(table, Mapping) or len(table) != 1:
-        raise PolicyError("no action", (fault("", "an action: a name, or a table { name = {...} }", item),))
-    ((name, given),) = table.items()
-    if name not in ACTIONS:
-        refuse([fault(at(str(name)), "one of " + ", ".join(ACTIONS), name, nearest(name, ACTIONS))])
-    return build(ACTIONS[name], given, name)
+    from keras_nanguard._policy._problems import problems_of_action  # needs pydantic
+
+    refuse(problems_of_action(item), "the action")
+    return validated(item)
+
+
+def validated(item: Any) -> Action:
+    """Return the same action, of an item that has been validated as part of a policy."""
+    ((name, given),) = ({item: {}} if isinstance(item, str) else item).items()
+    return made(ACTIONS[name], given)
 
 
 def to_file(action: Action) -> str | dict[str, Any]:

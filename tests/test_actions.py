@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 
@@ -13,6 +14,7 @@ from keras import layers, ops
 from keras.optimizers import schedules
 
 from keras_nanguard import NanGuard, actions
+from keras_nanguard._errors import NonFiniteError
 from keras_nanguard._fit._perform import PERFORMERS
 from keras_nanguard.testing import corrupt
 
@@ -122,13 +124,13 @@ class TestRollback:
         back = {path: value for path, value in kept.pop("now") if not path.startswith(("loss/", "mean_absolute"))}
         for path, value in back.items():
             np.testing.assert_array_equal(value, kept[path], err_msg=path)
-        assert outcomes(guard, "rollback") == [(6, "done", "back to the state before step 4, 2 steps undone")]
+        assert outcomes(guard, "rollback") == [(6, "done", "back to the state after 4 steps; 2 committed steps undone")]
 
     def test_unproven(self):
         """A snapshot that too few good steps have followed is not gone back to."""
         guard = acting("rollback", snapshot={"every": 4, "good_after": 3})
         train(guard, 6)
-        assert outcomes(guard, "rollback")[0][2] == "back to the state before step 0, 6 steps undone"
+        assert outcomes(guard, "rollback")[0][2] == "back to the state before the first step; 6 committed steps undone"
 
     def test_depth(self):
         """A deeper rollback goes back further, and what came after is not gone back to again."""
@@ -136,8 +138,19 @@ class TestRollback:
         train(guard, 10, 11)
         details = [detail for _, _, detail in outcomes(guard, "rollback")]
         assert details == [
-            "back to the state before step 6, 4 steps undone",
-            "back to the state before step 3, 8 steps undone",
+            "back to the state after 6 steps; 4 committed steps undone",
+            "back to the state after 3 steps; 3 committed steps undone",
+        ]
+
+    def test_counts_what_had_committed(self):
+        """Only steps that had committed are undone: none before the first, none twice, and the one that left a bad state."""
+        guard = acting("rollback", snapshot={"every": 4, "good_after": 1})
+        train(guard, 0, 1, 7, 8, 10)
+        assert [detail.split("; ")[1] for _, _, detail in outcomes(guard, "rollback")] == [
+            *["no step had committed since"] * 2,
+            "3 committed steps undone",
+            "no step had committed since",
+            "1 committed step undone",
         ]
 
     def test_reseed(self):
@@ -273,6 +286,26 @@ class TestLowerLr:
         guard = acting({"lower_lr": {"factor": 0.5, "cooldown": 4}})
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2, 4, 6)
         assert [(o[0], o[1]) for o in outcomes(guard, "lower_lr")] == [(2, "done"), (4, "skipped"), (6, "done")]
+
+    def test_no_step_in_between(self):
+        """A refused step comes to what it does at any rate: where none has committed at this one it is not lowered again."""
+        guard = acting({"lower_lr": {"factor": 0.5}})
+        walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
+        assert outcomes(guard, "lower_lr") == [
+            (0, "skipped", "no step has committed yet, so a lower rate would change nothing"),
+            (2, "done", "learning rate of sgd: 0.5 -> 0.25"),
+            (3, "skipped", "no step has committed since it was lowered, so a lower rate would change nothing"),
+            (5, "done", "learning rate of sgd: 0.25 -> 0.125"),
+        ]
+
+    def test_rate_at_which_the_update_overflows(self):
+        """A step whose update overflows was tried at its rate: from the first step on it is lowered until one commits."""
+        guard = acting("rollback", {"lower_lr": {"factor": 1e-3}})
+        model = line("sgd")
+        model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
+        walk(model, guard, batches=6)
+        assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 3
+        assert np.isfinite(model.get_weights()).all() and guard.session.good == 3
 
     @pytest.mark.parametrize("rate", ["plain", "schedule"])
     def test_recovery(self, rate):
@@ -633,14 +666,38 @@ class TestStop:
         assert int(run.model.optimizer.iterations.numpy()) == 6
 
 
+    @pytest.mark.parametrize("ending", ["stop", "raise_error"])
+    @pytest.mark.parametrize("kind", ["plain", "schedule"])
+    def test_rate_given_back(self, ending, kind):
+        """After the end the rate is as it was set, and the line says so; without restore it stays, and the line says that."""
+        for restore, words in ((True, "is 0.5 again (it was lowered to 0.05)"), (False, "stays at 0.05, which is 0.1 times what was set")):
+            rules = [
+                {"name": "slow", "do": "lower_lr", "limit": {"times": 1}, "otherwise": {"do": {ending: {"restore": restore}}}},
+                END,
+            ]
+            guard = NanGuard({"preset": "none", "rules": rules}, verbose=0, diagnose=False)
+            rate = 0.5 if kind == "plain" else schedules.PolynomialDecay(0.5, 1000, 0.5)
+            model = line(keras.optimizers.SGD(rate))
+            x = np.ones((8, 1), "float32")
+            x[[2, 5]] = np.nan
+            with contextlib.suppress(NonFiniteError):
+                model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+            assert [step for step, status, _ in outcomes(guard, "lower_lr") if status == "done"] == [2]
+            ((step, _, detail),) = outcomes(guard, ending)
+            assert step == 5 and detail.endswith(f"the learning rate of {model.optimizer.name} {words}")
+            factor = guard.session.course.rates[0]["factor"]
+            assert factor == pytest.approx(1.0 if restore else 0.1)
+            if kind == "plain":
+                assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
+        assert not guard.session.aftercare.recovery
+
+
 class TestRaiseError:
     def test_done(self):
         """The exception carries the complete incident, and leaves a model that is good and free of the guard."""
-        from keras_nanguard._errors import NonFiniteError
-
         model = zoo.plain(run_eagerly=True)
         guard = acting("raise_error")
-        with pytest.raises(NonFiniteError, match="step 6") as caught:
+        with pytest.raises(NonFiniteError, match="step 7") as caught:
             train(guard, 6, build=lambda: model)
         incident = caught.value.incident
         assert incident.step == 6 and incident.outcomes[-1].status == "done"

@@ -17,6 +17,7 @@ from keras_nanguard.testing import inject
 
 WARN, SKIP = "warn: done", "skip: done"
 BACK, SLOWER, STOP = "rollback: done", "lower_lr: done", "stop: done"
+AS_SLOW = "lower_lr: skipped"
 
 TABLE = {
     "nothing": ("recover", [], [], 1e-3),
@@ -62,9 +63,17 @@ TABLE = {
     "trouble without end": (
         "recover",
         [{"site": "gradients", "step": 0, "count": 24}],
-        [*((step, "transient", WARN, *((BACK, SLOWER) if step % 3 == 2 else (SKIP,))) for step in range(11)),
+        [*((step, "transient", WARN, *((BACK, AS_SLOW) if step % 3 == 2 else (SKIP,))) for step in range(11)),
          (11, "transient", WARN, STOP)],
-        1e-6,
+        1e-3,
+    ),
+    "trouble without end in the middle": (
+        "recover",
+        [{"site": "gradients", "step": 6, "count": 18}],
+        [(6, "transient", WARN, SKIP), (7, "transient", WARN, SKIP), (8, "transient", WARN, BACK, SLOWER),
+         *((step, "transient", WARN, *((BACK, AS_SLOW) if step % 3 == 2 else (SKIP,))) for step in range(9, 17)),
+         (17, "transient", WARN, STOP)],
+        1e-3,
     ),
     "stop at the first": ("stop", [{"site": "loss", "step": 3}], [(3, "transient", STOP)], 1e-3),
     "see and tell": ("observe", [{"site": "inputs", "step": 3}], [(3, "input_nonfinite", WARN)], 1e-3),

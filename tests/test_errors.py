@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
 import keras
+import numpy as np
 import pytest
 import zoo
 
-from keras_nanguard import NanGuard
-from keras_nanguard._errors import GuardError, GuardInUseError, NanGuardError, PolicyError
+import keras_nanguard
+from keras_nanguard import NanGuard, Policy, diagnose, errors, lint, recalibrate
+from keras_nanguard.errors import GuardError, GuardInUseError, NanGuardError, NonFiniteError, PolicyError
 
 
 def test_unknown_preset():
@@ -24,17 +32,91 @@ def test_policy_of_the_wrong_type(policy):
 
 
 def test_unknown_override():
-    """A section that no policy has is refused, with every fault at once."""
+    """A section that no policy has is refused, with every problem at once."""
     with pytest.raises(PolicyError) as error:
         NanGuard(snapshots={"every": 5}, checks={"lss": True})
-    assert len(error.value.faults) == 2
+    assert len(error.value.problems) == 2
 
 
-@pytest.mark.parametrize("verbose", [-1, 3, "loud"])
+@pytest.mark.parametrize("verbose", [-1, 3, "loud", "auto", None, 1.5, np.zeros(3)])
 def test_verbose(verbose):
     """`verbose` is 0, 1 or 2."""
-    with pytest.raises(GuardError, match=r"Expected verbose.*Received"):
+    with pytest.raises(GuardError, match=r"Expected verbose.*Received.*Write verbose=1"):
         NanGuard(verbose=verbose)
+
+
+def test_verbose_is_a_switch_too():
+    """`verbose=True` is 1 and `verbose=False` is 0, as in Keras."""
+    assert [NanGuard(verbose=v).verbose for v in (True, False, 0, 1, 2)] == [1, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ({"policy": None}, "Received: None. Write 'recover' for the default"),
+        ({"policy": 5}, "Received: 5. Write 'recover' for the default"),
+        ({"policy": NanGuard}, "Received: the class NanGuard. Write Policy.from_any('recover')"),
+        ({"policy": "recovr"}, "Did you mean 'recover'?"),
+        ({"policy": "halt"}, "Did you mean 'stop'?"),
+        ({"policy": "."}, "Write NanGuard(directory='.')"),
+        ({"snapshot": 50}, 'did you mean {"every": 50}?'),
+        ({"derectory": "run1"}, "did you mean 'directory'?"),
+        ({"log_dir": "run1"}, "did you mean 'directory'?"),
+        ({"verbos": 1}, "did you mean 'verbose'?"),
+        ({"checkpoint": {"every": 5}}, "did you mean 'snapshot'?"),
+        ({"every": 5}, "did you mean 'snapshot'?"),
+        ({"directory": 5}, 'Received: directory=5. Write directory="run1"'),
+        ({"directory": __file__}, "a file. Write directory"),
+        ({"functions": [print]}, 'Write functions={"print": print}.'),
+        ({"functions": print}, 'Write functions={"print": print}.'),
+        ({"functions": {"a": 3}}, "Expected functions to be a dict of names and functions"),
+        ({"resume": "yes"}, "Received: resume='yes'. Write resume=True."),
+        ({"diagnose": "no"}, "Expected diagnose to be True or False"),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_sentence(arguments, answer):
+    """Each mistake gets one line that names what was meant."""
+    with pytest.raises((GuardError, PolicyError)) as error:
+        NanGuard(**arguments)
+    assert answer in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_wrong_arguments_at_once():
+    """Words that nobody knows and problems of the sections are reported together."""
+    with pytest.raises(PolicyError) as error:
+        NanGuard(derectory="x", verbos=1, snapshot={"every": -1})
+    assert [problem.split(":")[0] for problem in error.value.problems] == ["derectory", "verbos", "snapshot.every"]
+
+
+@pytest.mark.parametrize("source", ["recover", "policy.toml", {"preset": "stop"}, ""])
+def test_a_policy_made_of_its_title(source):
+    """`Policy("recover")` makes a policy without rules, and is answered with the call that was meant."""
+    meant = repr(source or "recover")
+    with pytest.raises(PolicyError) as error:
+        Policy(source)
+    assert str(error.value).endswith(f"Write Policy.from_any({meant}).")
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_the_class_among_the_callbacks(method):
+    """`callbacks=[NanGuard]` is answered with `callbacks=[NanGuard()]`, whatever Keras does with the list first."""
+    model, data = zoo.plain(), zoo.regression(batches=1)
+    given = (data.x,) if method == "predict" else (data.x, data.y)
+    with pytest.raises(GuardError, match=r"Received: the class NanGuard itself. Write callbacks=\[NanGuard\(\)\]"):
+        getattr(model, method)(*given, verbose=0, callbacks=[NanGuard])
+    model.fit(data.x, data.y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "command"), [(lint, "lint"), (diagnose, "diagnose"), (recalibrate, "recalibrate")], ids=lambda f: getattr(f, "__name__", f)
+)
+def test_the_path_of_a_model_for_a_model(function, command):
+    """A path is answered with how to load it, and with the command that takes it."""
+    arguments = () if command == "lint" else (np.ones((2, 2)),)
+    with pytest.raises(GuardError, match=rf"'model.keras'. Load it .* or run: keras-nanguard {command} model.keras"):
+        function("model.keras", *arguments)
+    with pytest.raises(GuardError, match="the class Model"):
+        function(keras.Model, *arguments)
 
 
 def test_model_without_optimizer():
@@ -85,6 +167,78 @@ def test_report_of_unknown_ending(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def _subclasses(kind):
+    return {kind, *(below for one in kind.__subclasses__() for below in _subclasses(one))}
+
+
+def test_every_error_is_public():
+    """Every error class can be caught by a name of `keras_nanguard.errors`, and of the package itself."""
+    for kind in _subclasses(NanGuardError):
+        assert getattr(errors, kind.__name__) is kind is getattr(keras_nanguard, kind.__name__)
+        assert kind.__name__ in errors.__all__ and kind.__name__ in keras_nanguard.__all__
+        assert kind.__module__ == "keras_nanguard.errors"
+
+
+@pytest.mark.parametrize("line", ["from keras_nanguard import NonFiniteError", "from keras_nanguard.errors import NonFiniteError"])
+def test_errors_need_no_backend(line):
+    """A script that only catches errors loads neither Keras nor a backend."""
+    code = f"import sys\n{line}\nprint([m for m in ('keras', 'tensorflow', 'jax', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def raised():
+    """Return the error of a fit whose sixth batch is bad, under the policy `raise`."""
+    with pytest.raises(NonFiniteError) as caught:
+        zoo.run(zoo.plain, zoo.poison(zoo.regression(), 5), guard=NanGuard("raise", verbose=0))
+    return caught.value
+
+
+def test_the_message_says_what_happened():
+    """The message is the line of the incident: step, what was bad, cause, place, what to do, what was done."""
+    error = raised()
+    assert str(error) == f"NanGuard: {error.incident}" and error.incident.step == 5
+    for words in (
+        "step 6 (epoch 1, batch 6) refused",
+        "inputs x: 1 NaN of 48",
+        "Cause: input_nonfinite in 'x'",
+        "Clean ",
+        "-> raise_error: NonFiniteError is raised; the refused step left the last good state in place",
+    ):
+        assert words in str(error)
+
+
+def test_errors_can_be_pickled():
+    """An error comes out of a pickle as it was, its incident and its list of problems included."""
+    error = raised()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is NonFiniteError and str(copy) == str(error) and copy.incident.to_json() == error.incident.to_json()
+    with pytest.raises(PolicyError) as caught:
+        NanGuard(checks={"lss": True})
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value) and copy.faults == caught.value.faults
+
+
+def test_errors_cross_processes():
+    """What is raised in a worker process arrives in the one that waits for it, with its incident."""
+    code = (
+        "from keras_nanguard import Finding, Incident, NonFiniteError\n"
+        "raise NonFiniteError('in a worker', Incident(3, 0, 3, (Finding('loss'),)))"
+    )
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool, pytest.raises(NonFiniteError) as caught:
+        pool.submit(exec, code, {}).result(timeout=120)
+    assert str(caught.value) == "in a worker" and caught.value.incident.step == 3
+
+
 def test_one_base_class():
     """Every error of the library is a NanGuardError, and a built-in one that fits."""
     assert issubclass(GuardError, (NanGuardError, ValueError)) and issubclass(PolicyError, ValueError)
+
+
+def test_problems_of_a_policy():
+    """`PolicyError.problems` holds each problem with its path; `faults` is an older name of it."""
+    with pytest.raises(PolicyError) as error:
+        NanGuard(checks={"lss": True}, snapshot={"every": -1})
+    assert [line.split(":")[0] for line in error.value.problems] == ["checks.lss", "snapshot.every"]
+    assert error.value.faults == error.value.problems
+    assert "2 problems" in str(error.value)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._errors import GuardError, expected, no_model
 from keras_nanguard._files._live import is_model
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import Hazard, Rule
@@ -53,6 +53,9 @@ class LintReport:
             "hazards": [asdict(hazard) for hazard in self.hazards],
         }
 
+    def __repr__(self) -> str:
+        return f"LintReport({self.model!r}, {len(self.hazards)} hazards)"
+
     def __str__(self) -> str:
         if not self.hazards:
             return f"{self.model}: no hazard found by {len(RULES)} rules."
@@ -85,7 +88,7 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
         print(lint(model, x_train[:1000], y_train[:1000]))
     """
     if not is_model(model):
-        raise GuardError(expected("a Keras model", type(model).__name__, "Pass the model itself."))
+        raise no_model(model, "lint {path}")
     codes = {rule.code for rule in RULES}
     if unknown := set(ignore) - codes:
         raise GuardError(

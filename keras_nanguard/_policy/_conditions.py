@@ -7,12 +7,11 @@ fires at the third bad step in a row, at the sixth, at the ninth. Level 0: impor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._fields import at, build, check, fault, nearest, refuse, spec, under
+from keras_nanguard._policy._fields import check, made, spec
 from keras_nanguard._policy._ledger import Tally
 
 __all__ = [
@@ -139,10 +138,7 @@ class Within(Condition):
     times: int = field(metadata=spec("bad steps", unit="steps", ge=1, le=LONGEST_WINDOW))
     steps: int = field(metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between the fields."""
-        if self.times > self.steps:
-            yield fault("times", f"a whole number <= steps = {self.steps}, or it never happens", self.times)
+    ordered: ClassVar = (("times", "steps"),)
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return _inside(tally, step, self.steps) >= self.times
@@ -192,6 +188,8 @@ class Spike(Condition):
     name: ClassVar[str] = "spike"
     times: int = field(default=1, metadata=spec("finite jumps", ge=1, le=1000))
     steps: int = field(default=100, metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+
+    ordered: ClassVar = (("times", "steps"),)
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return sum(jump > step - self.steps for jump in jumps) >= self.times
@@ -284,53 +282,24 @@ CONDITIONS: dict[str, type[Condition]] = {
 """Every condition by its name in policy files."""
 
 
-def from_file(table: object) -> Condition:
+def from_file(table: Mapping[str, Any]) -> Condition:
     """Return the condition that a policy file writes as `{ consecutive = 3 }` or `{ any = [{...}, {...}] }`.
 
-    Raises:
-        PolicyError: with every fault found.
+    Args:
+        table: what has been validated (see `_schema`).
     """
-    if not isinstance(table, Mapping) or len(table) != 1:
-        what = "one condition: a table with one of the keys " + ", ".join(CONDITIONS)
-        raise PolicyError("no condition", (fault("", f"{what} (combine several with any or all)", table),))
     ((name, given),) = table.items()
-    if name not in CONDITIONS:
-        refuse([fault(at(str(name)), "one of " + ", ".join(CONDITIONS), name, nearest(name, CONDITIONS))])
     kind = CONDITIONS[name]
     if kind in (Consecutive, Total):
-        return build(kind, {"steps": given}, name)
+        return made(kind, {"steps": given})
     if kind is Not:
-        return Not(_part(name, given))
-    if kind is AnyOf:
-        return AnyOf(_parts(name, given))
-    if kind is AllOf:
-        return AllOf(_parts(name, given))
-    return build(kind, given, name)
+        return Not(from_file(given))
+    if kind in (AnyOf, AllOf):
+        return made(kind, {"parts": tuple(from_file(part) for part in given)})
+    return made(kind, given)
 
 
 def _inside(tally: Tally, step: int, window: int) -> int:
     """Return how many matching steps lie within the last `window` steps and after the last firing."""
     start = step - window if tally.fired is None else max(step - window, tally.fired)
     return sum(matching > start for matching in tally.recent)
-
-
-def _parts(name: str, given: object) -> tuple[Condition, ...]:
-    if not isinstance(given, (list, tuple)) or not given:
-        raise PolicyError("no conditions", (fault(name, "a list of at least one condition", given),))
-    parts: list[Condition] = []
-    faults: list[str] = []
-    for index, table in enumerate(given):
-        try:
-            parts.append(_part(at(name, index), table))
-        except PolicyError as error:
-            faults.extend(error.faults)
-    refuse(faults)
-    return tuple(parts)
-
-
-def _part(path: str, table: object) -> Condition:
-    try:
-        return from_file(table)
-    except PolicyError as error:
-        refuse(under(path, error))
-        raise

@@ -10,15 +10,18 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._errors import PolicyError, expected
 from keras_nanguard._policy._documents import SUFFIXES, checked_depth, parsed, read
-from keras_nanguard._policy._fields import nearest, refuse, shown
+from keras_nanguard._policy._fields import follow, refuse, shown
+from keras_nanguard._policy._settings import LossScaleCheck, Snapshot
+from keras_nanguard._policy._words import nearest
 
-__all__ = ["DEFAULT_PRESET", "NO_PRESET", "PRESETS", "VERSION", "preset", "resolved", "toml"]
+__all__ = ["DEFAULT_PRESET", "NO_PRESET", "PRESETS", "SECTIONS", "VERSION", "Resolved", "over", "preset", "resolved", "toml"]
 
 VERSION = 1
 """Number of the form of policy files."""
@@ -28,6 +31,9 @@ PRESETS = ("recover", "stop", "raise", "observe", "strict-fp16", "finetune", "lo
 
 DEFAULT_PRESET = "recover"
 """What a document builds on where it does not say."""
+
+SECTIONS = ("version", "preset", "title", "refuse", "checks", "snapshot", "rules", "layers")
+"""The words that a document may hold."""
 
 NO_PRESET = "none"
 """What a document says that builds on nothing."""
@@ -43,26 +49,81 @@ def preset(name: str) -> Mapping[str, Any]:
     return _over(preset(document.get("preset", DEFAULT_PRESET)), document)
 
 
-def resolved(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the whole document of a policy: validated, its preset laid under it and `overrides` over it.
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The whole document of a policy.
+
+    Attributes:
+        document: the table, validated, with nothing left to inherit.
+        own: of each rule that was laid over one of the same name, the fields that were given.
+    """
+
+    document: Mapping[str, Any]
+    own: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+def resolved(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Return the whole document of a policy: its preset laid under it and `overrides` over it.
+
+    What source and overrides set stays, and is refused where it contradicts itself; what they leave to the preset gives
+    way to it.
+
+    Args:
+        source: name of a preset, path of a file, or document.
+        overrides: sections that lie over the source.
+        defaults: sections that lie between the preset and the source.
 
     Raises:
-        PolicyError: with every fault of the source, or of the overrides.
+        PolicyError: with every problem of the source, or of the overrides.
     """
     if isinstance(source, str) and source in PRESETS:
-        if not overrides:
-            return preset(source)
+        if not overrides and not defaults:
+            return Resolved(preset(source))
         document: Mapping[str, Any] = {"preset": source}
     elif isinstance(source, Mapping):
         document = _validated(source, "the policy")
     elif isinstance(source, (str, os.PathLike)):
         document = _validated(_file(source), shown(os.fspath(source)))
     else:
-        remedy = "Name a preset or a file, or give a dict or a Policy."
-        raise PolicyError(expected("a policy", type(source).__name__, remedy))
+        raise PolicyError(expected(_A_POLICY, *_no_policy(source)))
     if overrides:
-        document = {**document, **_over(document, _validated(overrides, "the overrides"))}
-    return _over(preset(document.get("preset", DEFAULT_PRESET)), document)
+        document = _over(document, _validated(overrides, "the sections given as arguments"), yields=False)
+    return _laid(_over(preset(document.get("preset", DEFAULT_PRESET)), defaults or {}), document)
+
+
+def over(
+    below: Mapping[str, Any], overrides: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Return the whole document of a policy, `below`, with `overrides` over it, to which it gives way.
+
+    Raises:
+        PolicyError: with every problem of the overrides.
+    """
+    given = _validated(overrides, "the sections given as arguments")
+    base = _over(preset(given.get("preset", NO_PRESET)), below)
+    return _laid(_over(base, defaults or {}), given)
+
+
+def _laid(below: Mapping[str, Any], above: Mapping[str, Any]) -> Resolved:
+    names = {rule["name"] for rule in below.get("rules", ())}
+    own = {rule["name"]: frozenset(rule) for rule in above.get("rules", ()) if rule["name"] in names}
+    return Resolved(_over(below, above), own)
+
+
+_A_POLICY = f"a policy: the name of a preset ({', '.join(PRESETS)}), a file, a dict or a Policy"
+
+
+def _no_policy(source: object) -> tuple[str, str]:
+    """Return what was received, and what to do, where something is given for a policy that is none."""
+    if source is None or isinstance(source, (bool, int, float)):
+        return shown(source), f"Write {DEFAULT_PRESET!r} for the default, 'observe' to change nothing."
+    if isinstance(source, type):
+        return f"the class {source.__name__}", "Write Policy.from_any('recover') for one."
+    return f"an object of class {type(source).__name__}", f"Write {DEFAULT_PRESET!r} for the default."
 
 
 def _file(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -70,6 +131,9 @@ def _file(source: str | os.PathLike[str]) -> dict[str, Any]:
     path = os.fspath(source)
     if not isinstance(path, str):
         raise PolicyError(expected("the path of a policy file as text", shown(path), "Decode it first."))
+    if os.path.isdir(path):
+        remedy = f"Write NanGuard(directory={shown(path)}) for a folder to write into, or name a file."
+        raise PolicyError(expected("a preset or a policy file", f"{shown(path)}, a directory", remedy))
     looks_like_a_file = os.path.splitext(path)[1].lower() in SUFFIXES or os.sep in path or not isinstance(source, str)
     if looks_like_a_file:
         return read(source)
@@ -79,38 +143,45 @@ def _file(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _validated(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    from keras_nanguard._policy._schema import faults_in  # pydantic: half of what a preset by name costs otherwise
+    from keras_nanguard._policy._problems import problems_in  # pydantic: half of what a preset by name costs otherwise
 
     checked_depth(document, name)
-    refuse(faults_in(document), name)
+    refuse(problems_in(document), name)
     return document
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay one document over another: rules by their name, sections field by field, everything else as a whole."""
+def _over(below: Mapping[str, Any], above: Mapping[str, Any], yields: bool = True) -> dict[str, Any]:
+    """Lay one document over another: rules by their name, sections field by field, everything else as a whole.
+
+    Args:
+        yields: whether settings below that contradict one above give way to it.
+    """
     merged = {**below, **above}
-    for section in ("snapshot",):
-        if section in below and section in above:
-            merged[section] = {**below[section], **above[section]}
-    if "checks" in below and "checks" in above:
-        merged["checks"] = _sites_over(below["checks"], above["checks"])
+    if "snapshot" in above:
+        settings = below.get("snapshot", {}), above["snapshot"]
+        merged["snapshot"] = Snapshot.over(*settings) if yields else {**settings[0], **settings[1]}
+    if "checks" in above:
+        merged["checks"] = _sites_over(below.get("checks", {}), above["checks"], yields)
     if "layers" in below and "layers" in above:
         globs = {**below["layers"], **above["layers"]}
         merged["layers"] = {
-            glob: _sites_over(below["layers"].get(glob, {}), above["layers"].get(glob, {})) for glob in globs
+            glob: _sites_over(below["layers"].get(glob, {}), above["layers"].get(glob, {}), yields) for glob in globs
         }
     if "rules" in below and "rules" in above:
         merged["rules"] = _rules_over(below["rules"], above["rules"])
     return merged
 
 
-def _sites_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _sites_over(below: Mapping[str, Any], above: Mapping[str, Any], yields: bool) -> dict[str, Any]:
     """Lay sites over sites, `true` and `false` standing for `{ enabled = ... }`."""
-    long = [
+    under, over = (
         {site: {"enabled": given} if isinstance(given, bool) else given for site, given in sites.items()}
         for sites in (below, above)
-    ]
-    return {site: {**long[0].get(site, {}), **long[1].get(site, {})} for site in {**long[0], **long[1]}}
+    )
+    merged = {site: {**under.get(site, {}), **over.get(site, {})} for site in {**under, **over}}
+    if yields and "loss_scale" in over:
+        merged["loss_scale"] = follow(LossScaleCheck, over["loss_scale"], under.get("loss_scale"))
+    return merged
 
 
 def _rules_over(below: list[Mapping[str, Any]], above: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -11,14 +11,15 @@ that its limits do not forget within that time. Level 0: imports no backend.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import product
 
 from keras_nanguard._incident import KINDS, SITES
-from keras_nanguard._policy._fields import at
+from keras_nanguard._policy._fields import at, made
 from keras_nanguard._policy._ledger import STATE_SITES, TRAINING_SITES
-from keras_nanguard._policy._rules import Rule, Rung
+from keras_nanguard._policy._rules import Limit, Rule, Rung
 
-__all__ = ["Trouble", "longest_trouble", "unending", "unlimited"]
+__all__ = ["Trouble", "longest_trouble", "unending", "unlimited", "widened"]
 
 Trouble = tuple[str, str, str]
 """Site, kind, and `refused` or `committed`."""
@@ -31,7 +32,7 @@ COMMITTED: frozenset[Trouble] = frozenset(product(STATE_SITES, ("nonfinite",), (
 
 
 def unlimited(rules: Sequence[Rule]) -> Iterator[str]:
-    """Yield a fault for each rung that changes something without a limit that can run out."""
+    """Yield a problem for each rung that changes something without a limit that can run out."""
     for rule in rules:
         path, spacing = at("rules", rule.name), _spacing(rule, sole=True)
         for rung in rule.ladder if rule.enabled else ():
@@ -51,6 +52,28 @@ def _endless_rung(path: str, rule: Rule, rung: Rung, spacing: int) -> Iterator[s
         yield f"{path}.limit.per_steps: expected {what}, received {rung.limit.per_steps}: the limit is never reached"
 
 
+def widened(rule: Rule, first: bool, rest: bool) -> Rule:
+    """Return the rule with limits that can be reached, where a shorter `per_steps` was inherited.
+
+    Args:
+        first: whether the limit of the first rung was inherited.
+        rest: whether those of the other rungs were.
+    """
+    spacing = _spacing(rule, sole=True) or rule.cooldown + 1
+    inherited = [first, *[rest] * (len(rule.ladder) - 1)]
+    rungs = zip(rule.ladder, inherited, strict=True)
+    ladder = tuple(_reachable(rung, spacing) if yields else rung for rung, yields in rungs)
+    return made(Rule, {**{entry.name: getattr(rule, entry.name) for entry in fields(rule)}, "ladder": ladder})
+
+
+def _reachable(rung: Rung, spacing: int) -> Rung:
+    limit = rung.limit
+    if limit is None or limit.per_steps is None or not rung.changes or rung.terminal:
+        return rung
+    reached = {"times": limit.times, "per_steps": max(limit.per_steps, limit.times * spacing + 1)}
+    return replace(rung, limit=made(Limit, reached))
+
+
 def longest_trouble(rules: Iterable[Rule], committed: bool = True) -> int | None:
     """Return the most bad steps in a row before training ends, None where nothing is certain.
 
@@ -65,7 +88,7 @@ def longest_trouble(rules: Iterable[Rule], committed: bool = True) -> int | None
 
 
 def unending(rules: Sequence[Rule]) -> str:
-    """Return one fault where endless bad steps may never end, `""` where they surely end."""
+    """Return one problem where endless bad steps may never end, `""` where they surely end."""
     if longest_trouble(rules) is not None:
         return ""
     ends = [rule for rule in rules if rule.enabled and _steps(rule, sole=False)]

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from keras_nanguard._policy._policy import Policy
 from keras_nanguard._policy._rules import Rule
-from keras_nanguard._policy._settings import Checks
+from keras_nanguard._policy._settings import LIMITED, SWITCHED, Checks
 
 __all__ = ["explain"]
 
@@ -16,6 +16,7 @@ MOMENTS = {
     "refused": " of a refused step",
     "committed": " in a committed state",
     "before_training": " before the first step",
+    "from_start": " of a refused step, as long as no step has committed",
 }
 
 
@@ -51,10 +52,10 @@ def _bound(policy: Policy) -> Iterator[str]:
 
 def _checks(policy: Policy) -> Iterator[str]:
     named = [(entry.name, getattr(policy.checks, entry.name)) for entry in fields(Checks)]
-    off = [name for name, site in named if not site.enabled]
+    off = [name for name, site in named if name in SWITCHED and not site.enabled]
     if off:
-        yield f"It does not look at {', '.join(off)}."
-    limits = [f"{name} {site.max_abs:g}" for name, site in named if site.enabled and getattr(site, "max_abs", None)]
+        yield f"Between two steps it does not look at {', '.join(off)}."
+    limits = [f"{name} {site.max_abs:g}" for name, site in named if name in LIMITED and site.max_abs]
     if limits:
         yield f"Largest magnitudes that are in order: {', '.join(limits)}."
     scale, trend = policy.checks.loss_scale, policy.checks.trend
@@ -76,10 +77,8 @@ def _snapshots(policy: Policy) -> Iterator[str]:
         yield "It takes no snapshots."
         return
     where = "in host memory" if kept.storage == "memory" else "on disk"
-    yield (
-        f"It takes a snapshot every {_times(kept.every, 'step')}, keeps {kept.keep} {where}, and holds one for good "
-        f"after {_times(kept.good_after, 'good step')}."
-    )
+    proved = f"after {_times(kept.good_after, 'good step')}" if kept.good_after else "at once"
+    yield f"It takes a snapshot every {_times(kept.every, 'step')}, keeps {kept.keep} {where}, and holds one for good {proved}."
 
 
 def _rules(policy: Policy) -> Iterator[str]:
@@ -114,10 +113,7 @@ def _narrowed(rule: Rule) -> Iterator[str]:
 
 
 def _ladder(rule: Rule) -> str:
-    parts = []
-    for rung in rule.ladder:
-        budget = f" ({rung.limit.sentence()})" if rung.limit else ""
-        parts.append(" and ".join(action.sentence() for action in rung.do) + budget)
+    parts = [rung.sentence() for rung in rule.ladder]
     if rule.ladder[-1].limit is not None:
         parts.append("does nothing more")
     return ", then ".join(parts)

@@ -1,15 +1,14 @@
 """What a field of a policy may hold: one description beside each field serves validation, schema, docs and messages.
 
-A record is a frozen dataclass whose fields carry `metadata=spec(...)`. `check` validates one record by itself; the
-pydantic models of policy files are made from the same descriptions. Level 0: imports no backend and no pydantic.
+A record is a frozen dataclass whose fields carry `metadata=spec(...)`. The pydantic models of policy files are made from
+these descriptions, and they alone validate: a document as a whole, from which records are `made` then, and a record that
+is written in code. Level 0: imports no backend, and pydantic only where something has to be validated.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
@@ -19,18 +18,18 @@ __all__ = [
     "MOST",
     "NAME",
     "at",
-    "build",
     "changed",
     "check",
-    "fault",
-    "nearest",
+    "contradictions",
+    "follow",
+    "made",
     "optional",
     "plain_type",
     "printable",
+    "problem",
     "refuse",
     "shown",
     "spec",
-    "under",
     "wording",
 ]
 
@@ -62,47 +61,83 @@ def spec(
 
 
 def check(record: Any) -> None:
-    """Validate every described field of a frozen record; whole numbers in float fields become floats.
+    """Validate a record that was written in code; whole numbers in float fields become floats.
+
+    A record may name pairs of fields in `ordered`, of which the first must not exceed the second, and add problems of its
+    own in a method `conflicts()`.
 
     Raises:
-        PolicyError: with every fault of the record. A record may add faults of its own in a method `conflicts()`.
+        PolicyError: with every problem of the record.
     """
-    faults = []
-    for entry in fields(record):
-        if "meaning" not in entry.metadata:
-            continue
+    values = {entry: getattr(record, entry.name) for entry in fields(record) if "meaning" in entry.metadata}
+    given = {e.name: value for e, value in values.items() if value != e.default or type(value) is not type(e.default)}
+    if not given:
+        return
+    from keras_nanguard._policy._problems import problems_of  # needs pydantic
+
+    refuse(problems_of(record, given) or contradictions(record))
+    _with_floats(record)
+
+
+def made(kind: type[R], given: Mapping[str, Any]) -> R:
+    """Return a record of values that have been validated, without validating them again.
+
+    What was not given is as it is by default, or follows (see `follow`).
+    """
+    record = object.__new__(kind)
+    table = follow(kind, given)
+    for entry in fields(kind):  # type: ignore[arg-type]
+        usual = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        object.__setattr__(record, entry.name, table.get(entry.name, usual))
+    return _with_floats(record)
+
+
+def _with_floats(record: R) -> R:
+    for entry in fields(record):  # type: ignore[arg-type]
         value = getattr(record, entry.name)
-        wrong = _wrong(entry, value)
-        if wrong:
-            known = entry.metadata["choices"]
-            faults.append(fault(entry.name, wrong, value, nearest(value, known)))
-        elif plain_type(entry) == "float" and value is not None:
+        if isinstance(value, int) and plain_type(entry) == "float":
             object.__setattr__(record, entry.name, float(value))
-    if not faults:
-        faults = list(getattr(record, "conflicts", tuple)())
-    refuse(faults)
+    return record
 
 
-def build(kind: type[R], given: object, name: str) -> R:
-    """Return a record of `kind` from a plain table; `name` stands before the path of each fault.
+def contradictions(record: Any) -> list[str]:
+    """Return a problem for each two fields of a record that contradict one another."""
+    kinds = {entry.name: plain_type(entry) for entry in fields(record)}
+    found = []
+    for low, high in _ordered(type(record)):
+        least, most = getattr(record, low), getattr(record, high)
+        if _exceeds(least, most):
+            number = "a whole number" if kinds[low] == "int" else "a number"
+            found.append(problem(low, f"{number} <= {high} = {most:g}", least))
+    return [*found, *getattr(record, "conflicts", tuple)()]
 
-    Raises:
-        PolicyError: with every unknown word, missing field and value out of range.
+
+def _ordered(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(getattr(kind, "ordered", ()))
+
+
+def _exceeds(least: Any, most: Any) -> bool:
+    """Whether a number is larger than the one it must not exceed; 0 and None in its place stand for no bound."""
+    numbers = isinstance(least, (int, float)) and isinstance(most, (int, float))
+    return numbers and 0 < most < least
+
+
+def follow(kind: type[Any], given: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the fields `given` of a record, over those of `below`, over its defaults.
+
+    What was not given never contradicts what was: of a pair in `ordered` it gives way, as far as it has to. Two given
+    fields are left as they are, for `contradictions` to tell.
     """
-    if not isinstance(given, Mapping):
-        raise PolicyError(f"{name} is no table", (fault(name, "a table", given),))
-    entries = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
-    words = "one of " + ", ".join(entries) if entries else "no parameters"
-    faults = [fault(at(name, str(word)), words, word, nearest(word, entries)) for word in given if word not in entries]
-    for entry in entries.values():
-        if entry.name not in given and entry.default is MISSING and entry.default_factory is MISSING:
-            faults.append(f"{at(name, entry.name)}: expected {wording(entry)}, received nothing")
-    refuse(faults)
-    try:
-        return kind(**given)
-    except PolicyError as error:
-        refuse(under(name, error))
-        raise
+    table = {**(below or {}), **given}
+    values = {entry.name: entry.default for entry in fields(kind)} | table
+    for low, high in _ordered(kind):
+        if not _exceeds(values[low], values[high]):
+            continue
+        if low not in given:
+            values[low] = table[low] = values[high]
+        elif high not in given:
+            values[high] = table[high] = values[low]
+    return table
 
 
 def plain_type(entry: Field[Any]) -> str:
@@ -124,24 +159,19 @@ def changed(record: Any) -> dict[str, Any]:
     }
 
 
-def fault(path: str, what: str, received: object, suggestion: str = "") -> str:
-    """Return one fault: `path: expected what, received received, did you mean suggestion?`."""
+def problem(path: str, what: str, received: object, suggestion: str = "") -> str:
+    """Return one problem: `path: expected what, received received, did you mean suggestion?`."""
     tail = f", did you mean {suggestion!r}?" if suggestion else ""
     return f"{path}: expected {what}, received {shown(received)}{tail}"
 
 
-def refuse(faults: Iterable[str], source: str = "The policy") -> None:
-    """Raise one `PolicyError` that tells all `faults`; do nothing where there are none."""
-    told = tuple(faults)
-    if told:
-        count = "1 fault" if len(told) == 1 else f"{len(told)} faults"
-        raise PolicyError(f"{source} has {count}:\n" + "\n".join(f"  {line}" for line in told), told)
-
-
-def under(path: str, error: PolicyError) -> Iterator[str]:
-    """Yield the faults of `error`, each with `path` put before its own."""
-    for line in error.faults or (str(error),):
-        yield f"{path}{line}" if line.startswith(("[", ":")) else f"{path}.{line}"
+def refuse(problems: Iterable[str], source: str = "the policy") -> None:
+    """Raise one `PolicyError` that holds all `problems`; do nothing where there are none."""
+    found = tuple(problems)
+    if len(found) == 1:
+        raise PolicyError(f"{source[:1].upper()}{source[1:]}: {found[0]}", found)
+    if found:
+        raise PolicyError(f"{len(found)} problems in {source}:\n" + "\n".join(f"  {line}" for line in found), found)
 
 
 def at(*parts: str | int) -> str:
@@ -154,16 +184,6 @@ def at(*parts: str | int) -> str:
     return path
 
 
-def nearest(word: object, known: Iterable[str]) -> str:
-    """Return the known word nearest to `word`, or `""` where none is near."""
-    words = list(known)
-    if not isinstance(word, str) or word in words:
-        return ""
-    lowered = word.lower()[:64].replace("-", "_").replace(" ", "_")
-    found = difflib.get_close_matches(lowered, words, n=1, cutoff=0.7)
-    return found[0] if found else ""
-
-
 def shown(value: object) -> str:
     """Return a value as one short line that is safe to print, whatever a hostile file put there."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
@@ -171,45 +191,7 @@ def shown(value: object) -> str:
     if isinstance(value, (dict, list)) and len(value) > 8:
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
     text = ascii(value) if not isinstance(value, str) else repr(value).encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
-def _wrong(entry: Field[Any], value: Any) -> str:
-    """Return what was expected of the value, `""` where it is right."""
-    if value is None and optional(entry):
-        return ""
-    return "" if _fits(entry, value) else wording(entry)
-
-
-def _fits(entry: Field[Any], value: Any) -> bool:
-    kind, meta = plain_type(entry), entry.metadata
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "str":
-        return isinstance(value, str) and _text_fits(meta, value)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind == "float" else int):
-        return False
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:
-        return False
-    if not finite or (kind == "int" and abs(value) > MOST):
-        return False
-    bounds = meta["bounds"]
-    return bool(
-        value > bounds.get("gt", -math.inf)
-        and value >= bounds.get("ge", -math.inf)
-        and value < bounds.get("lt", math.inf)
-        and value <= bounds.get("le", math.inf)
-    )
-
-
-def _text_fits(meta: Mapping[str, Any], value: str) -> bool:
-    if meta["choices"]:
-        return value in meta["choices"]
-    if meta["pattern"]:
-        return re.fullmatch(meta["pattern"], value) is not None
-    return printable(value, meta["longest"])
+    return text if len(text) <= 80 else f"{text[:30]}...{text[-30:]} ({len(text)} characters)"  # of a path the end says more
 
 
 def printable(value: str, longest: int = 200) -> bool:

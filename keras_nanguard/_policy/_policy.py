@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from keras_nanguard._errors import PolicyError
+from keras_nanguard._errors import PolicyError, expected
 from keras_nanguard._incident import Decision, Incident
-from keras_nanguard._policy import _config, _settings
-from keras_nanguard._policy._ending import longest_trouble, unending, unlimited
-from keras_nanguard._policy._fields import at, refuse, under
+from keras_nanguard._policy import _config
+from keras_nanguard._policy._ending import longest_trouble, unending, unlimited, widened
+from keras_nanguard._policy._fields import at, contradictions, made, refuse, shown
 from keras_nanguard._policy._ledger import Ledger, Tally
 from keras_nanguard._policy._rule_files import rule_from_file, rule_to_file
 from keras_nanguard._policy._rules import Rule
@@ -50,6 +50,8 @@ class Policy:
         snapshot: how states are kept to go back to.
         rules: which incidents do what.
         layers: where limits differ for some layers.
+        half_written: names of the rules whose `do` was written over that of a preset, and `otherwise` was not. It says how
+            the policy came to be and is no part of it.
     """
 
     title: str = ""
@@ -58,20 +60,25 @@ class Policy:
     snapshot: Snapshot = field(default_factory=Snapshot)
     rules: tuple[Rule, ...] = ()
     layers: tuple[LayerChecks, ...] = ()
+    half_written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.refuse and not self.rules:
+            source = shown(self.title or _config.DEFAULT_PRESET)
+            what, remedy = "a policy with rules, and first its title", f"Write Policy.from_any({source})."
+            raise PolicyError(expected(what, f"Policy({shown(self.title)})", remedy))
         names = [rule.name for rule in self.rules]
         twice = sorted({name for name in names if names.count(name) > 1})
-        faults = [
+        problems = [
             f"{at('rules', name)}: expected one rule of this name, received {names.count(name)}" for name in twice
         ]
-        faults += unlimited(self.rules)
+        problems += unlimited(self.rules)
         if self.refuse or any(rung.changes for rule in self.rules if rule.enabled for rung in rule.ladder):
-            faults += filter(None, [unending(self.rules)])
+            problems += filter(None, [unending(self.rules)])
         if self.snapshot.every == 0:
-            back = [rule.name for rule in self.rules if rule.enabled and rule.uses(Rollback)]
-            faults += [f"snapshot.every: expected at least 1, as rule {name!r} goes back, received 0" for name in back]
-        refuse(faults)
+            back = ", ".join(rule.name for rule in self.rules if rule.enabled and rule.uses(Rollback))
+            problems += [f"snapshot.every: expected at least 1, as these rules go back: {back}, received 0"] if back else []
+        refuse(problems)
 
     @classmethod
     def from_any(
@@ -85,32 +92,56 @@ class Policy:
             overrides: sections of a policy file, laid over the source: `snapshot={"every": 50}`.
 
         Raises:
-            PolicyError: with every fault found, each with its path.
+            PolicyError: with every problem found, each with its path.
         """
-        if isinstance(source, Policy):
-            if not overrides:
-                return source
-            source = source.to_dict()
-        return cls._built(_config.resolved(source, overrides))
+        return cls.assembled(source, overrides)
 
     @classmethod
-    def _built(cls, document: Mapping[str, Any]) -> Policy:
+    def assembled(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Policy,
+        overrides: Mapping[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Policy:
+        """Return the policy that `from_any` returns, with other defaults.
+
+        Args:
+            source: as in `from_any`.
+            overrides: sections of a policy file, laid over the source.
+            defaults: sections that count where neither source nor overrides set something else.
+
+        Raises:
+            PolicyError: with every problem found, each with its path.
+        """
+        if not isinstance(source, Policy):
+            return cls._built(_config.resolved(source, overrides, defaults))
+        if not (overrides or defaults):
+            return source
+        return cls._built(_config.over(source.to_dict(), overrides, defaults), source.half_written)
+
+    @classmethod
+    def _built(cls, resolved: _config.Resolved, half_written: frozenset[str] = frozenset()) -> Policy:
         """Return the policy of a whole document: validated, and with nothing left to inherit."""
-        faults: list[str] = []
-        plain = {word: document[word] for word in ("title", "refuse") if word in document}
-        makers = {
-            "checks": (Checks.from_file, "checks"),
-            "snapshot": (Snapshot.from_file, ""),
-            "layers": (_settings.layers_from_file, ""),
-        }
-        for word, (make, path) in makers.items():
-            try:
-                plain[word] = make(document.get(word, {}))
-            except PolicyError as error:
-                faults.extend(under(path, error) if path else error.faults)
-        plain["rules"] = tuple(_rules(document.get("rules", ()), faults))
-        refuse(faults)
-        return cls(**plain)
+        document = resolved.document
+        checks, snapshot = Checks.from_file(document.get("checks", {})), made(Snapshot, document.get("snapshot", {}))
+        tables = document.get("rules", ())
+        problems = [f"checks.loss_scale.{line}" for line in contradictions(checks.loss_scale)]
+        problems += [f"snapshot.{line}" for line in contradictions(snapshot)]
+        idle = [table["name"] for table in tables if "do" not in table]
+        problems += [f"{at('rules', name)}.do: expected at least one action, received nothing" for name in idle]
+        if not tables and document.get("refuse", True):
+            problems.append(unending(()))
+        refuse(problems)
+        rules = tuple(_rule(table, resolved.own.get(table["name"])) for table in tables)
+        return cls(
+            title=document.get("title", ""),
+            refuse=document.get("refuse", True),
+            checks=checks,
+            snapshot=snapshot,
+            rules=rules,
+            layers=tuple(LayerChecks.from_file(glob, sites) for glob, sites in document.get("layers", {}).items()),
+            half_written=_half_written(rules, resolved.own, half_written),
+        )
 
     def limits_for(self, path: str) -> Checks:
         """Return the checks of the layer or variable at a Keras path; of several sections the last wins."""
@@ -142,16 +173,23 @@ class Policy:
         """Return the TOML file that makes this policy."""
         return _config.toml(self.to_dict())
 
+    def __repr__(self) -> str:
+        return f"Policy({self.title!r}, {len(self.rules)} rules)"
+
     def __str__(self) -> str:
         return self.to_toml()
 
 
-def _rules(tables: Iterable[Mapping[str, Any]], faults: list[str]) -> Iterable[Rule]:
-    for number, table in enumerate(tables):
-        try:
-            yield rule_from_file(table)
-        except PolicyError as error:
-            faults.extend(under(at("rules", str(table.get("name", number))), error))
+def _rule(table: Mapping[str, Any], own: frozenset[str] | None) -> Rule:
+    """Return a rule; `own` are the fields that were laid over a rule of the same name, if there was one."""
+    rule = rule_from_file(table)
+    return rule if own is None else widened(rule, "limit" not in own, "otherwise" not in own)
+
+
+def _half_written(rules: Iterable[Rule], own: Mapping[str, frozenset[str]], before: frozenset[str]) -> frozenset[str]:
+    ladders = {rule.name for rule in rules if len(rule.ladder) > 1}
+    half = {name for name, given in own.items() if "do" in given and "otherwise" not in given and name in ladders}
+    return (before - {name for name, given in own.items() if "otherwise" in given}) | half
 
 
 def decide(policy: Policy, ledger: Ledger, incident: Incident) -> tuple[Decision, Ledger]:
@@ -216,7 +254,7 @@ def _firing(rule: Rule, tally: Tally, step: int) -> _Firing:
 def _deepened(action: Action, earlier: int) -> Action:
     """Return a rollback that goes deeper on repetition with its depth worked out."""
     if isinstance(action, Rollback) and action.deeper and earlier:
-        return replace(action, depth=min(action.depth + earlier, DEEPEST))
+        return made(Rollback, {**asdict(action), "depth": min(action.depth + earlier, DEEPEST)})
     return action
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_nanguard import actions
-from keras_nanguard._errors import PolicyError
 from keras_nanguard._policy import _conditions
 from keras_nanguard._policy._conditions import Immediately
-from keras_nanguard._policy._fields import build, changed
+from keras_nanguard._policy._fields import changed, made
 from keras_nanguard._policy._rules import Limit, Magnitude, Rule, Rung, Unless
 
 __all__ = ["rule_from_file", "rule_to_file"]
@@ -19,21 +18,16 @@ LISTS = ("on", "kind", "layer", "cause")
 
 
 def rule_from_file(table: Mapping[str, Any]) -> Rule:
-    """Return the rule that a policy file writes under `[[rules]]`.
-
-    Raises:
-        PolicyError: if a value is not what it has to be.
-    """
-    given = dict(table)
-    ladder = tuple(_rungs(given))
-    parts: dict[str, Any] = {word: _listed(given.pop(word)) for word in LISTS if word in given}
-    if "after" in given:
-        parts["after"] = _conditions.from_file(given.pop("after"))
-    if "magnitude" in given:
-        parts["magnitude"] = build(Magnitude, given.pop("magnitude"), "magnitude")
-    if "unless" in given:
-        parts["unless"] = Unless(**{word: _listed(words) for word, words in given.pop("unless").items()})
-    return Rule(ladder=ladder, **parts, **given)
+    """Return the rule that a policy file writes under `[[rules]]`."""
+    parts: dict[str, Any] = {word: _listed(words) if word in LISTS else words for word, words in table.items()}
+    parts["ladder"] = tuple(_rungs(table))
+    if "after" in table:
+        parts["after"] = _conditions.from_file(table["after"])
+    if "magnitude" in table:
+        parts["magnitude"] = made(Magnitude, table["magnitude"])
+    if "unless" in table:
+        parts["unless"] = Unless(**{word: _listed(words) for word, words in table["unless"].items()})
+    return made(Rule, {word: part for word, part in parts.items() if word not in ("do", "limit", "otherwise")})
 
 
 def rule_to_file(rule: Rule) -> dict[str, Any]:
@@ -49,16 +43,13 @@ def rule_to_file(rule: Rule) -> dict[str, Any]:
     return table | _ladder_to_file(rule.ladder)
 
 
-def _rungs(given: dict[str, Any]) -> list[Rung]:
-    """Take `do`, `limit` and `otherwise` out of a table and return them as the rungs of a ladder."""
-    do, limit, rest = given.pop("do", ()), given.pop("limit", None), given.pop("otherwise", None)
-    chosen = tuple(actions.from_file(item) for item in ([do] if isinstance(do, (str, Mapping)) else do))
-    if not chosen:
-        raise PolicyError("no action", ("do: expected at least one action, received nothing",))
-    first = Rung(chosen, build(Limit, limit, "limit") if limit is not None else None)
-    if rest is None:
-        return [first]
-    return [first, *_rungs(dict(rest) if isinstance(rest, Mapping) and "do" in rest else {"do": rest})]
+def _rungs(table: Mapping[str, Any]) -> Iterator[Rung]:
+    """Yield the rungs of a ladder from the `do`, `limit` and `otherwise` of a table."""
+    do, limit, rest = table["do"], table.get("limit"), table.get("otherwise")
+    chosen = tuple(actions.validated(item) for item in ([do] if isinstance(do, (str, Mapping)) else do))
+    yield Rung(chosen, None if limit is None else made(Limit, limit))
+    if rest is not None:
+        yield from _rungs(rest if isinstance(rest, Mapping) and "do" in rest else {"do": rest})
 
 
 def _ladder_to_file(ladder: tuple[Rung, ...]) -> dict[str, Any]:

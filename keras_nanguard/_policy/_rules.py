@@ -14,9 +14,10 @@ from keras_nanguard.actions import Action
 
 __all__ = ["MOMENTS", "Limit", "Magnitude", "Rule", "Rung", "Unless"]
 
-MOMENTS = ("any", "refused", "committed", "before_training")
+MOMENTS = ("any", "refused", "committed", "before_training", "from_start")
 """`refused`: the step did not commit. `committed`: the trouble was seen in a committed state. `before_training`: it was
-there before the first step (which is a committed state too)."""
+there before the first step (which is a committed state too). `from_start`: the step did not commit, and none of this fit has
+committed before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,11 @@ class Rung:
     def changes(self) -> bool:
         """Whether something is changed here."""
         return any(action.changes for action in self.do)
+
+    def sentence(self) -> str:
+        """Return what is done, and how often, as the end of a sentence that starts with "the guard"."""
+        budget = f" ({self.limit.sentence()})" if self.limit else ""
+        return " and ".join(action.sentence() for action in self.do) + budget
 
     def open(self, spent: tuple[int, ...], step: int) -> bool:
         """Return whether the limit leaves room for one more time at `step`. An ending is always open."""
@@ -171,6 +177,8 @@ class Rule:
             return incident.refused
         if self.when == "before_training":
             return not incident.refused and incident.step <= 0 and "state" in incident.sites
+        if self.when == "from_start":
+            return incident.refused and incident.committed == 0
         return self.when == "any" or not incident.refused
 
     def _finding(self, finding: Finding) -> bool:

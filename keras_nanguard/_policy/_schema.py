@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -17,26 +17,28 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ValidationError,
     create_model,
     model_validator,
 )
 from pydantic import Field as Described
-from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
-from keras_nanguard._errors import PolicyError
 from keras_nanguard._incident import CAUSES, KINDS, SITES
 from keras_nanguard._policy._conditions import CONDITIONS, AllOf, AnyOf, Consecutive, Not, Total
 from keras_nanguard._policy._config import NO_PRESET, PRESETS, VERSION
-from keras_nanguard._policy._fields import MOST, at, fault, nearest, plain_type, printable, shown, wording
+from keras_nanguard._policy._fields import MOST, contradictions, made, plain_type, printable, shown, wording
 from keras_nanguard._policy._rules import Limit, Magnitude, Rule
 from keras_nanguard._policy._settings import LAYER_SITES, Checks, Snapshot
 from keras_nanguard.actions import ACTIONS
 
-__all__ = ["PolicyTable", "faults_in", "json_schema"]
+__all__ = ["MODELS", "WORDINGS", "ActionTable", "PolicyTable", "json_schema"]
 
 WORDINGS: dict[tuple[str, str], str] = {}
 """What a field of a model expects, in words, by the names of model and field."""
+
+
+MODELS: dict[type[Any], Any] = {}
+"""The model of each record."""
 
 
 class Table(BaseModel):
@@ -95,14 +97,15 @@ def _table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> 
     described = {entry.name: _described(entry, name) for entry in fields(record) if "meaning" in entry.metadata}
 
     def together(table: Table) -> Table:
-        try:
-            record(**{word: getattr(table, word) for word in described})
-        except PolicyError as error:
-            raise PydanticCustomError("together", "{faults}", {"faults": "\n".join(error.faults)}) from None
+        given = {word: getattr(table, word) for word in described if word in table.model_fields_set}
+        found = contradictions(made(record, given))
+        if found:
+            raise PydanticCustomError("together", "{problems}", {"problems": "\n".join(found)})
         return table
 
     checks = {"together": model_validator(mode="after")(together)} if alone else {}
-    return _model(name, (record.__doc__ or "").split("\n")[0], described | more, checks=checks)
+    MODELS[record] = _model(name, (record.__doc__ or "").split("\n")[0], described | more, checks=checks)
+    return MODELS[record]
 
 
 class _Short:
@@ -165,6 +168,7 @@ def _condition(kind: type[Any]) -> tuple[Any, Any]:
     if kind is Not:
         return _optional("ConditionTable", alias="not", description=doc)
     if kind in (Consecutive, Total):
+        _table_of(kind, _camel(kind.name))
         annotation, described = _described(fields(kind)[0], "ConditionTable")
         WORDINGS["ConditionTable", kind.name] = WORDINGS.pop(("ConditionTable", "steps"))
         return Annotated[annotation, described.metadata[0], described.metadata[1]], Described(
@@ -232,12 +236,12 @@ RuleTable = _table_of(
 
 def _site(name: str) -> tuple[Any, Any]:
     record = next(entry.default for entry in fields(Checks) if entry.name == name)
-    model = SITE_TABLES.setdefault(type(record).__name__, _table_of(type(record), type(record).__name__, alone=False))
+    kind = type(record)
+    model = MODELS.get(kind) or _table_of(kind, kind.__name__, alone=False)
     switch = _Short(lambda given: {"enabled": given} if isinstance(given, bool) else given, {"type": "boolean"})
     return _optional(_also(model, switch))
 
 
-SITE_TABLES: dict[str, type[Table]] = {}
 ChecksTable = _model(
     "Checks",
     "Which sites are looked at, and within which limits.",
@@ -281,60 +285,6 @@ PolicyTable = _model(
         "layers": _optional(_dict_of(LayerTable), description="checks that differ, by glob of Keras paths"),
     },
 )
-
-
-def faults_in(document: Mapping[str, Any]) -> list[str]:
-    """Return every fault of a policy document, each with its path; an empty list where it is valid."""
-    try:
-        PolicyTable.model_validate(document)
-    except ValidationError as error:
-        return [line for detail in error.errors(include_url=False) for line in _told(detail)]
-    return []
-
-
-def _told(detail: ErrorDetails) -> list[str]:
-    """Return the faults that one error of pydantic stands for."""
-    loc, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    path = at(*(part for part in loc if part != "[key]"))
-    if kind == "together":
-        return [f"{path}.{line}" for line in context["faults"].split("\n")]
-    model, field = _place(loc)
-    if kind == "missing":
-        return [f"{path}: expected {WORDINGS.get((model.__name__, field), 'a value')}, received nothing"]
-    if kind == "extra_forbidden":
-        known = [entry.alias or name for name, entry in model.model_fields.items()]
-        word = str(loc[-1])
-        return [fault(path, "one of " + ", ".join(known) if known else "no parameters", word, nearest(word, known))]
-    if kind == "literal_error":
-        known = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
-        return [fault(path, "one of " + ", ".join(known), detail["input"], nearest(detail["input"], known))]
-    plain = {
-        "single": str(context.get("what")),
-        "model_type": "a table",
-        "dict_type": "a table",
-        "list_type": "a list",
-        "too_short": "at least one entry",
-        "bool_type": "true or false",
-    }
-    what = plain.get(kind) or WORDINGS.get((model.__name__, field)) or detail["msg"].removeprefix("Input should be ")
-    return [fault(path, what, detail["input"])]
-
-
-def _place(loc: tuple[int | str, ...]) -> tuple[Any, str]:
-    """Return the model in which an error stands, and the name of the field."""
-    model, field, words = PolicyTable, "", [part for part in loc if isinstance(part, str)]
-    for depth, word in enumerate(words):
-        if depth == 1 and words[0] == "layers":
-            continue
-        inner = _model_in(model.model_fields[field].annotation) if field in model.model_fields else None
-        model, field = inner or model, "not_" if word == "not" else word
-    return model, field
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)
 
 
 def json_schema() -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._fields import at, build, changed, check, fault, nearest, refuse, spec, under
+from keras_nanguard._policy._fields import changed, check, follow, made, problem, spec
 
 __all__ = [
     "LAYER_SITES",
+    "LIMITED",
+    "SWITCHED",
     "Checks",
     "LayerChecks",
     "LossScaleCheck",
@@ -31,8 +32,8 @@ class SiteCheck:
     """How one site is checked.
 
     Attributes:
-        enabled: look there at all.
-        max_abs: a finite value larger than this is trouble of kind `out_of_range`; None: no limit.
+        enabled: look there between two steps (sites in `SWITCHED`; no other is looked at in this way).
+        max_abs: a finite value larger than this is trouble of kind `out_of_range` (sites in `LIMITED`); None: no limit.
     """
 
     enabled: bool = field(default=True, metadata=spec("look there at all"))
@@ -70,13 +71,10 @@ class LossScaleCheck:
     max_value: float = field(default=2.0**32, metadata=spec("a scale above this has run away", gt=0))
     patience: int = field(default=8, metadata=spec("overflows in a row that are in order", unit="steps", ge=0, le=1000))
 
+    ordered: ClassVar = (("min_value", "max_value"),)
+
     def __post_init__(self) -> None:
         check(self)
-
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between the fields."""
-        if self.min_value > self.max_value:
-            yield fault("min_value", f"a number <= max_value = {self.max_value:g}", self.min_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +119,20 @@ class Checks:
 
     @classmethod
     def from_file(cls, table: Mapping[str, Any]) -> Checks:
-        """Return the checks that a policy file writes under `[checks]`.
-
-        Raises:
-            PolicyError: with every fault found.
-        """
-        return Checks(**_merged(cls(), table, [entry.name for entry in fields(cls)]))
+        """Return the checks that a policy file writes under `[checks]`, as it has been validated."""
+        return Checks(**_merged(cls(), table))
 
     def to_file(self) -> dict[str, Any]:
         """Return what differs from the defaults, as `from_file` reads it."""
         tables = {entry.name: _short(getattr(self, entry.name)) for entry in fields(self)}
         return {name: table for name, table in tables.items() if table != {}}
 
+
+SWITCHED = ("gradients", "statistics", "loss_scale", "trend")
+"""Checks that can be switched off: what is looked at between two steps. Whether a step is refused depends on none of them."""
+
+LIMITED = ("weights", "statistics", "slots")
+"""Sites whose finite values are held against `max_abs`, in the state before a step that was refused."""
 
 LAYER_SITES = ("outputs", "gradients", "weights", "statistics", "slots")
 """The sites that have a value per layer or variable, and so may have limits per layer."""
@@ -150,9 +150,14 @@ class LayerChecks:
     glob: str
     sites: Mapping[str, Mapping[str, Any]]
 
+    @classmethod
+    def from_file(cls, glob: str, table: Mapping[str, Any]) -> LayerChecks:
+        """Return the checks that a policy file writes under `[layers."glob"]`, as it has been validated."""
+        return cls(glob, {site: _lengthened(given) for site, given in table.items()})
+
     def over(self, checks: Checks) -> Checks:
         """Return `checks` with these differences."""
-        return replace(checks, **_merged(checks, self.sites, LAYER_SITES))
+        return replace(checks, **_merged(checks, self.sites))
 
     def to_file(self) -> dict[str, Any]:
         """Return the differences as a policy file writes them."""
@@ -177,27 +182,31 @@ class Snapshot:
         default=10, metadata=spec("good steps before a snapshot counts as good", unit="steps", ge=0)
     )
 
+    ordered: ClassVar = (("good_after", "every"),)
+
     def __post_init__(self) -> None:
         check(self)
 
     def conflicts(self) -> Iterator[str]:
         """Yield what is wrong between the fields."""
-        if self.good_after > self.every > 0:
-            yield fault("good_after", f"a whole number <= every = {self.every}", self.good_after)
         if self.keep == 1 and self.good_after:
-            yield fault("keep", "at least 2 (one good, one to become good), or good_after = 0", self.keep)
+            yield problem("keep", "at least 2 (one good, one to become good), or good_after = 0", self.keep)
 
     @classmethod
-    def from_file(cls, table: Mapping[str, Any]) -> Snapshot:
-        """Return the settings that a policy file writes under `[snapshot]`.
+    def over(cls, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings `given` over those of `below`, which give way where the two contradict (see `follow`).
 
-        Raises:
-            PolicyError: with every fault found.
+        Where there is room for one snapshot only, it counts as good at once: none could become good beside it.
         """
-        return build(cls, table, "snapshot")
+        table = follow(cls, given, below)
+        if table.get("keep") == 1 and "good_after" not in given:
+            table["good_after"] = 0
+        elif table.get("keep") == 1 and "keep" not in given and given["good_after"]:
+            table["keep"] = cls().keep
+        return table
 
     def to_file(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as `from_file` reads it."""
+        """Return what differs from the defaults, as a policy file writes it."""
         return changed(self)
 
 
@@ -213,47 +222,16 @@ def on_path(path: str, glob: str) -> bool:
     return any(fnmatchcase("/".join(parts[first:last]), glob) for first, last in runs)
 
 
-def layers_from_file(table: Mapping[str, Any]) -> tuple[LayerChecks, ...]:
-    """Return the `[layers."glob"]` sections of a policy file.
-
-    Raises:
-        PolicyError: with every fault found.
-    """
-    sections: list[LayerChecks] = []
-    faults: list[str] = []
-    for glob, sites in table.items():
-        try:
-            if not isinstance(sites, Mapping):
-                raise PolicyError("no table", (fault("", "a table of sites", sites),))
-            section = LayerChecks(glob, {site: _lengthened(given) for site, given in sites.items()})
-            section.over(Checks())
-            sections.append(section)
-        except PolicyError as error:
-            faults.extend(under(at("layers", glob), error))
-    refuse(faults)
-    return tuple(sections)
-
-
-def _merged(checks: Checks, table: Mapping[str, Any], known: Any) -> dict[str, Any]:
+def _merged(checks: Checks, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sites of `table`, each as its check in `checks` with the given fields replaced."""
-    sites, faults = {}, []
-    for site, given in table.items():
-        if site not in known:
-            faults.append(fault(at(site), "one of " + ", ".join(known), site, nearest(site, known)))
-            continue
-        present = getattr(checks, site)
-        fresh = {entry.name: getattr(present, entry.name) for entry in fields(present)}
-        try:
-            sites[site] = build(type(present), {**fresh, **_lengthened(given)}, site)
-        except PolicyError as error:
-            faults.extend(error.faults)
-    refuse(faults)
-    return sites
+    return {site: _over(getattr(checks, site), _lengthened(given)) for site, given in table.items()}
+
+
+def _over(present: Any, given: Mapping[str, Any]) -> Any:
+    return made(type(present), {entry.name: given.get(entry.name, getattr(present, entry.name)) for entry in fields(present)})
 
 
 def _lengthened(given: Any) -> Mapping[str, Any]:
-    if not isinstance(given, (bool, Mapping)):
-        raise PolicyError("no site", (fault("", "true, false or a table", given),))
     return {"enabled": given} if isinstance(given, bool) else given
 
 

@@ -12,7 +12,7 @@ import pytest
 from keras_nanguard import actions
 from keras_nanguard._errors import PolicyError
 from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._schema import faults_in
+from keras_nanguard._policy._problems import problems_in
 from keras_nanguard.actions import ACTIONS, Action
 
 NAMES = sorted(ACTIONS)
@@ -72,7 +72,7 @@ def test_no_number_of_an_action_may_be_nan_or_infinite(name):
     for field, bad in itertools.product(numbers, (math.nan, math.inf, -math.inf, True, "1", -1, 10**400)):
         with pytest.raises(PolicyError, match=field):
             ACTIONS[name](**{field: bad})
-        assert faults_in({"rules": [{"name": "x", "do": {name: {field: bad}}}]})
+        assert problems_in({"rules": [{"name": "x", "do": {name: {field: bad}}}]})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,8 +104,10 @@ def test_what_must_not_be_combined_is_refused():
     """A floor above a ceiling, a reset outside both, and a clipnorm below its minimum are refused."""
     with pytest.raises(PolicyError, match="floor: expected a number <= ceiling"):
         actions.FixLossScale(floor=8.0, ceiling=4.0)
-    with pytest.raises(PolicyError, match="reset_to: expected a number from floor"):
+    with pytest.raises(PolicyError, match="floor: expected a number <= reset_to"):
         actions.FixLossScale(reset_to=0.5)
+    with pytest.raises(PolicyError, match="reset_to: expected a number <= ceiling"):
+        actions.FixLossScale(reset_to=2.0**30)
     with pytest.raises(PolicyError, match="min_clipnorm"):
         actions.Clip(global_clipnorm=1e-6)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from keras_nanguard._errors import PolicyError
 from keras_nanguard._incident import Finding, Incident
 from keras_nanguard._policy import _conditions
-from keras_nanguard._policy._conditions import CONDITIONS
+from keras_nanguard._policy._conditions import CONDITIONS, Consecutive, Fraction, Within
 from keras_nanguard._policy._ledger import Ledger
 from keras_nanguard._policy._policy import Policy, decide
-from keras_nanguard._policy._schema import faults_in
+from keras_nanguard._policy._problems import problems_in
 
 SAMPLES = {
     "consecutive": {"consecutive": 3},
@@ -50,7 +52,7 @@ def test_a_condition_survives_a_file(name):
     assert condition.to_file() == SAMPLES[name]
     assert _conditions.from_file(condition.to_file()) == condition
     assert condition.sentence()
-    assert not faults_in({"rules": [{"name": "x", "after": SAMPLES[name], "do": "stop"}]})
+    assert not problems_in({"rules": [{"name": "x", "after": SAMPLES[name], "do": "stop"}]})
 
 
 def test_consecutive_counts_bad_steps_and_starts_anew_when_it_fired():
@@ -149,8 +151,13 @@ def test_good_steps_start_a_rule_anew():
     ],
 )
 def test_what_is_no_condition_is_refused(after, told):
-    """A faulty condition is told with its path, in files and in code."""
-    faults = faults_in({"rules": [{"name": "x", "after": after, "do": "stop"}]})
-    assert len(faults) == 1 and told in faults[0]
-    with pytest.raises(PolicyError):
-        _conditions.from_file(after)
+    """A wrong condition is reported with its path."""
+    problems = problems_in({"rules": [{"name": "x", "after": after, "do": "stop"}]})
+    assert len(problems) == 1 and told in problems[0]
+
+
+def test_a_condition_in_code_is_validated_too():
+    """A condition that is written in code gets the problems that it would get in a file."""
+    for kind, values in ((Consecutive, {"steps": 0}), (Within, {"times": 3, "steps": 2}), (Fraction, {"share": math.nan, "steps": 2})):
+        with pytest.raises(PolicyError, match="expected"):
+            kind(**values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keras_nanguard._incident import Diagnosis, Finding, Incident
+from keras_nanguard._incident import CAUSES, Diagnosis, Finding, Incident
 from keras_nanguard._policy._config import PRESETS
 from keras_nanguard._policy._ledger import Ledger
 from keras_nanguard._policy._policy import Policy, decide
@@ -12,10 +12,10 @@ from keras_nanguard._policy._policy import Policy, decide
 LIMIT = 12
 
 
-def bad(step, *sites, kind="nonfinite", refused=True, cause=None, value=None):
+def bad(step, *sites, kind="nonfinite", refused=True, cause=None, value=None, committed=None):
     findings = tuple(Finding(site, kind, value=value) for site in sites or ("loss", "gradients"))
     diagnosis = None if cause is None else Diagnosis(cause=cause)
-    return Incident(step=step, epoch=0, batch=step, findings=findings, refused=refused, diagnosis=diagnosis)
+    return Incident(step, 0, step, findings, refused, diagnosis=diagnosis, committed=committed)
 
 
 def run(policy, incidents):
@@ -62,11 +62,32 @@ def test_three_in_a_row_go_back_and_slow_down():
     assert names.index("rollback") < names.index("lower_lr")
 
 
+HOPELESS = ("forward_domain", "loss_domain", "gradient_domain", "float16_overflow", "float16_underflow", "divergence")
+
+
+@pytest.mark.parametrize("cause", [*CAUSES, None])
+def test_what_cannot_be_cured_from_the_start_stops_at_the_third(cause):
+    """From the first step on nothing has been trained: what no rate and no earlier state can cure ends at the third step.
+
+    Bad data is left out instead, up to the twelfth, as it may be a stretch; and what comes by chance may pass.
+    """
+    told = run("recover", [bad(step, "loss", cause=cause, committed=0) for step in range(30)])
+    assert told[-1][-1] == "stop" and len(told) == (3 if cause in HOPELESS else LIMIT)
+    assert cause not in HOPELESS or told == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
+
+
+@pytest.mark.parametrize("cause", HOPELESS)
+def test_the_same_causes_may_be_cured_once_steps_have_committed(cause):
+    """A logarithm that leaves its domain late in training may do so because training went too far: back and slower."""
+    told = run("recover", [bad(step, "loss", cause=cause, committed=500) for step in range(500, 503)])
+    assert told[-1] == ["warn", "rollback", "lower_lr"]
+
+
 def test_endless_trouble_from_step_0_stops_in_twelve_steps():
     """Back at the third, sixth and ninth bad step, each time deeper and slower; the end at the twelfth."""
     policy, ledger, rollbacks = Policy.from_any(), Ledger(), {}
     for step in range(LIMIT):
-        decision, ledger = decide(policy, ledger, bad(step, "outputs", "loss", "gradients", cause="loss_domain"))
+        decision, ledger = decide(policy, ledger, bad(step, "outputs", "loss", "gradients", cause="unknown", committed=0))
         for action in decision.actions:
             if action["action"] == "rollback":
                 rollbacks[step] = action["depth"]

@@ -17,9 +17,11 @@ from keras_nanguard._policy._config import PRESETS, preset
 from keras_nanguard._policy._documents import parsed
 from keras_nanguard._policy._explain import explain
 from keras_nanguard._policy._policy import Policy
+from keras_nanguard._policy._problems import problems_in
 from keras_nanguard._policy._rules import MOMENTS, Rule
-from keras_nanguard._policy._schema import faults_in, json_schema
+from keras_nanguard._policy._schema import json_schema
 from keras_nanguard._policy._settings import Checks, Snapshot
+from keras_nanguard._policy._warnings import warnings_about
 from keras_nanguard.actions import ACTIONS
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"
@@ -82,7 +84,7 @@ def test_every_word_is_in_the_docs_and_in_the_schema():
 def test_a_preset_is_a_valid_policy_file(name):
     """Each preset passes the schema in both its forms, and prints as a file that makes it."""
     document = parsed((FOLDER / f"{name}.toml").read_text("utf-8"), ".toml")
-    assert faults_in(document) == []
+    assert problems_in(document) == []
     jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
     policy = Policy.from_any(name)
     assert (
@@ -114,7 +116,7 @@ def test_the_folder_holds_the_presets_and_the_schema():
 )
 def test_the_schema_refuses_what_the_validator_refuses(document):
     """An editor that knows the schema marks what the library would refuse."""
-    assert faults_in(document)
+    assert problems_in(document)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
 
@@ -129,7 +131,8 @@ def test_the_policy_file_of_the_docs_works():
         in told
     )
     assert "Layers that meet 'post_bn*' differ: statistics max_abs = 65504.0." in told
-    assert "It does not look at slots." in told
+    assert "Between two steps it does not look at gradients." in told
+    assert warnings_about(policy) == ()
 
 
 @pytest.mark.parametrize("name", PRESETS)

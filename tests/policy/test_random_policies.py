@@ -68,7 +68,7 @@ def rules(draw, broad):
         rule["unless"] = {"on": "inputs"}
     if draw(st.booleans()):
         rule["after"] = draw(conditions)
-    rule["when"] = draw(st.sampled_from(["any", "refused", "committed"]))
+    rule["when"] = draw(st.sampled_from(["any", "refused", "committed", "from_start"]))
     if draw(st.booleans()):
         rule |= {"cooldown": draw(st.integers(0, 4)), "reset_after": draw(small)}
     return rule
@@ -105,6 +105,7 @@ anything = st.builds(
     batch=st.just(0),
     findings=st.lists(findings, max_size=3).map(tuple),
     refused=st.booleans(),
+    committed=st.sampled_from([None, 0, 3]),
     diagnosis=st.one_of(st.none(), st.builds(Diagnosis, cause=st.sampled_from(CAUSES))),
 )
 
@@ -212,6 +213,7 @@ STOP = {"name": "end", "do": "stop"}
         ([STOP | {"on": "loss"}], "for inputs, targets, state, outputs, gradients"),
         ([STOP | {"when": "committed"}], "(refused)"),
         ([STOP | {"when": "refused"}], "for state, weights, statistics, slots, loss_scale (committed)"),
+        ([STOP | {"when": "from_start"}], "none that surely does so"),
         ([STOP | {"layer": "dense*"}], "none that surely does so"),
         ([STOP | {"cause": "divergence"}], "none that surely does so"),
         ([STOP | {"unless": {"on": "inputs"}}], "none that surely does so"),
@@ -227,7 +229,7 @@ def test_a_policy_that_never_ends_is_refused(rules_given, told):
     """A path without a budget and without an end is a configuration error, and the message says what is missing."""
     with pytest.raises(PolicyError) as caught:
         Policy.from_any({"preset": "none", "rules": rules_given})
-    assert any(told in line for line in caught.value.faults), caught.value.faults
+    assert any(told in line for line in caught.value.problems), caught.value.problems
 
 
 def test_narrow_rules_may_end_trouble_together():

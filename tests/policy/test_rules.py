@@ -41,6 +41,10 @@ LOSS, WEIGHTS = Finding("loss"), Finding("weights", path="model/post_bn_1/gamma"
         ({"when": "before_training"}, incident(Finding("state"), refused=False, step=0), True),
         ({"when": "before_training"}, incident(Finding("state"), refused=False, step=1), False),
         ({"when": "before_training"}, incident(Finding("weights"), refused=False, step=0), False),
+        ({"when": "from_start"}, incident(Finding("loss")).with_(committed=0), True),
+        ({"when": "from_start"}, incident(Finding("loss")).with_(committed=1), False),
+        ({"when": "from_start"}, incident(Finding("loss")), False),
+        ({"when": "from_start"}, incident(Finding("weights"), refused=False).with_(committed=0), False),
         ({"layer": "post_bn*"}, incident(WEIGHTS), True),
         ({"layer": ["dense*", "model/post_bn_1"]}, incident(WEIGHTS), True),
         ({"layer": "dense*"}, incident(WEIGHTS), False),
@@ -145,12 +149,12 @@ def test_checks_survive_a_file_with_every_field_changed():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"snapshot": {"good_after": 500}}, "snapshot.good_after: expected a whole number <= every = 100"),
-        ({"snapshot": {"keep": 1}}, "snapshot.keep: expected at least 2"),
-        ({"snapshot": {"every": 0}}, "snapshot.every: expected at least 1, as rule 'persistent' goes back"),
+        ({"snapshot": {"every": 5, "good_after": 6}}, "snapshot.good_after: expected a whole number <= every = 5"),
+        ({"snapshot": {"keep": 1, "good_after": 10}}, "snapshot.keep: expected at least 2"),
+        ({"snapshot": {"every": 0}}, "snapshot.every: expected at least 1, as these rules go back: persistent, poisoned"),
         (
-            {"checks": {"loss_scale": {"min_value": 1e12}}},
-            "checks.loss_scale.min_value: expected a number <= max_value",
+            {"checks": {"loss_scale": {"min_value": 9.0, "max_value": 8.0}}},
+            "checks.loss_scale.min_value: expected a number <= max_value = 8, received 9.0",
         ),
         ({"layers": {"a*": {"inputs": True}}}, 'layers."a*".inputs: expected one of outputs, gradients'),
     ],
@@ -159,4 +163,4 @@ def test_settings_that_contradict_one_another_are_refused(given, told):
     """Fields are checked together where everything that lies over them is known."""
     with pytest.raises(PolicyError) as caught:
         Policy.from_any(given)
-    assert any(told in line for line in caught.value.faults), caught.value.faults
+    assert any(told in line for line in caught.value.problems), caught.value.problems

@@ -1,0 +1,65 @@
+"""What a policy can name of the model in a file, read without building the model. Imports no backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from keras_nanguard._files._config_tree import own_name
+from keras_nanguard._files._names import Identity, identities
+from keras_nanguard._files._open import opened
+from keras_nanguard._files._stored import Contents, plain_text
+from keras_nanguard._policy._warnings import ModelNames
+
+__all__ = ["model_names"]
+
+USUAL = ("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance")
+"""Names that variables of layers usually have."""
+
+
+def model_names(path: str | os.PathLike[str]) -> ModelNames:
+    """Return the Keras paths of a model file, by site.
+
+    Args:
+        path: any model file that `scan` reads.
+
+    Raises:
+        FileFormatError: if the file is missing, truncated, of another format, or hostile.
+    """
+    with opened(path) as contents:
+        found = identities(contents)
+        root = own_name(contents.config or {}) or contents.names.get("", "")
+        name = root or os.path.basename(plain_text(os.fspath(path)))
+        return ModelNames(name, dict(_by_site(contents, found, root)))
+
+
+def _by_site(contents: Contents, found: Iterable[Identity], root: str) -> Iterable[tuple[str, tuple[str, ...]]]:
+    """Yield the paths at each site of which the file tells.
+
+    The classes of layers stand in some files only, and the slots have numbers for names: what is not known is left out.
+    """
+    weights = [one for one in found if one.role == "weight"]
+    statistics = [one for one in found if one.role == "statistics"]
+    optimizer = [one for one in found if one.role == "slot"]
+    yield "weights", tuple(_spelled(weights, root))
+    yield "gradients", tuple(_spelled(weights, root))
+    yield "state", tuple(_spelled([*weights, *statistics], root))
+    if all(one.layer_class for one in weights):
+        yield "statistics", tuple(_spelled(statistics, root))
+    if optimizer and contents.names:
+        yield "loss_scale", tuple(one.path for one in optimizer if one.name == "dynamic_scale")
+    if optimizer and not any(one.name.isdigit() for one in optimizer):
+        yield "slots", ()
+
+
+def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:
+    """Yield each path without and with the name of the model, which stands in some paths of Keras and not in others.
+
+    A variable of whose name the file knows a number only may be any of the usual ones.
+    """
+    for one in found:
+        paths = [f"{one.layer}/{name}" for name in USUAL] if one.name.isdigit() else [one.path]
+        for path in paths:
+            yield path
+            if root:
+                yield f"{root}/{path}"
