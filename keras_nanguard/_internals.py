@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _state
+from keras_nanguard import _native, _state
 
 __all__ = [
     "adds_losses",
@@ -123,7 +123,7 @@ def know_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[An
     for part in {id(o): o for o in (optimizer, _state.inner(optimizer))}.values():
         known = getattr(part, "_trainable_variables_indices", None)
         if isinstance(known, dict):
-            keys = [(part._var_key(old), part._var_key(twin)) for old, twin in twins]
+            keys = [(part._var_key(_native.unwrapped(old)), part._var_key(twin)) for old, twin in twins]
             more = {twin: known[old] for old, twin in keys if old in known}
             exchange(part, "_trainable_variables_indices", {**known, **more}, undo)
 

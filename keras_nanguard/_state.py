@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -27,10 +28,10 @@ import keras
 import numpy as np
 from keras.src.utils import io_utils
 
-from keras_nanguard import _probes, _processes
+from keras_nanguard import _native, _probes, _processes
 
 __all__ = [
-    *("Anatomy", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
+    *("Anatomy", "as_built", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
     *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "running_data", "savers"),
     *("scales_of", "seeds", "trained_by", "trains_on_arrays", "view", "write"),
 ]
@@ -55,11 +56,18 @@ def print_line(text: str) -> None:
 def built_in(model: Any, anatomy: Anatomy) -> tuple[Any, ...]:
     """Return what a trace of a train step has built in: the call of `compile`, the optimizers, their rates, all variables.
 
-    `Model._compile_config` is private; `compile` makes a new one each time, and nothing public tells that it was called.
+    Which of them are trainable is no part of it: Keras goes on with the train function it has until `compile` is called.
     """
     rates = [getattr(inner(optimizer), "_learning_rate", None) for optimizer in anatomy.optimizers]
-    compiled = getattr(model, "_compile_config", None) or object()
-    return (compiled, *anatomy.optimizers, *rates, *anatomy.everything)
+    return (compiled_as(model) or object(), *anatomy.optimizers, *rates, *sorted(anatomy.everything, key=id))
+
+
+def compiled_as(model: Any) -> Any:
+    """Return what the last call of `compile` has left, `None` where it was never called.
+
+    `Model._compile_config` is private; `compile` makes a new one each time, and nothing public tells that it was called.
+    """
+    return getattr(model, "_compile_config", None)
 
 
 def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
@@ -107,7 +115,24 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update; a list that only its private attribute tells."""
-    return list(inner(optimizer)._trainable_variables)
+    return [_native.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())]
+
+
+@contextmanager
+def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
+    """Let those variables be trainable that the optimizers were built to update, and no others.
+
+    Stock Keras goes on with the train function that it has where `trainable` is changed and `compile` is not called.
+    """
+    trained = {id(_native.unwrapped(v)) for o in optimizers if o.built for v in trained_by(o)}
+    changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
+    for variable in changed:
+        variable.trainable = not variable.trainable
+    try:
+        yield
+    finally:
+        for variable in changed:
+            variable.trainable = not variable.trainable
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
@@ -118,7 +143,7 @@ def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
 def fresh_like(optimizer: Any) -> Any:
     """Return a new optimizer of the same configuration, built for the same variables."""
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build(trained_by(optimizer))
+    fresh.build([_native.unwrapped(v) for v in trained_by(optimizer)])
     return fresh
 
 
@@ -164,7 +189,7 @@ class Anatomy:
     """The whole train state of a model and its optimizers, by role.
 
     Attributes:
-        trainable: weights that the optimizers update.
+        trainable: weights that the optimizers update, those that are no part of the model included.
         other: every other variable of the model: BatchNorm statistics, frozen weights, seed generators, and the states
             of stateful RNNs, which stand in no list of Keras' own.
         metrics: variables of the loss tracker and of the metrics.
@@ -189,7 +214,7 @@ class Anatomy:
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> Anatomy:
         """Read the anatomy of a built model; optimizers that are not built yet contribute nothing."""
         optimizers = tuple(find_optimizers(model) if optimizers is None else optimizers)
-        trainable = _unique(model.trainable_variables)
+        trainable = _unique([*model.trainable_variables, *(v for o in optimizers if o.built for v in trained_by(o))])
         states = [s for layer in layers_of(model) for s in _recurrent_states(layer)]
         other = _unique([*model.non_trainable_variables, *states])
         metrics = _unique(model.metrics_variables) if hasattr(model, "metrics_variables") else []
@@ -236,13 +261,15 @@ class Anatomy:
 
 def native(variable: Any) -> Any:
     """Return the backend's own variable behind one of Keras', and any other one as it is."""
-    return variable.value if isinstance(variable, VARIABLE) else variable
+    return variable.value if isinstance(variable, (VARIABLE, _native.NativeVariable)) else variable
 
 
 def _unlisted(model: Any) -> list[Any]:
     """`keras.src.random.seed_generator.global_seed_generator` keeps its generator under this name in Keras' global state."""
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     held = [item for layer in layers_of(model) for value in vars(layer).values() for item in _flat(value)]
+    held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
+    held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
     native = [v for v in held if not isinstance(v, VARIABLE) and hasattr(v, "assign") and _has_handle(v)]
     native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
     native += list(model.buffers()) if hasattr(model, "buffers") else []

@@ -51,7 +51,7 @@ DEBT = {
 
 NOT_OF_KERAS = {
     *("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_actions"),  # Python
-    *("_id", "_rng", "_jit_compile"),  # TensorFlow
+    *("_id", "_rng", "_jit_compile", "_handle_data"),  # TensorFlow
     "_trace",  # JAX
     *("_cdata", "_schema", "_version", "_foreach_norm", "_opt_called", "_torchdynamo_orig_callable"),  # PyTorch
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples

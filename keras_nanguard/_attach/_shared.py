@@ -43,6 +43,7 @@ class Attachment:
         self._modes: tuple[Any, ...] = ()
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
+        self._cached: tuple[Any, Any] = None, None
         session.rebuild = self.rebuild
 
     @staticmethod
@@ -56,6 +57,7 @@ class Attachment:
         self.body = _plain_step(self.model)
         self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
         self._make = self.model.make_train_function
+        self._cached = self.model.train_function, _state.compiled_as(self.model)
         _overrides.set_instance(self.model, "make_train_function", self.make)
         self.model.train_function = None
 
@@ -69,7 +71,8 @@ class Attachment:
             _overrides.unset_instance(self.model, name)
         for name, value in self._before.items():
             _overrides.set_instance(self.model, name, value)
-        self.model.train_function = None
+        function, compiled = self._cached
+        self.model.train_function = function if compiled is _state.compiled_as(self.model) else None
         self.session.end()
 
     def make_with(self, make: Callable[..., Any]) -> None:

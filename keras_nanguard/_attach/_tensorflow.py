@@ -2,63 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_nanguard import _overrides
+from keras_nanguard import _overrides, _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._fit._recent import held
 from keras_nanguard._fit._session import Session
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _direct, _faults, _mirrored, _tensorflow
 from keras_nanguard._step._intercept import build
+from keras_nanguard._step._run import Retrace
 
 __all__ = ["LoopStep", "ModelAttachment"]
+
+
+UNKNOWN = 8
+"""Steps of one execution that are looked at, at most, of a train function that is not Keras' own."""
 
 
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer."""
 
+    _takes = False
+    """Whether the host takes the batches off the data."""
+
+    _exhausted: Any = None
+    """The train function of the model without a guard, made when data end before anyone knows their size."""
+
     def _build(self) -> None:
-        model, session = self.model, self.session
-        many = model.steps_per_execution
+        model, session, many = self.model, self.session, self.model.steps_per_execution
         mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
         jit, spread_out = bool(model.jit_compile) and not model.run_eagerly and not mirrored, self._spread_out()
+        self._takes = self._is_keras_own() and not spread_out and (many == 1 or model.run_eagerly)
         kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, model.distribute_strategy)
         if kept is not None:
-            transaction, self.inner = kept
+            transaction, self.inner, self._exhausted = kept
             transaction.serve(session.read_anatomy, session.born)
             self._place(transaction)
             model.train_function = self.run
             return
         old = session.transaction
         transaction = (_mirrored.MirroredTransaction if mirrored else _tensorflow.Transaction)(
-            self.body,
+            self._body(),
             session.read_anatomy,
             model=model,
             logs=True,
             jit=jit,
-            counted=many if many > 1 else 0,
+            counted=many if many > 1 else 0 if self._takes or spread_out else UNKNOWN,
             capacity=max(8, many),
             born=session.born,
             refuse=session.policy.refuse and (mirrored or not spread_out),
-            stores=not spread_out,
+            batches="host" if self._takes else "reports" if spread_out else "graph",
         )
         if old is not None:
             transaction.inherit(old)
         self._place(transaction)
         self._build_optimizer()
-        compile_with = model.jit_compile
-        model.jit_compile = False
+        self.inner = self._made_by_keras(jit_compile=False)
+        self._exhausted = None
+        if self._takes and not model.run_eagerly:
+            self.inner = _direct.Direct(_faults.with_faults(model, model.train_step))
+        model.train_function = self.run
+
+    def _body(self) -> Any:
+        """Return the step to trace: where Keras has traced it since `compile`, with the weights trainable that were so then."""
+        model, body = self.model, self.body
+        if self._cached[0] is None or model.run_eagerly:
+            return body
+
+        def as_traced(data: Any) -> Any:
+            with _state.as_built(model, _state.find_optimizers(model)):
+                return body(data)
+
+        return as_traced
+
+    def _made_by_keras(self, jit_compile: bool) -> Any:
+        """Return the train function that Keras makes of the train step that the model has now."""
+        model = self.model
+        compile_with, model.jit_compile = model.jit_compile, jit_compile
         try:
             self._make(force=True)
         finally:
             model.jit_compile = compile_with
-        self.inner = model.train_function
-        if self._is_plain():
-            self.inner = _direct.Direct(_faults.with_faults(model, model.train_step), self.inner)
-        model.train_function = self.run
+        return model.train_function
 
     def _build_optimizer(self) -> None:
         """Build the optimizer as Keras' own step would while it is traced: `tf.function` traces twice what makes variables."""
@@ -66,13 +97,12 @@ class ModelAttachment(Attachment):
         if self._stock and model.built and not (optimizer.built or model.run_eagerly or self._spread_out()):
             weights = model.trainable_weights
             if weights:
-                build(optimizer, weights)
+                build(optimizer, weights, eagerly=False)
 
-    def _is_plain(self) -> bool:
-        """Whether what Keras makes of the step is one call of it for each execution, and nothing else."""
-        model, make = self.model, self._make
-        of_keras = getattr(make, "__func__", None) is keras.Model.make_train_function or hasattr(make, "hooks")
-        return of_keras and model.steps_per_execution == 1 and not (model.run_eagerly or self._spread_out())
+    def _is_keras_own(self) -> bool:
+        """Whether what Keras makes of the step is nothing but calls of it, one for each batch."""
+        make = self._make
+        return getattr(make, "__func__", None) is keras.Model.make_train_function or hasattr(make, "hooks")
 
     def _place(self, transaction: Any) -> None:
         """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""
@@ -80,15 +110,15 @@ class ModelAttachment(Attachment):
         self.session.transaction = transaction
         _overrides.set_instance(self.model, "train_step", transaction)
 
-    def _made(self) -> Any:
+    def _made(self) -> tuple[Any, Any, Any]:
         """Return what the next fit needs of the step that was made for this one."""
-        return self.session.transaction, self.inner
+        return self.session.transaction, self.inner, self._exhausted
 
     def detach(self) -> None:
         """Give the model its own methods back; may be called any number of times."""
         super().detach()
-        if self.session.transaction is not None and self.session.transaction.stored is not None:
-            self.session.transaction.stored.clear()
+        if self.session.transaction is not None:
+            self.session.transaction.release()
 
     def _spread_out(self) -> bool:
         """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
@@ -124,15 +154,62 @@ class ModelAttachment(Attachment):
             try:
                 self.session.transaction.trace(iterator.element_spec)
                 return
-            except _tensorflow.Retrace:
+            except Retrace:
                 self._build()
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
+        if not self._takes:
+            return self._run(lambda: self.inner(iterator))
+        with _faults.in_batches(self.model, self._taken(iterator)) as batches:
+            given = [(batch,) for batch in batches]
+            if self.model.run_eagerly:
+                return self._run(lambda: self.inner(iter(batches)), given)
+            return self._run(lambda: self.inner(batches[0], iterator), given)
+
+    def _run(self, inner: Callable[[], Any], given: Sequence[Any] = ()) -> tuple[Any, Any]:
+        """Run one execution, and trace its step in another mode where that is asked for."""
         while True:
+            transaction = self.session.transaction
+            if given:
+                transaction.give(given)
             try:
-                return self.session.transaction.read(self.inner(iterator))  # type: ignore[no-any-return]
-            except _tensorflow.Retrace:
+                logs, row = transaction.read(inner())
+                return logs, row
+            except Retrace:
                 self._build()
+
+    def _taken(self, iterator: Any) -> list[Any]:
+        """Take the batches of one execution off the data.
+
+        Raises:
+            StopIteration: where there is none.
+        """
+        batches: list[Any] = []
+        try:
+            while len(batches) < self.model.steps_per_execution:
+                batches.append(_direct.next_batch(iterator))
+        except StopIteration:
+            if not batches:
+                self._end(iterator)
+                raise
+        return batches
+
+    def _end(self, iterator: Any) -> None:
+        """Leave behind what a step of stock Keras does that finds no batch, where data end before anyone knows their size.
+
+        Whatever needs nothing of the batch has run by the time that the rest fails: seeds go on, iterations are counted.
+        A guarded run goes on from the same numbers.
+        """
+        if self.model.run_eagerly or not isinstance(iterator, tf.data.Iterator):
+            return
+        if self._exhausted is None:
+            guarded = self.model.train_function
+            with Overrides() as overrides:
+                overrides.set(self.model, "train_step", self.body)
+                self._exhausted = self._made_by_keras(self.model.jit_compile)
+            self.model.train_function = guarded
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            self._exhausted(iterator)
 
 
 class LoopStep:
@@ -165,10 +242,10 @@ class LoopStep:
         given = held((args, kwargs))
         while True:
             try:
+                self.session.transaction.give([given])
                 outputs, row = self.session.transaction.read(self.run(args, kwargs))
                 break
-            except _tensorflow.Retrace:
+            except Retrace:
                 self.build()
-        self.session.transaction.given = given
         self.session.after(row)
         return outputs

@@ -1,14 +1,14 @@
-"""The batches of a TensorFlow step: how they are nested, and those of the last executions for the day they are asked for.
+"""The batches of TensorFlow steps that take them inside of the graph: those of the last executions of several steps.
 
-Handing a batch out of a compiled step, beside its result, costs a tenth of a step of 0.65 ms; a list in a variable costs
-0.03 of it. What is done here costs less than can be told from noise.
+Where the host takes a batch off the data it has it, and nothing of this is needed. Handing a batch out of a compiled step,
+beside its result, costs a tenth of a step of 0.65 ms; a list in a variable costs 0.03 of it. What is done here costs less than
+can be told from noise.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +16,37 @@ import tensorflow as tf
 
 from keras_nanguard._fit._recent import MOST, room
 
-__all__ = ["Layouts", "Stored"]
+__all__ = ["Execution", "Layouts", "Stored"]
 
 NONE = -1
 """Number of the layout of what is no batch."""
 
+FEWEST = 8
+"""Batches that are kept of an execution, whatever they take, so that a refused one is there to be looked at."""
+
 _numbers = itertools.count()
+
+
+class Execution:
+    """The batches of one execution of several steps that the host took off the data.
+
+    Args:
+        batches: the arguments of each step.
+        last: number of the last step.
+    """
+
+    def __init__(self, batches: Sequence[Any], last: int):
+        self.batches, self.last = batches, last
+
+    def batch(self, step: int) -> Any:
+        """Return the arguments of this step, `None` where it is not one of them."""
+        place = len(self.batches) - 1 - (self.last - step)
+        return self.batches[place] if 0 <= place < len(self.batches) else None
+
+    @property
+    def tensors(self) -> Any:
+        """What takes memory."""
+        return self.batches
 
 
 class Layouts:
@@ -42,60 +67,55 @@ class Layouts:
 
 
 class Stored:
-    """The batches of the last executions of a step, kept on the host's side of the graph until the host asks.
+    """The batches of the last steps, kept on the host's side of the graph until the host asks.
 
     A staging area of TensorFlow's holds tuples of tensors, first in, first out. It is filled with empty ones when the step
-    is traced; each execution puts its batch in and takes the oldest one out, so that two small operations on references
-    are all that a step pays. The batch goes in first: an execution that is cut short can only make the area longer.
-
-    Attributes:
-        fitted: whether it is known how many may be kept.
+    is traced; each step puts its batch in and takes the oldest one out, so that two small operations on references
+    are all that it pays. The batch goes in first: an execution that is cut short can only make the area longer. Both wait
+    for an area that is empty, so the host asks how much is in it before it takes or reads anything, and nobody else takes.
     """
 
     def __init__(self) -> None:
-        self._layouts, self.fitted = Layouts(), False
+        self._layouts = Layouts()
         self._areas: dict[tuple[Any, ...], _Area] = {}
-        self._area: _Area | None = None
-        self._eager: deque[Any] = deque(maxlen=MOST)
 
-    def put(self, args: Any) -> None:
-        """Keep a batch."""
-        if tf.executing_eagerly():
-            self._eager.append(args)
-            return
+    def put(self, args: Any, step: Any) -> None:
+        """Keep the batch of the step of this number."""
         number, leaves = self._layouts.flat(args)
         with tf.device("CPU:0"):
-            items = [tf.constant(number, tf.int64), *leaves]
-            dtypes = tuple(item.dtype for item in items)
+            head = tf.stack([tf.constant(number, tf.int64), tf.cast(step, tf.int64)])
+            dtypes = (head.dtype, *(leaf.dtype for leaf in leaves))
             if dtypes not in self._areas:
                 self._areas[dtypes] = _Area(dtypes)
-            self._area = self._areas[dtypes]
-            self._area.exchange(items)
+            self._areas[dtypes].exchange([head, *leaves])
 
-    def batch(self, back: int) -> Any:
-        """Return the batch of so many executions before the last one, `None` where it is not kept any more."""
-        if self._eager:
-            return self._eager[-1 - back] if back < len(self._eager) else None
-        found = self._area.peek(back) if self._area is not None else None
-        return self._layouts.packed(int(found[0]), found[1:]) if found else None
+    def batch(self, step: int) -> Any:
+        """Return the batch of the step of this number, `None` where it is not kept any more."""
+        for area in self._areas.values():
+            for back in range(area.size()):
+                (number, own), *leaves = area.peek(back)
+                if number != NONE and own == step:
+                    return self._layouts.packed(int(number), leaves)
+        return None
 
-    def fit(self) -> None:
-        """Keep as many from now on as there may be bytes of them, judged by the last batch."""
-        self.fitted, batch = True, self.batch(0)
-        most = max(room(tf.nest.flatten(batch, expand_composites=True)), 1)
-        self._eager = deque(self._eager, maxlen=most)
-        if self._area is not None:
-            self._area.drop(MOST - most)
+    def shrink(self, steps: int) -> None:
+        """Keep no more from now on than there may be bytes of them, judged by the last batch.
+
+        Args:
+            steps: steps of one execution.
+        """
+        for area in self._areas.values():
+            (number, _), *leaves = area.peek(0)
+            if number != NONE:
+                area.drop_to(max(room(leaves), min(steps, FEWEST)))
 
     def fill(self) -> None:
         """Begin anew after `clear`."""
-        self.fitted, self._eager = False, deque(maxlen=MOST)
         for area in self._areas.values():
             area.fill()
 
     def clear(self) -> None:
-        """Let go of everything. An execution after that takes out what it has put in."""
-        self._eager.clear()
+        """Release everything. An execution after that takes out what it has put in."""
         for area in self._areas.values():
             _clear(area.name, area.dtypes)
 
@@ -111,7 +131,7 @@ class _Area:
     def fill(self) -> None:
         """Put in as many tuples as it holds, each of which is no batch."""
         with tf.init_scope(), tf.device("CPU:0"):
-            empty = [tf.constant(NONE, tf.int64), *(tf.zeros([0], dtype) for dtype in self.dtypes[1:])]
+            empty = [tf.constant([NONE, NONE], tf.int64), *(tf.zeros([0], dtype) for dtype in self.dtypes[1:])]
             for _ in range(MOST):
                 tf.raw_ops.Stage(values=empty, shared_name=self.name)
 
@@ -120,24 +140,29 @@ class _Area:
         with tf.control_dependencies([tf.raw_ops.Stage(values=items, shared_name=self.name)]):
             tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
 
-    def peek(self, back: int) -> list[Any] | None:
-        """Return the tuple so many before the last one."""
+    def size(self) -> int:
+        """Return how many tuples there are."""
         with tf.device("CPU:0"):
-            place = int(tf.raw_ops.StageSize(dtypes=self.dtypes, shared_name=self.name)) - 1 - back
-            if place < 0:
-                return None
-            found = tf.raw_ops.StagePeek(index=place, dtypes=self.dtypes, shared_name=self.name)
-        return list(found) if int(found[0]) != NONE else None
+            return int(tf.raw_ops.StageSize(dtypes=self.dtypes, shared_name=self.name))
 
-    def drop(self, count: int) -> None:
-        """Hold fewer from now on: take out the oldest."""
+    def peek(self, back: int) -> tuple[Any, ...]:
+        """Return the tuple so many before the last one, its head as two numbers; `NONE` where there is none."""
+        place = self.size() - 1 - back
+        if not 0 <= back <= place + back:
+            return (NONE, NONE), *((),) * (len(self.dtypes) - 1)
         with tf.device("CPU:0"):
-            for _ in range(count):
+            head, *leaves = tf.raw_ops.StagePeek(index=place, dtypes=self.dtypes, shared_name=self.name)
+        return tuple(head.numpy().tolist()), *leaves
+
+    def drop_to(self, count: int) -> None:
+        """Hold so many from now on: take out the oldest."""
+        with tf.device("CPU:0"):
+            for _ in range(self.size() - count):
                 tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
 
 
 def _clear(name: str, dtypes: Sequence[Any]) -> None:
-    """Let go of what an area holds; TensorFlow keeps the area itself, by its name, until the process ends."""
+    """Release what an area holds; TensorFlow keeps the area itself, by its name, until the process ends."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.raw_ops.StageClear(dtypes=list(dtypes), shared_name=name)
 

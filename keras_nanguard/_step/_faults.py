@@ -6,7 +6,8 @@ of steps and what is written to the state belong to no step, and no refusal give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,9 +16,22 @@ import tensorflow as tf
 from keras_nanguard import _overrides, _state
 from keras_nanguard._step._fault_hook import FaultHook
 
-__all__ = ["Hook", "with_faults"]
+__all__ = ["Hook", "in_batches", "with_faults"]
 
 _installed: list[Hook] = []
+
+
+@contextlib.contextmanager
+def in_batches(model: Any, batches: list[Any]) -> Iterator[list[Any]]:
+    """Put the faults of this model into the batches that the host is about to give to its steps, and leave them out of the steps."""
+    hooks = [h for h in _installed if h.model is model and h.fault.site in ("inputs", "targets")]
+    for hook in hooks:
+        batches, hook.beforehand = [hook.spoiled(batch) for batch in batches], True
+    try:
+        yield batches
+    finally:
+        for hook in hooks:
+            hook.beforehand = False
 
 
 def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,7 +42,13 @@ def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook(FaultHook):
-    """One fault, put around every train step of one model."""
+    """One fault, put around every train step of one model.
+
+    Attributes:
+        beforehand: whether the batch of the step that runs (or is traced) has the fault already.
+    """
+
+    beforehand = False
 
     def __init__(self, model: Any, fault: Any):
         super().__init__(model, fault)
@@ -87,6 +107,8 @@ class Hook(FaultHook):
         """Return a train step with the fault around it."""
 
         def train_step(data: Any) -> Any:
+            if self.beforehand:
+                return step(data)
             self.counter.assign_add(1)
             if self.fault.site in ("inputs", "targets"):
                 data = self._spoiled(data, self._now())
@@ -106,6 +128,12 @@ class Hook(FaultHook):
         return tf.reduce_any(tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64)))
 
     # The batch
+
+    def spoiled(self, data: Any) -> Any:
+        """Return the batch of the next step as it is with the fault."""
+        self.counter.assign_add(1)
+        data = keras.tree.map_structure(lambda value: tf.convert_to_tensor(value) if hasattr(value, "__array__") else value, data)
+        return self._spoiled(data, self._now())
 
     def _spoiled(self, data: Any, now: Any) -> Any:
         def bad(value: Any) -> Any:

@@ -12,26 +12,25 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Access", "accesses", "capture", "eager_handle", "mark"]
+__all__ = ["Access", "Untracked", "accesses", "capture", "eager_handle", "mark", "untracked"]
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
-_RANDOM = ("RngReadAndSkip", "RngSkip", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
 
 
 class Access:
-    """One operation's touch of one resource.
+    """One operation's touch of one resource that lives outside of all graphs.
 
     Attributes:
-        handle: the resource tensor as it stands in the graph.
+        handle: the resource as an eager tensor.
+        key: what tells it from other resources.
         writes: False where the operation only reads it.
-        dtype: dtype of the variable where the operation tells, else `None`.
         late: whether the operation was made after the mark given to `accesses`.
     """
 
-    __slots__ = ("dtype", "handle", "late", "writes")
+    __slots__ = ("handle", "key", "late", "writes")
 
-    def __init__(self, handle: Any, writes: bool, dtype: Any, late: bool):
-        self.handle, self.writes, self.dtype, self.late = handle, writes, dtype, late
+    def __init__(self, handle: Any, writes: bool, late: bool):
+        self.handle, self.key, self.writes, self.late = handle, id(handle), writes, late
 
 
 def mark(graph: Any) -> int:
@@ -44,20 +43,23 @@ def capture(graph: Any, variable: Any) -> Any:
     return graph.capture(variable.handle) if hasattr(graph, "capture") else variable.handle
 
 
-def accesses(graph: Any, start: int, late: int | None = None) -> Iterable[Access]:
-    """Yield every touch of a resource by the operations made since `start`.
+def accesses(graph: Any, start: int = 0, late: int | None = None) -> Iterable[Access]:
+    """Yield every touch of an outside resource by the operations made since `start`.
 
     Calls of functions, loops and conditionals carry the attribute `_read_only_resource_inputs`, which TensorFlow's
     automatic control dependencies set (tensorflow/python/framework/auto_control_deps.py): inputs that it does not name
     count as written.
     """
+    outside = _Outside()
     for position, op in enumerate(graph.get_operations()[start:], start):
         resources = [i for i, t in enumerate(op.inputs) if t.dtype == tf.resource]
         if not resources or op.type.startswith("Collective"):  # what orders collectives is no state of the model
             continue
         reads = set(resources) if op.type in _READS else _read_only(op)
         for i in resources:
-            yield Access(op.inputs[i], i not in reads, _dtype(op), late is not None and position >= late)
+            handle = outside.of(op.inputs[i])
+            if handle is not None:
+                yield Access(handle, i not in reads, late is not None and position >= late)
 
 
 def _read_only(op: Any) -> set[int]:
@@ -67,33 +69,37 @@ def _read_only(op: Any) -> set[int]:
         return set()
 
 
-def _dtype(op: Any) -> Any:
-    if op.type in _RANDOM:
-        return tf.int64
-    for name in ("dtype", "T"):
-        try:
-            return tf.as_dtype(op.get_attr(name))
-        except (ValueError, TypeError):
-            continue
-    return None
+class _Outside:
+    """Finds what tensors of nested graphs stand for outside of all of them."""
+
+    def __init__(self) -> None:
+        self._captures: dict[int, dict[int, Any]] = {}
+
+    def of(self, tensor: Any) -> Any:
+        """Return the eager tensor behind one of a graph, `None` where there is none."""
+        while tensor is not None and not hasattr(tensor, "numpy"):
+            graph = tensor.graph
+            known = self._captures.get(id(graph))
+            if known is None or (id(tensor) not in known and len(known) != len(_captures(graph))):
+                known = self._captures[id(graph)] = {id(internal): external for external, internal in _captures(graph)}
+            tensor = known.get(id(tensor))
+        return tensor
+
+
+def _captures(graph: Any) -> Any:
+    return getattr(graph, "captures", ())
 
 
 def eager_handle(handle: Any) -> Any:
-    """Return the resource outside of all graphs that this tensor stands for, or `None` where there is none."""
-    while not hasattr(handle, "numpy"):
-        graph = handle.graph
-        outer = [external for external, internal in getattr(graph, "captures", ()) if internal is handle]
-        if not outer:
-            return None
-        handle = outer[0]
-    return handle
+    """Return what a tensor of a graph (a resource, say) stands for outside of all graphs, or `None` where there is nothing."""
+    return _Outside().of(handle)
 
 
-class Stray:
+class Untracked:
     """A variable that the step writes although Keras lists it nowhere, known by its handle alone."""
 
     def __init__(self, handle: Any, dtype: Any):
-        self.handle, self.dtype, self.name = handle, dtype, "unlisted variable"
+        self.handle, self.dtype, self.name = handle, dtype, "untracked variable"
 
     def read_value(self) -> Any:
         """Return its value at this point of the program."""
@@ -102,3 +108,17 @@ class Stray:
     def assign(self, value: Any) -> None:
         """Give it a value."""
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+
+def untracked(handle: Any) -> Untracked | None:
+    """Return the variable behind this eager handle, `None` for a resource that is none: a table, a queue, a summary writer.
+
+    `Tensor._handle_data` is private to TensorFlow. It is what tells the dtype of a variable that is written inside of a function, a
+    loop or a conditional only: the operations that pass it on do not tell, and the `tf.Variable` is not known here.
+    """
+    with tf.init_scope():
+        if not tf.raw_ops.VarIsInitializedOp(resource=handle):
+            return None
+    data: Any = getattr(handle, "_handle_data", None)
+    known = data is not None and data.is_set and len(data.shape_and_type) == 1
+    return Untracked(handle, tf.as_dtype(data.shape_and_type[0].dtype)) if known else None

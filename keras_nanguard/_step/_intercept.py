@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard import _state
+from keras_nanguard._native import as_keras
 from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _graph
 from keras_nanguard._step._verdict import named_outputs, predicted
@@ -28,11 +29,11 @@ class Record:
         self.optimizer, self.real, self.grads = optimizer, real, grads
         self.given = variables
         known = variables if variables is not None else _state.trained_by(optimizer)
-        self.pairs = list(zip(grads, known))
+        self.pairs = list(zip(grads, map(as_keras, known)))
         self.variables = [v for g, v in self.pairs if g is not None]
 
     def run(self) -> None:
-        """Make the call that was put off."""
+        """Make the call that was deferred."""
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
 
 
@@ -63,8 +64,9 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
-        through: let each update run at once (its effect can be undone) instead of putting it off.
-        born: called with each variable that comes into being while the body runs, before anything writes it.
+        through: let each update run at once (its effect can be undone) instead of deferring it.
+        born: called with each variable that is created while the body runs, before anything writes it.
+        asked: called with each record, before its update runs.
         seen: returns the notes for the replica that asks, where there are several; else there are the notes that
             entering the context returns.
     """
@@ -76,8 +78,9 @@ class Intercept:
         through: bool,
         born: Callable[[Any], None],
         seen: Callable[[], Seen] | None = None,
+        asked: Callable[[Record], None] = lambda record: None,
     ):
-        self.model, self.optimizers, self.through, self.born = model, list(optimizers), through, born
+        self.model, self.optimizers, self.through, self.born, self.asked = model, list(optimizers), through, born, asked
         self.notes, self.alone = Seen(), seen is None
         self.seen = seen or (lambda: self.notes)
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -109,7 +112,7 @@ class Intercept:
             grads = list(grads)
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
-                build(optimizer, variables)
+                build(optimizer, variables, tf.executing_eagerly())
             seen = self.seen()
             if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
                 seen.nested = True
@@ -119,6 +122,7 @@ class Intercept:
                 seen.boundary = _graph.mark(self.graph)
             seen.records.append(record)
             seen.gradients += [g for g in grads if g is not None]
+            self.asked(record)
             if self.through:
                 record.run()
             return None
@@ -155,9 +159,15 @@ class Intercept:
         return compute_loss
 
 
-def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Build an optimizer outside of every graph, under the names that Keras gives."""
-    with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+def build(optimizer: Any, variables: Sequence[Any], eagerly: bool) -> None:
+    """Build an optimizer as Keras' own step does: its variables outside of every graph, under the names that Keras gives.
+
+    What it writes to them is part of the graph in which that is done, and `tf.function` throws away the first trace of a step, in
+    which variables are created. So in graph mode stock `ScheduleFreeAdamW` starts with momenta of 0 and not with the
+    weights, as it does in eager execution, and a guarded one has to do the same.
+    """
+    outside = contextlib.nullcontext() if eagerly else tf.__internal__.FuncGraph("discarded").as_default()
+    with outside, keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
     optimizer.built = True
 

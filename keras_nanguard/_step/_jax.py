@@ -43,10 +43,10 @@ from keras_nanguard import _state
 from keras_nanguard._fit._recent import owned
 from keras_nanguard._step._jax_intercept import Retrace
 from keras_nanguard._step._jax_packed import Packed, can_pack, opened, packed
-from keras_nanguard._step._jax_parted import Parted, places
+from keras_nanguard._step._jax_parted import Parted
 from keras_nanguard._step._jax_reports import Files
 from keras_nanguard._step._jax_runs import PutOff, Through
-from keras_nanguard._step._jax_started import Started, everywhere, put
+from keras_nanguard._step._jax_started import Started, everywhere, on_accelerator, put
 from keras_nanguard._step._verdict import FIELDS
 
 __all__ = ["Transaction"]
@@ -108,7 +108,7 @@ class Transaction:
     """
 
     counted = False
-    """Each step is looked at by the host before the next one, so none has to count for itself."""
+    """The host reads the row of each step, so none has to count for itself."""
 
     served = False
     """Whether it was traced for an earlier run."""
@@ -168,12 +168,13 @@ class Transaction:
         """
         if self._last is None:
             self.adopt(state)
-        if self.in_two is not None and self._is_spread(state):
-            try:
-                return self.in_two(state, factors, *args)
-            except Retrace:
-                self.saving = True
-        self.in_two = None
+        if self.in_two is not None:
+            if _is_spread(state):
+                try:
+                    return self.in_two(state, factors, *args)
+                except Retrace:
+                    self.saving = True
+            self.in_two = None
         if not self.light:
             new, started = self.start(state, factors, *args)
             row = self.finish(started)
@@ -203,16 +204,21 @@ class Transaction:
 
     def finish(self, started: Started) -> list[float]:
         """Wait for the verdict on a step that was started; returns its row."""
-        array = self.read(started.vector, started.state, started.args)
+        self._last, self.given = started.state, started.args
+        self.files.forget()
+        array = self._wait(started.vector)
         row, started.outputs = self.parted(array, started.outputs)
         self.files.put(row, array[self.told :], started.args)
         return row
 
     def read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
-        """Wait for what a step has to tell; meanwhile, let go of the step before it, keep its arguments, and look ahead."""
+        """Wait for what a step has to tell; meanwhile, let go of the step before it, then keep its arguments, and look ahead."""
         self._last = state
         self.files.forget()
         self.given = jax.tree_util.tree_map(owned, args)
+        return self._wait(vector)
+
+    def _wait(self, vector: Any) -> Any:
         self.meanwhile()
         looks = LOOKS if self.tiny else 0
         while looks and not vector.is_ready():
@@ -222,7 +228,7 @@ class Transaction:
     def _choose(self, state: Any) -> None:
         """Choose how to run steps on a state of this size."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
-        on_cpu = self.jit and jax.default_backend() == "cpu"
+        on_cpu = self.jit and not on_accelerator()
         if self.turns and on_cpu and self.light is None and size > PARTED and self.refuse and not self.saving:
             self.in_two = Parted(self)
         self.turns = self.turns and on_cpu and self.light is None and SMALL < size <= LARGEST
@@ -233,11 +239,6 @@ class Transaction:
         options: dict[str, Any] = {"donate_argnums": 1, "keep_unused": True} if self.turns else {}
         options["compiler_options"] = _in_line() if self.tiny else None
         self._light = jax.jit(self._both, **options) if self.jit else self._both
-
-    def _is_spread(self, state: Any) -> bool:
-        """Whether no two arrays of a state share their memory, so that each can be written over."""
-        leaves: list[Any] = jax.tree_util.tree_leaves(state)
-        return len(places(leaves)) == len(leaves)
 
     def _room(self, state: Any) -> list[Any]:
         """Return arrays that the step may write over, of the sizes of weights and slots."""
@@ -258,7 +259,7 @@ class Transaction:
         """Keep for the next step what nobody needs any more; where old and new share an array, give it up to take turns."""
         left, taken = (new, old) if refused else (old, new)
         spare = self._large(left)
-        if places(spare) & places(jax.tree_util.tree_leaves(taken)):
+        if _places_of(spare) & _places_of(jax.tree_util.tree_leaves(taken)):
             self.turns = self.light = False
         else:
             self._spare = spare
@@ -367,6 +368,17 @@ class Transaction:
 
 def _nothing() -> None:
     pass
+
+
+def _places_of(arrays: Sequence[Any]) -> set[int]:
+    """Return where in memory these arrays are."""
+    return {array.unsafe_buffer_pointer() for array in arrays}
+
+
+def _is_spread(state: Any) -> bool:
+    """Whether no two arrays of a state share their memory, so that each can be written over."""
+    leaves: list[Any] = jax.tree_util.tree_leaves(state)
+    return len(_places_of(leaves)) == len(leaves)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import numpy as np
 from keras_nanguard._step._jax_runs import PutOff
 from keras_nanguard._step._verdict import FIELDS
 
-__all__ = ["Parted", "places"]
+__all__ = ["Parted"]
 
 _GRADIENTS, _WEIGHTS = FIELDS.index("gradients"), FIELDS.index("weights")
 
@@ -25,8 +25,7 @@ class Split(PutOff):
     """One trace of both programs.
 
     Attributes:
-        changed: places in the state of what the first program writes, if the step commits.
-        wanted: places of what the second program writes.
+        changed, wanted: places in the state of what the first program writes, if the step commits, and of what the second one does.
         others: places of what it only reads.
     """
 
@@ -40,9 +39,7 @@ class Split(PutOff):
         flat, self.arguments = jax.tree_util.tree_flatten([(r.slots, r.grads, r.weights) for r in self.records])
         known = {id(leaf): i for i, leaf in enumerate(self.old)}
         self.known = [known.get(id(value)) for value in flat]
-        self.wanted = sorted(self.holding)
         self.others = sorted({i for i in self.known if i is not None} - set(self.wanted))
-        self.dtypes = [leaf.dtype for leaf in self.old]
         carried = [value for value, i in zip(flat, self.known) if i is None]
         told = [new[i] for i in self.changed], carried, outputs, vector, learned
         self._let_go()
@@ -63,8 +60,8 @@ class Split(PutOff):
         for record, arguments in zip(self.records, jax.tree_util.tree_unflatten(self.arguments, flat)):
             record.slots, record.grads, record.weights = arguments
         self.gradients = vector[_GRADIENTS]
-        results, ends = self._update()
-        return [results[self.holding[i]].astype(self.dtypes[i]) for i in self.wanted], jnp.stack(ends)
+        updated, ends = self._update()
+        return updated, jnp.stack(ends)
 
 
 class Parted:
@@ -87,8 +84,8 @@ class Parted:
         owner = self.owner
         new, carried, outputs, vector, learned = self._first(state, factors, *args)
         row, outputs = owner.parted(owner.read(vector, state, args), outputs)
-        owner.files.put(row, lambda: owner.count(state, factors, *args), args)
         if row[0]:
+            owner.files.put(row, lambda: owner.count(state, factors, *args), args)
             return *owner.given_back(state, learned, outputs), row
         leaves, tree = jax.tree_util.tree_flatten(state)
         held, others = ([leaves[i] for i in chosen] for chosen in (self.split.wanted, self.split.others))
@@ -115,13 +112,8 @@ class Parted:
 def _free(arrays: Sequence[Any]) -> None:
     """Give up the memory of these results of a program at once, for the next step to use.
 
-    They would wait for Python otherwise, and the large MLP of `benchmarks/overhead_backends.py` takes 1.04 to 1.13 of a plain step
+    They would wait for Python otherwise, and the large MLP of `benchmarks/overhead_backends.py` took 1.04 to 1.13 of a plain step
     with that, 0.98 to 1.00 without. Each result is an array of its own to JAX, so nobody else holds one of these.
     """
     for array in arrays:
         array.delete()
-
-
-def places(arrays: Sequence[Any]) -> set[int]:
-    """Return where in memory these arrays are."""
-    return {array.unsafe_buffer_pointer() for array in arrays}

@@ -1,4 +1,4 @@
-"""The batch of a refused step on JAX: a reference, because the host looks at each step before the next one runs."""
+"""The batch of a refused step on JAX: a reference, because the host keeps the arguments of each step until it has read its row."""
 
 from __future__ import annotations
 

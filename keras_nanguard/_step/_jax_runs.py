@@ -152,6 +152,8 @@ class PutOff(Run):
         for record, arguments in zip(self.records, seen["records"]):
             record.slots, record.grads, record.weights = arguments
         self.named = list(zip(self.names, seen["outputs"]))
+        self.wanted = sorted(self.holding)
+        self.dtypes = [self.old[i].dtype for i in self.wanted]
         self.changed = sorted(self.moved - set(self.holding))
         self._note(outputs, seen["losses"], [g for r in self.records for g in r.grads if g is not None], self.changed, new)
         return outputs, new
@@ -205,28 +207,26 @@ class PutOff(Run):
 
     def _decide(self, new: list[Any], places: list[tuple[str, str, Any]]) -> None:
         nothing = self._file(places)
-        wanted = sorted(self.holding)
         learned = self._learned()
 
         def commit() -> Any:
-            results, ends = self._update()
-            return [results[self.holding[i]].astype(self.old[i].dtype) for i in wanted], ends, nothing
+            return *self._update(), nothing
 
         def refuse() -> Any:
             zero = jnp.zeros((), self.kind)
-            kept = [learned.get(i, self.old[i]) for i in wanted]
+            kept = [learned.get(i, self.old[i]) for i in self.wanted]
             return kept, (zero, zero), _sums.counts([array for _, _, array in places], self.kind)
 
         large, ends, self.counts = jax.lax.cond(self.fine, commit, refuse)
         self.new = list(new)
-        for i, value in zip(wanted, large):
+        for i, value in zip(self.wanted, large):
             self.new[i] = value
         for i in self.changed:
             self.new[i] = jnp.where(self.fine, new[i], learned.get(i, self.old[i]))
         self.row = self._row(~self.fine, ends)
 
     def _update(self) -> tuple[list[Any], Any]:
-        """Run the updates; returns what they give, flat as the arrays that stood for it, and the sums over it."""
+        """Run the updates; returns what they give for the `wanted` places, and the sums over it."""
         results: dict[int, Any] = {}
         ends = [jnp.zeros((), self.kind)] * 2
         for record in self.records:
@@ -236,7 +236,7 @@ class PutOff(Run):
             ends = [a + b for a, b in zip(ends, one)]
         flat = [results.get(id(o), (w, s)) for o, w, s in self.held]
         leaves: list[Any] = jax.tree_util.tree_leaves([(list(w), list(s)) for w, s in flat])
-        return leaves, tuple(ends)
+        return [leaves[self.holding[i]].astype(dtype) for i, dtype in zip(self.wanted, self.dtypes)], tuple(ends)
 
 
 class Through(Run):

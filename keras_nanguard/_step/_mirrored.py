@@ -15,13 +15,15 @@ others write by the handle of its own copy of each variable: all replicas are tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import tensorflow as tf
 
 from keras_nanguard._step import _graph, _reports, _sums
 from keras_nanguard._step._intercept import Intercept
-from keras_nanguard._step._tensorflow import Run, Transaction
+from keras_nanguard._step._run import Run
+from keras_nanguard._step._tensorflow import Transaction
 
 __all__ = ["MirroredTransaction"]
 
@@ -67,11 +69,18 @@ class _Share(Run):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
+    def check_deferred(self) -> None:
+        """Wait until the updates of all replicas are in the graph."""
+
+    def check_late(self) -> None:
+        """The same, when they are."""
+        super().check_deferred()
+
     def claims(self) -> set[int]:
         """Return what tells the variables that this replica looks after from others."""
         anatomy = self.anatomy
         scales = [v for pair in anatomy.scales for v in pair]
-        keys = self.keys([*anatomy.trainable, *anatomy.slots, *scales, *anatomy.rates])
+        keys = self.keys([*anatomy.trainable, *anatomy.slots, *scales])
         return keys | {id(v.handle) for v, _ in self.kept}
 
     def blame(self, fine: Any) -> Any:
@@ -91,9 +100,14 @@ class _Step:
         self.start = _graph.mark(first.graph) if first.graph is not None else 0
         self.row: Any = None
         optimizers = first.anatomy.optimizers
-        self.intercept = Intercept(owner.model, optimizers, first.through, self._born, lambda: self.share().seen)
-        self.intercept.__enter__()
-        self.watching = True
+        self.intercept = Intercept(
+            *(owner.model, optimizers, first.through, self._born),
+            seen=lambda: self.share().seen,
+            asked=lambda record: self.share().asked(record),
+        )
+        self.watched = ExitStack()
+        self.watched.enter_context(owner.outputs.watched())
+        self.watched.enter_context(self.intercept)
 
     def share(self) -> _Share:
         """Return the part of the replica that asks."""
@@ -111,7 +125,7 @@ class _Step:
             with self.intercept.creating():
                 share.outputs = self.owner.body(*args)
         except BaseException:
-            self._leave()
+            self.watched.close()
             raise
 
     def _born(self, variable: Any) -> None:
@@ -119,14 +133,9 @@ class _Step:
         for share in self.shares[1:]:
             share.hold([variable])
 
-    def _leave(self) -> None:
-        if self.watching:
-            self.watching = False
-            self.intercept.__exit__(None, None, None)
-
     def inspect(self, strategy: Any) -> None:
         """Read the trace once all replicas are in it."""
-        self._leave()
+        self.watched.close()
         for share in self.shares:
             share.anatomy = self.owner.anatomy()
         if self.first.graph is None or not self.owner.refuse:
@@ -159,6 +168,8 @@ class _Step:
 
         def commit() -> list[Any]:
             flat = self._flat(self._each(lambda share: share.commit(share.outputs)))
+            for share in shares:
+                share.check_late()
             owner.note_poison(first.through, flat)
             return flat
 

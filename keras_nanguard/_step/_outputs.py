@@ -1,22 +1,30 @@
 """What a refused step hands back in place of its outputs.
 
-The logs of a refused step are those of the restored metrics: the running means without it, so that no other callback
-sees a NaN. Where a user's own step logs something that no metric holds, the value of the last committed step stands in.
+A step that commits returns what it returned. The logs of a refused step are those of the restored metrics: the running means
+without it, so that no other callback sees a NaN. Where a user's own step logs something that no metric holds, the value of
+the last committed step stands in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step._verdict import FIELDS, logged_losses
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
 
+def _leaves(outputs: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(outputs, expand_composites=True) if leaf is not None]
+
+
 def _flat(outputs: Any) -> list[Any]:
-    return [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs, expand_composites=True)]
+    return [tf.convert_to_tensor(t) for t in _leaves(outputs)]
 
 
 def _scalars(leaves: list[Any]) -> list[Any]:
@@ -29,6 +37,10 @@ class PlainOutputs:
     def losses(self, outputs: Any) -> list[Any]:
         """Return the scalars among the outputs."""
         return _scalars([t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None])
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Nothing has to be known of how they come about."""
+        return nullcontext()
 
     def committed(self, outputs: Any) -> list[Any]:
         """Nothing has to pass through the conditional."""
@@ -51,38 +63,84 @@ class PlainOutputs:
 
 
 class LogOutputs:
-    """For a Keras train step: a dict of logs."""
+    """For a Keras train step: a dict of logs.
+
+    Attributes:
+        last: what the last committed step logged of what no metric holds; in a graph a variable for each of those logs.
+    """
 
     def __init__(self, model: Any):
         self.model = model
-        self.last: list[Any] = []
+        self.last: dict[int, Any] = {}
         self.order: dict[str, int] | None = None
+        self._results: dict[int, tuple[Any, Any, int]] = {}
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the logs that are losses."""
         return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(logged_losses(outputs))])
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the body of a step runs, note the results of metrics: a log that is one of them is known again."""
+        self._results = {}
+        with Overrides() as overrides:
+            for metric in self.model.metrics:
+                overrides.set(metric, "result", self._noting(metric, metric.result))
+            yield
+
+    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            found = real()
+            for place, leaf in enumerate(tf.nest.flatten(found)):
+                self._results[id(leaf)] = leaf, metric, place
+            return found
+
+        return result
+
     def committed(self, outputs: Any) -> list[Any]:
-        """Remember the logs that no metric holds, and return them."""
-        if self._from_metrics(outputs) is not None:
-            return []
-        flat = _flat(outputs)
-        for variable, value in zip(self._remembered(flat), flat):
-            variable.assign(value)
-        return [tf.identity(t) for t in flat]
+        """Remember the logs that no metric holds, and return all as they are."""
+        for place, leaf in enumerate(_leaves(outputs)):
+            if id(leaf) in self._results:
+                continue
+            if tf.executing_eagerly():
+                self.last[place] = leaf
+            else:
+                self._remembered(place, leaf).assign(leaf)
+        return [tf.identity(leaf) for leaf in _leaves(outputs)]
 
     def refused(self, outputs: Any) -> list[Any]:
-        """Return the logs of the last committed step where no metric holds them."""
-        if self._from_metrics(outputs) is not None:
-            return []
-        return [v.read_value() for v in self._remembered(_flat(outputs))]
+        """Return the results of the restored metrics, and of what none holds the logs of the last committed step."""
+        now: dict[int, list[Any]] = {}
+        found = []
+        for place, leaf in enumerate(_leaves(outputs)):
+            _, metric, part = self._results.get(id(leaf), (None, None, 0))
+            if metric is None:
+                found.append(self._last(place, tf.convert_to_tensor(leaf)))
+                continue
+            if id(metric) not in now:
+                now[id(metric)] = tf.nest.flatten(metric.result())
+            found.append(tf.cast(now[id(metric)][part], leaf.dtype))
+        return found
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
-        """Return the logs: what came through the conditional, or the results of the metrics as they are after it."""
-        metrics = self._from_metrics(outputs)
-        if metrics is not None:
-            flat = [tf.cast(t, f.dtype) for t, f in zip(metrics, _flat(outputs))]
-        return tf.nest.pack_sequence_as(outputs, flat, expand_composites=True)
+        """Return the logs that came through the conditional."""
+        rest = iter(flat)
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
+
+    def _last(self, place: int, value: Any) -> Any:
+        if tf.executing_eagerly():
+            known = self.last.get(place)
+            return known if known is not None and known.shape == value.shape else tf.zeros_like(value)
+        return self._remembered(place, value).read_value()
+
+    def _remembered(self, place: int, value: Any) -> Any:
+        """Return the variable for one log, made outside of the graph on first use."""
+        known = self.last.get(place)
+        if not isinstance(known, tf.Variable) or known.dtype != value.dtype:
+            with tf.init_scope():
+                zeros = tf.zeros([d or 0 for d in value.shape], value.dtype)
+                known = self.last[place] = tf.Variable(zeros, shape=value.shape, trainable=False)
+        return known
 
     def join(self, outputs: Any, row: Any) -> Any:
         """Return what leaves the compiled step: one vector, where every log is a scalar of the row's dtype.
@@ -107,20 +165,3 @@ class LogOutputs:
         assert self.order is not None
         numbers = result.numpy().tolist()
         return {key: numbers[place] for key, place in self.order.items()}, numbers[: len(FIELDS)]
-
-    def _from_metrics(self, outputs: Any) -> list[Any] | None:
-        results = self.model.get_metrics_result()
-        if not isinstance(outputs, dict) or set(results) != set(outputs):
-            return None
-        flat = _flat({key: results[key] for key in outputs})
-        return flat if len(flat) == len(_flat(outputs)) else None
-
-    def _remembered(self, flat: list[Any]) -> list[Any]:
-        """One variable for each log, made outside of the graph on first use."""
-        if len(self.last) != len(flat):
-            with tf.init_scope():
-                self.last = [
-                    tf.Variable(tf.zeros([d or 0 for d in t.shape], t.dtype), shape=t.shape, trainable=False)
-                    for t in flat
-                ]
-        return self.last

@@ -1,11 +1,12 @@
-"""The batches of refused steps, filed from inside the compiled step for the host to pick up.
+"""What refused steps leave behind, filed from inside the compiled step for the host to pick up.
 
-A queue on the host's side of the graph: a healthy step never touches it, and a refused one leaves a reference to its
-batch there, whatever its shapes.
+A queue on the host's side of the graph: a healthy step never touches it. Neither side ever waits for the other: the
+step files nothing where the queue is full, and the host takes what is there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ class Files:
 
     Args:
         capacity: how many are kept until the host looks; what comes on top is counted by the verdict, not kept.
+        batch: returns the batch of a step, given its verdict; `None` where each report has to hold a reference to its own.
 
     Attributes:
         rows: `(site, path)` of each row of counts in the trace that runs now.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self, capacity: int, batch: Callable[[Verdict], Any] | None):
+        self.capacity, self._batch = capacity, batch
         self.rows: tuple[tuple[str, str], ...] = ()
         self._layouts = Layouts()
         self._places: dict[int, tuple[tuple[str, str], ...]] = {}
@@ -44,7 +46,7 @@ class Files:
             args: what the step was called with.
             blamed: for each replica, where there are several, whether it saw something bad.
         """
-        number, leaves = self._layouts.flat(args)
+        number, leaves = self._layouts.flat(args if self._batch is None else ())
         self._places[number] = self.rows
         items = [tf.constant(number, tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
         with tf.device("CPU:0"):
@@ -70,7 +72,8 @@ class Files:
                 layout, row, counts, blamed, *leaves = queue.dequeue()
                 number = int(layout)
                 verdict = Verdict.of(row.numpy().tolist())
-                replicas, batch = tuple(np.flatnonzero(blamed).tolist()), self._layouts.packed(number, leaves)
+                batch = self._layouts.packed(number, leaves) if self._batch is None else self._batch(verdict)
+                replicas = tuple(np.flatnonzero(blamed).tolist())
                 reports.append(Report(verdict, self._places[number], np.asarray(counts), batch, replicas))
         return sorted(reports, key=lambda report: report.verdict.step)
 
@@ -79,9 +82,8 @@ def places(run: Any) -> list[tuple[str, str, Any]]:
     """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
     anatomy, seen = run.anatomy, run.seen
     found = [("outputs", name, t) for name, t in seen.outputs]
-    paths = {id(run.local(v).handle): v.path for v in (*anatomy.other, *anatomy.trainable)}
-    for record in seen.records:
-        found += [("gradients", v.path, g) for g, v in record.pairs if g is not None]
+    paths = {id(run.local(v).handle): v.path for v in (*anatomy.other, *anatomy.trainable, *anatomy.rates)}
+    found += [("gradients", v.path, g) for g, v in run.gradients_of]
     found += [("statistics", paths.get(id(v.handle), v.name), v) for v in run.written]
     if run.through:
         found += [("weights", v.path, v.value) for v in anatomy.trainable if _sums.can_be_bad(v.value)]

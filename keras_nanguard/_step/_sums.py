@@ -35,7 +35,7 @@ def kind(variables: Iterable[Any]) -> Any:
 
 def _dense(tensor: Any) -> Any:
     """Return the numbers of a tensor, of `IndexedSlices`, of a sparse or a ragged tensor; none of less than 32 bit."""
-    if isinstance(tensor, _graph.Stray):
+    if isinstance(tensor, _graph.Untracked):
         tensor = tensor.read_value()
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor)):
         tensor = tensor.values

@@ -19,7 +19,7 @@ FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "sca
 gradients (scaled by the loss scale, if any); the sum over the statistics that the forward pass wrote; the sums over
 weights and slots after the update (0 where they were not read); the loss scale; the inner step (counted on the
 accelerator, only where one execution runs several steps); whether it was refused because an earlier step of the same
-execution left a bad state behind."""
+execution left a bad state behind, or because the host had something to do first about the step before it."""
 
 
 PERIOD = 1 << 23

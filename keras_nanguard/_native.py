@@ -1,0 +1,62 @@
+"""Variables of a backend's own that an optimizer of Keras' trains, in the words that Keras has for its own.
+
+Keras' optimizers take a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as they take a `keras.Variable`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["NativeVariable", "as_keras", "unwrapped"]
+
+_NAME = "_nanguard_as_keras"
+
+
+class NativeVariable:
+    """A `tf.Variable` as a variable of Keras': it has a path, a dtype by name, and a value.
+
+    Attributes:
+        value: the `tf.Variable`.
+        path, name: its name, without the number of the output that TensorFlow puts behind it.
+    """
+
+    __slots__ = ("name", "path", "value")
+
+    def __init__(self, variable: Any):
+        self.value, self.path = variable, str(variable.name).partition(":")[0]
+        self.name = self.path.rpartition("/")[2]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as Keras writes it."""
+        return str(self.value.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a gradient tape watches it."""
+        return bool(self.value.trainable)
+
+    def assign(self, value: Any) -> None:
+        """Give it a value."""
+        self.value.assign(value)
+
+
+def as_keras(variable: Any) -> Any:
+    """Return a variable of Keras' as it is, and a `tf.Variable` as one: the same object each time."""
+    if hasattr(variable, "path") or not hasattr(variable, "read_value"):
+        return variable
+    known = getattr(variable, _NAME, None)
+    if known is None:
+        known = NativeVariable(variable)
+        setattr(variable, _NAME, known)
+    return known
+
+
+def unwrapped(variable: Any) -> Any:
+    """Return what `as_keras` was given."""
+    return variable.value if isinstance(variable, NativeVariable) else variable

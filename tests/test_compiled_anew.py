@@ -1,0 +1,125 @@
+"""After an action that compiles the step anew a run goes on: nothing waits, and the batches of earlier steps are those of these steps."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard, replay
+from keras_nanguard._diagnose import bundle as bundles
+
+BACKEND = keras.backend.backend()
+SECONDS = 300
+BATCH, BATCHES = 4, 64
+BAD = (8, 9, 15, 55)
+"""Refused steps: the next one, six and forty steps after an action."""
+
+MODES = {
+    "graph": {"jit_compile": False},
+    "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
+    "four steps in one": {"jit_compile": False, "steps_per_execution": 4},
+    "four steps in one, xla": {"jit_compile": True, "steps_per_execution": 4},
+    "four steps in one, eager": {"run_eagerly": True, "steps_per_execution": 4},
+}
+if BACKEND == "torch":
+    MODES = {"eager": {"jit_compile": False}}
+if BACKEND == "jax":  # where a step is compiled by XLA or not at all
+    MODES = {name: mode for name, mode in MODES.items() if "run_eagerly" in mode or mode["jit_compile"]}
+
+
+def plain():
+    return keras.optimizers.SGD(0.01)
+
+
+def scheduled():
+    return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.01, 100, 0.9))
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(plain(), 64.0)
+
+
+ACTIONS = {
+    "clip": (plain, {"clip": {"global_clipnorm": 1.0, "factor": 0.5, "min_clipnorm": 1e-3}}),
+    "lower_lr": (scheduled, {"lower_lr": {"factor": 0.5}}),
+    "fix_loss_scale": (scaled, {"fix_loss_scale": {"floor": 1.0, "growth_steps": 50}}),
+}
+
+
+def within(seconds, call):
+    """Return what `call()` returns; fail, and leave it waiting in its thread, where it takes longer."""
+    found = []
+
+    def work():
+        try:
+            found.append((call(), None))
+        except BaseException as error:  # noqa: BLE001  it is raised below
+            found.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"nothing came back within {seconds} seconds"
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCH * BATCHES, 4)).astype("float32")
+    y = x[:, :1] - x[:, 1:2]
+    for step in BAD:
+        y[step * BATCH + 2] = 3e38
+    return x, y
+
+
+def fitted(action, mode, directory):
+    """Return the guard of a fit in which that action is taken at each refused step, and the data."""
+    make, do = ACTIONS[action]
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile(make(), "mse", **MODES[mode])
+    rules = [
+        {"name": "act", "when": "refused", "do": [do], "limit": {"times": 99}},
+        {"name": "end", "after": {"consecutive": 30}, "do": "stop"},
+    ]
+    checks = {"loss_scale": {"patience": 0}}
+    policy = {"version": 1, "preset": "none", "rules": rules, "checks": checks}
+    guard = NanGuard(policy, directory=directory, diagnose=directory is not None, verbose=0)
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    return model, guard, x, y
+
+
+@pytest.mark.parametrize("with_directory", [True, False], ids=["directory", "no directory"])
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_incident(mode, action, with_directory, tmp_path):
+    """A refused step soon or long after it is found, its bundle holds the batches of the steps before, and replays as it was."""
+    directory = tmp_path / "run" if with_directory else None
+    model, guard, x, y = within(SECONDS, lambda: fitted(action, mode, directory))
+    assert [incident.step for incident in guard.incidents] == list(BAD)
+    assert [[(o.action, o.status) for o in incident.outcomes] for incident in guard.incidents] == [[(action, "done")]] * len(BAD)
+    if with_directory:
+        assert {(i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents} == {("input_scale", (2,))}
+        within(SECONDS, lambda: [check(incident.bundle, incident, model, x, y) for incident in guard.incidents])
+
+
+def check(path, incident, model, x, y):
+    """A bundle says of steps before the incident what these were given, and comes to the same when it is replayed."""
+    opened = bundles.read(path)
+    steps = opened.about["before"]["steps"]
+    assert steps == [step for step in range(steps[0], incident.step) if step not in BAD] and steps[-1] >= incident.step - 2
+    for step, ((inputs, targets, *_),) in zip(steps, opened.before, strict=True):
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        np.testing.assert_array_equal(inputs, x[rows])
+        np.testing.assert_array_equal(targets, y[rows])
+    again = replay(path, model)
+    assert (again.diagnosis.cause, again.diagnosis.samples) == (incident.diagnosis.cause, incident.diagnosis.samples)
