@@ -21,7 +21,7 @@ $(READY): setup.cfg pyproject.toml
 	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" -e ".[dev,demo,yaml]"
 	@touch $@
 
-demo: $(READY)  ## train one network twice on troubled data, with and without the guard
+demo: $(READY)  ## train one network on broken data with and without the guard, and without what is broken
 	$(BIN)/python -m keras_nanguard demo
 
 test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow, on JAX and on PyTorch

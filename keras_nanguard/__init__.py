@@ -15,6 +15,13 @@ from keras_nanguard._version import __version__
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.examine import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
+    from keras_nanguard._errors import BundleError as BundleError
+    from keras_nanguard._errors import FileFormatError as FileFormatError
+    from keras_nanguard._errors import GuardError as GuardError
+    from keras_nanguard._errors import GuardInUseError as GuardInUseError
+    from keras_nanguard._errors import NanGuardError as NanGuardError
+    from keras_nanguard._errors import NonFiniteError as NonFiniteError
+    from keras_nanguard._errors import PolicyError as PolicyError
     from keras_nanguard._files._reestimate import recalibrate as recalibrate
     from keras_nanguard._files._repair import repair as repair
     from keras_nanguard._files._scan import scan as scan
@@ -37,6 +44,9 @@ _HOMES = {
     "Diagnosis": "_incident",
     "Decision": "_incident",
     "Outcome": "_incident",
+    **dict.fromkeys(
+        ("BundleError", "FileFormatError", "GuardError", "GuardInUseError", "NanGuardError", "NonFiniteError", "PolicyError"), "_errors"
+    ),
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
     "recalibrate": "_files._reestimate",

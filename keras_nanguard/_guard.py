@@ -11,18 +11,21 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _processes, _state
+from keras_nanguard import _arguments, _processes, _state
 from keras_nanguard._attach import Attachment, attachment, waits_for_steps
-from keras_nanguard._errors import GuardError, GuardInUseError, expected
+from keras_nanguard._errors import GuardInUseError
 from keras_nanguard._fit import _results
 from keras_nanguard._fit._firewall import Firewall, shielded
+from keras_nanguard._fit._lagging import Lagging
 from keras_nanguard._fit._loop import LoopMixin
+from keras_nanguard._fit._policy_lines import policy_lines
 from keras_nanguard._fit._resume import find
 from keras_nanguard._fit._running import Fit, outside, surrounding, told_later
 from keras_nanguard._fit._session import Session
 from keras_nanguard._fit._snapshot_disk import DiskRing
 from keras_nanguard._incident import Finding, Incident
 from keras_nanguard._policy._policy import Policy
+from keras_nanguard._policy._warnings import Setting
 from keras_nanguard.reports import console, files
 
 __all__ = ["NanGuard"]
@@ -41,18 +44,20 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
             `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
-        verbose: 0 prints nothing, 1 one line per incident and per epoch with left-out steps.
+        verbose: 0 or False prints nothing; 1 or True a line for the first incidents of each kind and for each at which something
+            is changed, and a line per epoch that counts the others and the left-out steps; 2 a line for every incident. Lines
+            count steps, epochs and batches from 1, as the progress bar of Keras does.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: find out why a step was refused. Costs nothing until one is.
         resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
-            position in the data, and everything that the policy remembers. Needs `snapshot={"storage": "disk"}`.
+            position in the data, and everything that the policy remembers. Snapshots are kept on disk then.
         **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
 
     Attributes:
         incidents: list of `Incident`, in the order in which they happened.
 
     Raises:
-        PolicyError: if the policy is not valid; every fault is told at once.
+        PolicyError: if the policy is not valid; every problem is reported at once.
         GuardError: if an argument is of the wrong type.
 
     Example:
@@ -76,26 +81,20 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         **overrides: Any,
     ):
         super().__init__()
-        if verbose not in (0, 1, 2):
-            raise GuardError(f"Expected verbose to be 0, 1 or 2. Received: verbose={verbose!r}. 0 prints nothing.")
-        self.policy = Policy.from_any(policy, **overrides)
-        self.directory = None if directory is None else Path(directory)
-        on_disk = self.policy.snapshot.storage == "disk"
-        if on_disk and directory is None:
-            received = "directory=None, with a policy whose snapshot.storage is 'disk'"
-            raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
-        if resume and not on_disk:
-            received = "resume=True, with a policy whose snapshot.storage is 'memory'"
-            raise GuardError(expected("snapshots on disk to resume from", received, 'Add snapshot={"storage": "disk"}.'))
-        self.resume = resume
-        self.verbose, self.functions, self.diagnose = verbose, dict(functions or {}), diagnose
+        self.verbose, self.functions = _arguments.verbosity(verbose), _arguments.functions(functions)
+        self.directory, self.resume = _arguments.folder(directory), _arguments.flag("resume", resume)
+        self.diagnose = _arguments.flag("diagnose", diagnose)
+        self.policy = _arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
+        self._said: set[str] = set()
+        self._unnamed = False
+        self._lines = console.Lines(every=verbose == 2)
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
         self._fit: Fit | None = None
         self._firewall: Firewall | None = None
-        self._training = False
+        self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
         self._epoch_counts: list[int] = []
 
@@ -110,8 +109,14 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     # Installing and uninstalling
 
-    def set_model(self, model: Any) -> None:
-        """Called by Keras before anything else; puts the transaction in place."""
+    def set_model(self, model: Any = None) -> None:
+        """Called by Keras before anything else; puts the transaction in place.
+
+        Raises:
+            GuardError: if the class itself is among the callbacks: Keras then calls this on the class, and gives the model
+                in place of the guard.
+        """
+        _arguments.require_instance(self, NanGuard)
         if model is None:
             return
         if self._fit is not None and self._fit.runs:
@@ -175,12 +180,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
-        self._training = True
+        self._training, self._lagging = True, Lagging()
         self._epoch_counts = []
         if self._attachment is None and self.session is not None:
             self._attach(self.model)
             self.model.make_train_function(force=True)
         self._note_callbacks()
+        self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
             _state.begin_at(self.model, self.session.resuming.epoch)
@@ -190,6 +196,21 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         keras.callbacks.Callback.set_model(self, model)
         self._training, self._epoch_counts = True, []
         self._note_callbacks()
+        self._print_policy_warnings()
+
+    def _print_policy_warnings(self) -> None:
+        """Print a line for each rule and setting of the policy that can do nothing in this run, each once.
+
+        A model that is built by its first step (a subclassed one on TensorFlow) is compared with after the first epoch.
+        """
+        if self.session is None or not self.verbose:
+            return
+        self._unnamed = not getattr(self.session.model, "built", True)
+        setting = Setting(self.directory is not None, self.functions, self.diagnose)
+        for line in policy_lines(self.policy, setting, self.session.model, self.session.optimizers):
+            if line not in self._said:
+                self._said.add(line)
+                _state.print_line(line)
 
     def _note_callbacks(self) -> None:
         if self.session is not None:
@@ -234,13 +255,16 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         """Put the number of left-out steps beside the means of the epoch, and say so."""
         if self.session is None:
             return
+        if self._unnamed:
+            self._print_policy_warnings()
         count = self.session.epoch_refused
         self._epoch_counts.append(count)
         if logs is not None and any(self._epoch_counts):
             self._backfill()
             logs[REFUSED] = count
-        if count and self.verbose:
-            _state.print_line("\n" + console.epoch_line(epoch, count, self.session.step - self.session.epoch_start))
+        text = console.epoch_line(epoch, count, self.session.step - self.session.epoch_start, self._lines.counted())
+        if text and self.verbose:
+            _state.print_line("\n" + text)
 
     def _backfill(self) -> None:
         """Give the epochs before the first refused step their 0, so that every list in History has one length."""
@@ -250,6 +274,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
+        self._print_counted()
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -258,9 +283,22 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.settle()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """See a validation or evaluation that is not finite."""
-        self._tell_results(_results.bad_metrics(logs))
+        """See a validation or evaluation that is not finite, and a validation that only lagging BatchNorm statistics spoil."""
+        bad = _results.bad_metrics(logs)
+        self._tell_results(bad)
+        if self._training and not bad:
+            self._look_for_lag(logs)
         self._leave()
+
+    def _look_for_lag(self, logs: Any) -> None:
+        session, plan = self.session, self.params or {}
+        if session is None or not self.diagnose or not self.policy.checks.statistics.enabled:
+            return
+        steps = plan.get("steps") or session.step - session.epoch_start
+        remaining = steps * max((plan.get("epochs") or 1) - session.epoch - 1, 0)
+        found = self._lagging.look(session, logs, _results.one_batch, remaining)
+        if found is not None:
+            session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """See predictions that are not finite; the first ones are told when the call ends."""
@@ -284,10 +322,23 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     # What the user reads
 
+    def __repr__(self) -> str:
+        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
+        return f"NanGuard({self.policy.title.partition(':')[0] or 'a policy of its own'!r}, {incidents})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
     def _tell(self, incident: Incident) -> None:
         self.incidents.append(incident)
-        if self.verbose:
-            _state.print_line("\n" + console.incident_line(incident))
+        text = self._lines.line(incident)
+        if text and self.verbose:
+            _state.print_line("\n" + text)
+
+    def _print_counted(self) -> None:
+        text = self._lines.counted()
+        if text and self.verbose:
+            _state.print_line(f"\nNanGuard: {text}")
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""

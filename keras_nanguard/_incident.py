@@ -104,8 +104,22 @@ class Finding:
         _one_of(self.site, SITES, "site")
         _one_of(self.kind, KINDS, "kind")
 
+    def __str__(self) -> str:
+        """Return it in words: `gradients of dense/kernel: 96 of 96 NaN`."""
+        where = f"{self.site} of {self.path}" if self.path else self.site
+        if self.site in ("inputs", "targets") and self.path:
+            where = f"{self.site} {self.path}"
+        counts = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        if counts and self.size and self.size > 1:
+            return f"{where}: {' and '.join(counts)} of {self.size}"
+        if counts:
+            return f"{where}: {counts[0].split()[1]}"
+        if self.kind == "nonfinite" and self.value is not None:
+            return f"{where}: {'NaN' if math.isnan(self.value) else 'Inf'}"
+        return f"{where}: {self.kind}" + ("" if self.value is None else f" ({self.value:.4g})")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
     """Why a step went bad, with the evidence that decided it.
 
@@ -128,8 +142,32 @@ class Diagnosis:
     def __post_init__(self) -> None:
         _one_of(self.cause, CAUSES, "cause")
 
+    @property
+    def place(self) -> str:
+        """Cause and culprit in a few words, data by the name that `fit` gives it: `input_nonfinite in 'x'`."""
+        role, slash, rest = self.culprit.partition("/")
+        data = {"inputs": "x", "targets": "y"} if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else {}
+        return f"{self.cause} in {data.get(role, role) + slash + rest!r}" if self.culprit else self.cause
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def headline(self) -> str:
+        """Cause, place and rows in one sentence."""
+        words = f"Cause: {self.place}"
+        if self.samples:
+            shown = ", ".join(str(s) for s in self.samples[:5]) + (", ..." if len(self.samples) > 5 else "")
+            words += f", at {'index' if len(self.samples) == 1 else 'indices'} {shown} of the batch"
+        return f"{words}."
+
+    def __str__(self) -> str:
+        """Return it on several lines: the cause, what was seen, what to do."""
+        return "\n".join([self.headline, *(f"  seen: {text}" for text in self.evidence), *(f"  do:   {text}" for text in self.advice)])
+
+    def __repr__(self) -> str:
+        known = {"culprit": self.culprit, "samples": self.samples, "confidence": self.confidence}
+        return f"Diagnosis({self.cause!r}{''.join(f', {name}={value!r}' for name, value in known.items() if value)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Decision:
     """What the policy chose, as data.
 
@@ -145,6 +183,12 @@ class Decision:
     reason: str = ""
     terminal: bool = False
 
+    def __str__(self) -> str:
+        return self.reason
+
+    def __repr__(self) -> str:
+        return f"Decision({self.rule!r}, actions=[{', '.join(str(action.get('action')) for action in self.actions)}])"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -157,10 +201,17 @@ class Outcome:
     def __post_init__(self) -> None:
         _one_of(self.status, ("done", "skipped"), "status")
 
+    def __str__(self) -> str:
+        what = self.action if self.status == "done" else f"{self.action} not done"
+        return f"{what}: {self.detail}" if self.detail else what
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Incident:
     """The frozen record of one step whose verdict is bad.
+
+    `print(incident)` shows the line that is printed while training runs. It counts steps, epochs and batches from 1, as the
+    progress bar of Keras does; the attributes count from 0, as the arguments of Keras' callbacks do.
 
     Attributes:
         step: train batches since this fit began, from 0 (exact also inside `steps_per_execution`).
@@ -174,6 +225,7 @@ class Incident:
         outcomes: what came of each action.
         bundle: folder from which the step can be replayed, or `None`.
         replicas: numbers of the replicas that saw something bad, where a strategy trains on several; else empty.
+        committed: how many good steps had committed in this fit when it happened, or `None` where that is not known.
     """
 
     step: int
@@ -187,6 +239,7 @@ class Incident:
     outcomes: tuple[Outcome, ...] = ()
     bundle: str | None = None
     replicas: tuple[int, ...] = ()
+    committed: int | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -198,6 +251,46 @@ class Incident:
     def first(self) -> Finding | None:
         """The first finding in causal order, or `None` where there is none."""
         return min(self.findings, key=lambda finding: SITES.index(finding.site), default=None)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The names of the actions that were done, but for leaving the step out and telling of it."""
+        return tuple(o.action for o in self.outcomes if o.status == "done" and o.action not in ("skip", "warn"))
+
+    @property
+    def moment(self) -> str:
+        """When it happened, in words that count from 1: `step 6 (epoch 1, batch 6)`, `in predict`, `before the first step`."""
+        if "predictions" in self.sites:
+            return "in predict"
+        if "validation" in self.sites:
+            return "in evaluate" if self.decision is None else f"in the validation of epoch {self.epoch + 1}"
+        if "state" in self.sites and not self.refused:
+            return "before the first step"
+        replicas = ", ".join(str(number) for number in self.replicas)
+        named = f", replica{'s' if len(self.replicas) > 1 else ''} {replicas}" if replicas else ""
+        return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
+
+    def __str__(self) -> str:
+        """Return the line that is printed for it; what was done is part of it, and the advice where it is the user's turn."""
+        also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
+        parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'trouble'}{also}."]
+        if self.diagnosis is not None:
+            parts += [self.diagnosis.headline, *(self.diagnosis.advice if self._asks else ())]
+        parts += [f"-> {o}." for status in ("done", "skipped") for o in self.outcomes if o.status == status and str(o) != "warn"]
+        return " ".join(parts)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether only the user can go on from here: training ends, or a result is bad, about which nothing is done."""
+        ends = self.decision is not None and self.decision.terminal
+        return ends or bool({"validation", "predictions"} & set(self.sites))
+
+    def __repr__(self) -> str:
+        cause = f", cause={self.diagnosis.cause!r}" if self.diagnosis is not None else ""
+        return (
+            f"Incident(step={self.step}, epoch={self.epoch}, batch={self.batch}, sites={self.sites}, "
+            f"refused={self.refused}{cause}, changes={self.changes})"
+        )
 
     def with_(self, **changes: Any) -> Incident:
         """Return a copy with some fields replaced."""

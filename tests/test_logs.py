@@ -13,7 +13,6 @@ import pytest
 import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard.reports import console
 from keras_nanguard.testing import inject
 
 
@@ -127,7 +126,7 @@ def test_one_line_for_each_incident(capsys):
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert len(lines) == 2 and all(line.startswith("NanGuard: ") for line in lines)
-    assert "step 3 (epoch 1, batch 3) refused" in lines[0] and "1 of 12 steps were left out" in lines[1]
+    assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were left out" in lines[1]
 
 
 def test_silence(capsys):
@@ -162,13 +161,19 @@ def test_summary_and_reports(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.jsonl", "r.md"]
 
 
-def test_words_of_findings():
-    """A finding reads as a sentence would have it."""
-    from keras_nanguard import Finding
-
-    assert console.finding_words(Finding("loss", nan=1, inf=0, size=1)) == "loss: NaN"
-    assert console.finding_words(Finding("gradients", path="d/k", nan=3, inf=1, size=9)) == "gradients of d/k: 3 NaN and 1 Inf of 9"
-    assert console.finding_words(Finding("loss", "spike", value=12345.6)) == "loss: spike (1.235e+04)"
+def test_the_same_rows_in_each_epoch(capsys):
+    """What comes again in each epoch has one line, and is counted from then on; `verbose=2` prints each."""
+    data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
+    guard = NanGuard(diagnose=False)
+    fit(data, guard, epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.split(":")[1].strip() for line in lines] == [
+        *("step 4 (epoch 1, batch 4) refused", "step 8 (epoch 1, batch 8) refused", "epoch 1", "epoch 2", "epoch 3"),
+    ]
+    assert all(line.endswith("As reported before: 2 x nonfinite inputs.") for line in lines[3:]), lines
+    assert "As reported" not in lines[2] and len(guard.incidents) == 6
+    fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)
+    assert capsys.readouterr().out.count("refused") == 6
 
 
 def test_no_output_stream_is_left_open():

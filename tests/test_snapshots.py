@@ -21,6 +21,7 @@ from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._resume import find
 from keras_nanguard._fit._snapshot import Ring
 from keras_nanguard._fit._snapshot_disk import read, written
+from keras_nanguard._policy._policy import Policy
 
 DISK = {"storage": "disk", "every": 5, "good_after": 2}
 
@@ -93,7 +94,7 @@ class TestRing:
             data.y[batch * 8 + 2] = 1e38  # the loss overflows, the data is finite
         zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=1)
         told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert told == ["back to the state before step 5, 4 steps undone"]
+        assert told == ["back to the state after 5 steps; 2 committed steps undone"]
 
 
 def lstm():
@@ -251,11 +252,21 @@ class TestResume:
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
     def test_misuse(self, tmp_path):
-        """Disk without a directory, and resuming without disk, are refused when the guard is made."""
-        with pytest.raises(GuardError, match="directory"):
-            NanGuard(snapshot={"storage": "disk"})
+        """Disk or resuming without a directory, and resuming from memory or nothing, are refused when the guard is made."""
+        for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
+            with pytest.raises(GuardError, match="directory"):
+                NanGuard(**arguments)
         with pytest.raises(GuardError, match="storage"):
-            NanGuard(directory=tmp_path, resume=True)
+            NanGuard(directory=tmp_path, resume=True, snapshot={"storage": "memory"})
+        with pytest.raises(GuardError, match="every"):
+            NanGuard("observe", directory=tmp_path, resume=True)
+
+    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.from_any("stop")])
+    def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
+        """`resume=True` is enough to keep snapshots on disk, whatever the policy is."""
+        guard = NanGuard(policy, directory=tmp_path, resume=True)
+        assert guard.policy.snapshot.storage == "disk"
+        assert guard.policy.rules == Policy.from_any(policy).rules
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +348,7 @@ class TestFiles:
         with pytest.warns(UserWarning, match="leaves a snapshot out"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
         told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert told == ["back to the state before step 3, 7 steps undone"]
+        assert told == ["back to the state after 3 steps; 5 committed steps undone"]
 
     def test_keep(self, tmp_path):
         """There are never more than `keep` folders, those of an earlier run included, and the newest is the new run's."""

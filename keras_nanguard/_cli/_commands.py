@@ -96,26 +96,37 @@ def lint(given: argparse.Namespace) -> int:
 
 
 def check_policy(given: argparse.Namespace) -> int:
-    """Check a policy; a file with faults is a finding, a file that is not there is misuse."""
+    """Check a policy: problems and warnings are findings, a file that is not there is misuse."""
     from keras_nanguard._errors import PolicyError
     from keras_nanguard._policy._explain import explain
     from keras_nanguard._policy._policy import Policy
+    from keras_nanguard._policy._warnings import warnings_about
 
     try:
         policy = Policy.from_any(given.policy)
     except PolicyError as error:
-        if not error.faults:
+        if not error.problems:
             raise
         if given.json:
-            _print_json({"format": 1, "valid": False, "faults": list(error.faults)})
+            _print_json({"format": 1, "valid": False, "problems": list(error.problems), "warnings": []})
         else:
-            print("\n".join(error.faults))
+            print("\n".join(error.problems))
         return FOUND
+    warnings = warnings_about(policy, _names_in(given.model))
     if given.json:
-        _print_json({"format": 1, "valid": True, "faults": [], "policy": policy.to_dict()})
+        _print_json({"format": 1, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
     else:
-        print(explain(policy))
-    return CLEAN
+        print("\n".join([explain(policy), *(f"warning: {warning}" for warning in warnings)]))
+    return FOUND if warnings else CLEAN
+
+
+def _names_in(path: str | None) -> Any:
+    """Return what a policy can name of the model in a file, `None` where there is no file."""
+    if path is None:
+        return None
+    from keras_nanguard._files._model_names import model_names
+
+    return model_names(path)
 
 
 def diagnose(given: argparse.Namespace) -> int:

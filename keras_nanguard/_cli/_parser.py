@@ -145,9 +145,10 @@ def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _check_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "check a policy and say in sentences what it will do"
+    says = "check a policy and say in sentences what it will do, and what in it has no effect"
     command = _command(commands, "check-policy", says, _commands.check_policy)
     command.add_argument("policy", metavar="POLICY", help="a .toml, .yaml or .json file, or the name of a preset")
+    command.add_argument("--model", metavar="FILE", help=f"a file of the model that it is for, to compare names with: {_FILES}")
     _json(command)
 
 
@@ -176,7 +177,7 @@ def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "train a small network on troubled data, with and without the guard"
+    says = "train a small network on data with five broken images, with and without the guard, and without the five"
     _command(commands, "demo", says, _commands.demo)
 
 

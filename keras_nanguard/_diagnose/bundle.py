@@ -244,7 +244,7 @@ def _versions() -> dict[str, str]:
 
 def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
     d = incident.diagnosis
-    lines = [f"# Step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch})", ""]
+    lines = [f"# {incident.moment.capitalize()}", ""]
     if d is not None:
         lines += [f"Cause: **{d.cause}**" + (f" in `{d.culprit}`" if d.culprit else "") + ".", ""]
         lines += [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []

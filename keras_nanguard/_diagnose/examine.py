@@ -19,7 +19,7 @@ from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Run, Step, births_of, preserved
 from keras_nanguard._diagnose.words import advice, sentences, table
-from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._errors import no_model
 from keras_nanguard._incident import Diagnosis
 
 __all__ = ["Examination", "diagnose"]
@@ -60,6 +60,9 @@ class Examination:
         """Return plain values."""
         return {"format": 1, **asdict(self)}
 
+    def __repr__(self) -> str:
+        return f"Examination(healthy={self.healthy}, {self.diagnosis!r})"
+
     def __str__(self) -> str:
         d = self.diagnosis
         place = f" in {d.culprit!r}" if d.culprit else ""
@@ -94,7 +97,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     ```
     """
     if not isinstance(model, keras.Model):
-        raise GuardError(expected("a Keras model", type(model).__name__, "Pass the model itself."))
+        raise no_model(model, "diagnose {path} --data FILE")
     x, y, sample_weight = (keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight))
     return _Examiner(model, x, y, sample_weight).examined()
 

@@ -78,7 +78,7 @@ class Explainer:
             return None
 
     def _explained(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
-        signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings if f.site != "inputs"))
+        signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step

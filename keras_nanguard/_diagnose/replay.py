@@ -73,12 +73,12 @@ class Replay:
             "counterfactuals": [list(pair) for pair in self.counterfactuals],
         }
 
+    def __repr__(self) -> str:
+        return f"Replay({self.result!r}, {self.diagnosis!r})"
+
     def __str__(self) -> str:
         what = {"bad": "goes bad again", "finite": "comes out finite", "failed": "cannot be run"}[self.result]
-        d = self.diagnosis
-        lines = [f"Step {self.incident.step}, run again ({self.mode}), {what}."]
-        lines.append(f"Cause: {d.cause}" + (f" in {d.culprit!r}" if d.culprit else ""))
-        lines += [f"  seen: {text}" for text in d.evidence] + [f"  do:   {text}" for text in d.advice]
+        lines = [f"{self.incident.moment.capitalize()}, run again ({self.mode}), {what}.", str(self.diagnosis)]
         lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
 

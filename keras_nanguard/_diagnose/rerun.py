@@ -185,9 +185,10 @@ class _Pass:
         steepest = ""
         for gradient, variable in pairs:
             flat = _probes.widen(_state.dense(gradient)).ravel()
-            own = float(np.dot(flat, flat))
-            if not math.isfinite(own):
-                own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))
+            with np.errstate(all="ignore"):  # a sum that overflows is what is asked for
+                own = float(np.dot(flat, flat))
+                if not math.isfinite(own):
+                    own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))
             squares += own
             if own > largest:
                 largest, steepest = own, variable.path

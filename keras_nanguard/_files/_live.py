@@ -53,8 +53,8 @@ class LiveVariable:
 
 
 def is_model(thing: Any) -> bool:
-    """Return whether something is a model or a layer, by what it can do."""
-    return hasattr(thing, "variables") and hasattr(thing, "trainable_variables") and hasattr(thing, "name")
+    """Return whether something is a model or a layer, by what it can do; a class is none."""
+    return not isinstance(thing, type) and hasattr(thing, "variables") and hasattr(thing, "trainable_variables") and hasattr(thing, "name")
 
 
 def live_variables(model: Any) -> list[LiveVariable]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._errors import GuardError, expected
-from keras_nanguard._files._live import LiveVariable, live_variables
+from keras_nanguard._errors import GuardError, expected, no_model
+from keras_nanguard._files._live import LiveVariable, is_model, live_variables
 from keras_nanguard._overrides import Overrides
 
 __all__ = ["RecalibrateReport", "Recalibrated", "recalibrate"]
@@ -63,6 +63,9 @@ class RecalibrateReport:
         """Return plain JSON values, with a format number."""
         return {"format": FORMAT, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
 
+    def __repr__(self) -> str:
+        return f"RecalibrateReport({self.model!r}, {len(self.layers)} layers, {self.batches} batches)"
+
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.layers)} BatchNormalization layers from {self.batches} batches."]
         for layer in self.layers:
@@ -97,6 +100,8 @@ def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size
 
         recalibrate(model, x_train, batches=50)
     """
+    if not is_model(model):
+        raise no_model(model, "recalibrate {path} --data FILE")
     layers = _batchnorms(model, only)
     if not layers:
         raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is none to estimate."))

@@ -95,6 +95,9 @@ class RepairReport:
             lines.append(f"Still bad: {', '.join(entry.path for entry in left[:5])}{more}.")
         return lines
 
+    def __repr__(self) -> str:
+        return f"RepairReport({self.source!r}, {len(self.done)} done, {len(self.skipped)} skipped)"
+
     def __str__(self) -> str:
         listed = [f"{change.status} {change.path}: {change.detail}" for change in self.changes]
         return "\n".join([*listed, *self.closing()])

@@ -136,6 +136,9 @@ class ScanReport:
             **{f"{severity}s": severities.count(severity) for severity in SEVERITIES},
         }
 
+    def __repr__(self) -> str:
+        return f"ScanReport({self.source!r}, {len(self.variables)} variables, {len(self.bad)} of them bad)"
+
     def __str__(self) -> str:
         lines = [self.headline()]
         shown = [layer for layer in self.layers if layer.severity in ("error", "warning")]

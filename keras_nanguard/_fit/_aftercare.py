@@ -18,6 +18,7 @@ class Aftercare:
     Attributes:
         lowered_at: the step at which the rate was last lowered, `None` where it never was.
         lowered_good: how many good steps the fit had seen by then.
+        undone: for each time the guard went back, how many good steps the fit had seen by then, and how many it undid.
         recovery: `(after, ramp)` while a lowered rate is to return.
         scale_bounds: floor and ceiling that the loss scale is kept between.
         recalibration: the estimate of BatchNorm statistics in progress.
@@ -26,6 +27,7 @@ class Aftercare:
     def __init__(self) -> None:
         self.lowered_at: int | None = None
         self.lowered_good = 0
+        self.undone: list[tuple[int, int]] = []
         self.recovery: tuple[int, int] | None = None
         self.scale_bounds: tuple[float, float] | None = None
         self.recalibration: Recalibration | None = None
@@ -61,7 +63,18 @@ class Aftercare:
         if self.recalibration is not None:
             self.recalibration.settle(session.good)
 
-    def rolled_back(self, session: Any) -> None:
+    def tried(self, good: int) -> bool:
+        """Whether a step has committed at the rate as it is now, given how many good ones the fit has seen."""
+        return good > (self.lowered_good if self.lowered_at is not None else 0) and good > 0
+
+    def rolled_back_to(self, snapshot: Any, good: int) -> int:
+        """Note that the state of a snapshot is put back after so many good steps; returns how many of them that undoes."""
+        earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
+        steps = max(good - int(snapshot.good) - earlier, 0)
+        self.undone.append((good, steps))
+        return steps
+
+    def start_over(self) -> None:
         """Start an estimate over whose statistics were just written by someone else."""
         if self.recalibration is not None:
             for variable, value in initial_statistics(self.recalibration.layers):

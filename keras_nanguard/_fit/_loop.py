@@ -27,6 +27,12 @@ class LoopMixin:
     def _resume(self, steps: int | None = None) -> None:
         raise NotImplementedError
 
+    def _print_policy_warnings(self) -> None:
+        raise NotImplementedError
+
+    def _print_counted(self) -> None:
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
         """Guard the steps made with `step` for this model and these optimizers.
@@ -64,12 +70,14 @@ class LoopMixin:
                 "Write guard.watch(model, optimizer)."
             )
         self.session = self._session(model, optimizers)
+        self._print_policy_warnings()
         self._resume()
         self._watching = True
         try:
             yield self.session
         finally:
             self._watching = False
+            self._print_counted()
             self.session.end()
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:

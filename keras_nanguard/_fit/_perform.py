@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard import _probes, _state
-from keras_nanguard._errors import NonFiniteError
 from keras_nanguard._fit import _quarantine as _quarantine_files
 from keras_nanguard._fit._aftercare import initial_statistics, learning
 from keras_nanguard._fit._snapshot import Snapshot
-from keras_nanguard._incident import Incident, Outcome
+from keras_nanguard._incident import SITES, Incident, Outcome
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -30,12 +29,12 @@ _SEED_STEP = 7919
 """How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
 
 
-def perform(session: Any, incident: Incident, report: Any) -> tuple[tuple[Outcome, ...], NonFiniteError | None]:
-    """Do every action of the incident's decision; returns the outcomes, and the error to raise when all is told.
+def perform(session: Any, incident: Incident, report: Any) -> tuple[Outcome, ...]:
+    """Do every action of the incident's decision; returns what came of each.
 
     An action that fails is told as skipped with the error, so that one that cannot be done never hides the rest.
     """
-    outcomes, error = [], None
+    outcomes = []
     assert incident.decision is not None
     for action in incident.decision.actions:
         name = action["action"]
@@ -47,9 +46,7 @@ def perform(session: Any, incident: Incident, report: Any) -> tuple[tuple[Outcom
         outcomes.append(Outcome(name, status, detail))
         if name in _ANEW and status == "done":
             session.recent.restart(session.step + 1)
-        if name == "raise_error":
-            error = NonFiniteError(f"NanGuard stopped training at step {incident.step}. {incident.decision.reason}")
-    return tuple(outcomes), error
+    return tuple(outcomes)
 
 
 def _skip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
@@ -70,21 +67,33 @@ def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
     snapshot = _newest(session, p.get("depth", 1))
     if snapshot is None:
         return "skipped", "there is no verified snapshot to go back to"
-    _put_back(session, snapshot)
+    undone = _put_back(session, snapshot, incident, report)
     if p.get("reseed", True):
         for seed in _state.seeds(session.anatomy().other):
             moved = _state.read(seed)
             moved[..., -1] += np.asarray(_SEED_STEP * (session.rollbacks + 1), moved.dtype)
             _state.write(seed, moved)
     session.rollbacks += 1
-    lost = max(incident.step - snapshot.step, 0)
     skip = int(p.get("skip_batches", 0))
     session.skip_batches += skip
     also = f"; the next {skip} batches are left out" if skip else ""
-    return "done", f"back to the state before step {snapshot.step}, {lost} steps undone{also}"
+    lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
+    return "done", f"back to the state {_moment(snapshot)}; {lost}{also}"
 
 
-def _put_back(session: Any, snapshot: Snapshot) -> None:
+def _moment(snapshot: Snapshot) -> str:
+    """Return of when a snapshot is, in words that read the same whether steps are counted from 0 or from 1."""
+    return f"after {_times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
+
+
+def _times(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _put_back(session: Any, snapshot: Snapshot, incident: Incident, report: Any) -> int:
+    """Write a snapshot into the model; returns how many committed steps that undoes."""
+    spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
+    undone: int = session.aftercare.rolled_back_to(snapshot, session.good) + spoilt
     session.ring.forget_after(snapshot.step)
     session.recent.restart(session.step + 1, snapshot)
     for variable in session.anatomy().restorable:
@@ -92,13 +101,17 @@ def _put_back(session: Any, snapshot: Snapshot) -> None:
         if value is not None:
             _state.write(variable, value)
     session.trend.settle()
-    session.aftercare.rolled_back(session)
+    session.aftercare.start_over()
+    return undone
 
 
 def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
     last = session.aftercare.lowered_at
     if last is not None and incident.step - last < p.get("cooldown", 0):
-        return "skipped", f"lowered at step {last} already, and cooldown is {p['cooldown']} steps"
+        return "skipped", f"lowered {_times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
+    if _before_update(incident) and not session.aftercare.tried(session.good):
+        since = "yet" if last is None else "since it was lowered"
+        return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
     told = []
     retrace = False
     for optimizer in session.anatomy().optimizers:
@@ -113,6 +126,11 @@ def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
     recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
     session.aftercare.lowered(session, recovery)
     return "done", "learning rate of " + ", ".join(told)
+
+
+def _before_update(incident: Incident) -> bool:
+    """Whether a step was refused for something that stood before its update: at any rate it comes to the same."""
+    return incident.refused and any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
 
 
 def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
@@ -246,27 +264,48 @@ def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, A
     return _quarantine_files.keep(session.directory, incident, report.batch, p["max_batches"], p["max_mb"])
 
 
-def _restored(session: Any, restore: bool, incident: Incident) -> str:
-    if not restore:
-        return "the state is left as it is"
+def _stop(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    session.model.stop_training = True
+    return "done", "training stops; " + _ended(session, incident, report, p.get("restore", True))
+
+
+def _raise_error(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", "NonFiniteError is raised; " + _ended(session, incident, report, p.get("restore", True))
+
+
+def _ended(session: Any, incident: Incident, report: Any, restore: bool) -> str:
+    """End training; returns in words which state and which learning rates it leaves behind."""
+    session.stopped = True
+    state = _restored(session, incident, report) if restore else "the state is left as it is"
+    return "; ".join([state, *_rates_left(session, restore)])
+
+
+def _restored(session: Any, incident: Incident, report: Any) -> str:
     if incident.refused and not any(f.site == "state" for f in incident.findings):
         return "the refused step left the last good state in place"
     snapshot = _newest(session)
     if snapshot is None:
         return "there is no good state to restore"
-    _put_back(session, snapshot)
-    return f"the state before step {snapshot.step} restored"
+    _put_back(session, snapshot, incident, report)
+    return f"the state {_moment(snapshot)} restored"
 
 
-def _stop(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    session.stopped = True
-    session.model.stop_training = True
-    return "done", "training stops; " + _restored(session, p.get("restore", True), incident)
-
-
-def _raise_error(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    session.stopped = True
-    return "done", "NonFiniteError is raised; " + _restored(session, p.get("restore", True), incident)
+def _rates_left(session: Any, restore: bool) -> list[str]:
+    """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
+    told = []
+    for optimizer in session.anatomy().optimizers:
+        rate = session.rates.get(id(optimizer))
+        if rate is None or rate.factor >= 1:
+            continue
+        lowered = rate.value
+        if restore:
+            rate.raise_to(1.0)
+            told.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
+        else:
+            told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
+    if restore:
+        session.aftercare.recovery = None
+    return told
 
 
 def _call(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keras_nanguard._errors import NonFiniteError
 from keras_nanguard._fit import _perform
 from keras_nanguard._incident import SITES, Finding, Incident
 from keras_nanguard._policy._policy import decide
@@ -42,6 +43,7 @@ def raise_incident(
     ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
     batch = max(step - session.epoch_start, 0)
     incident = Incident(step, session.epoch, batch, ordered, refused, values, replicas=report.replicas if report else ())
+    incident = incident.with_(committed=session.good)
     if session.explain is not None:
         incident = incident.with_(diagnosis=diagnosis or session.explain(session, incident, report))
         if session.directory is not None and hasattr(session.explain, "bundle"):
@@ -51,12 +53,11 @@ def raise_incident(
         return
     decision, session.ledger = decide(session.policy, session.ledger, incident)
     incident = incident.with_(decision=decision)
-    outcomes, error = _perform.perform(session, incident, report)
+    outcomes = _perform.perform(session, incident, report)
     session.healed |= any(o.status == "done" and o.action in _perform.HEALING for o in outcomes)
     session.attentive |= session.aftercare.active
     session.ring.note(session)
     incident = incident.with_(outcomes=outcomes)
     session.tell(incident)
-    if error is not None:
-        error.incident = incident
-        raise error
+    if any(outcome.action == "raise_error" for outcome in outcomes):
+        raise NonFiniteError(f"NanGuard: {incident}", incident)

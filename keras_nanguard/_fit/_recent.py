@@ -73,6 +73,11 @@ class Recent:
         self._entries.clear()
         self._origin, self._since = origin, step
 
+    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
+        """Return the arguments of the last steps, at most so many, oldest first; `batch` is as below."""
+        found = [batch(step, given) for step, given in list(self._entries)[-count:]]
+        return [args for args in found if args is not None]
+
     def approach(self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]) -> Approach | None:
         """Return the steps that led up to this moment, from the earliest snapshot from which all of them are known.
 

@@ -16,7 +16,7 @@ import numpy as np
 from keras_nanguard import _probes, _state
 from keras_nanguard._incident import Diagnosis, Finding
 
-__all__ = ["bad_arrays", "bad_metrics", "diagnosed"]
+__all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
 
 BATCHES = 64
 """Batches that are gone through at most."""
@@ -54,6 +54,12 @@ def diagnosed(model: Any) -> Diagnosis | None:
     except Exception as error:  # noqa: BLE001
         return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
     return None
+
+
+def one_batch() -> tuple[Any, Any, Any] | None:
+    """Return `(x, y, sample_weight)` of the first batch of the `evaluate` that runs, `None` where workers prepare the data."""
+    adapter = _state.running_data()
+    return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
 
 
 def _batches() -> Iterator[tuple[Any, Any, Any]]:

@@ -1,7 +1,8 @@
 """One guarded run on the host's side: reads each step's verdict, and turns a bad one into an incident and its cure.
 
-Everything happens on the main thread, right after the step and before any callback sees the model. In the healthy case
-that is: read one row of numbers, count, and every hundred steps copy the state.
+Everything happens on the main thread, right after the step (on accelerators of JAX when the next one has been started) and
+before any callback there sees the model. In the healthy case that is: read one row of numbers, count, and every hundred
+steps copy the state.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from keras_nanguard import _probes, _state
@@ -12,6 +12,9 @@ from keras_nanguard._step._verdict import Report, Verdict
 
 __all__ = ["bad_state", "has_nan", "in_batch", "require_compiled", "values"]
 
+
+DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
+"""Site and name of each part of a batch, by its place."""
 
 HUGE = 1e30
 """Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
@@ -54,22 +57,29 @@ def has_nan(variable: Any) -> bool:
 
 
 def in_batch(report: Report | None) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step."""
-    if report is None or report.batch is None:
-        return []
-    if len(report.batch) != 1:
-        parts = {"inputs": report.batch}
-    else:
-        data = report.batch[0]
-        data = data if isinstance(data, tuple) else (data,)
-        parts = {"inputs": data[:1], "targets": data[1:]}
+    """Return findings for the inputs and targets of a refused step, named as `fit` names them: `x`, `x/age`, `y`."""
     findings = []
-    for site, part in parts.items():
-        for name, array in _state.named_arrays(part):
+    for site, name, part in _parts(report.batch) if report is not None and report.batch is not None else ():
+        for path, array in _state.named_arrays(part):
             nan, inf, size = _probes.counts(array)
             if nan or inf:
-                findings.append(Finding(site, "nonfinite", name, nan, inf, size))
+                findings.append(Finding(site, "nonfinite", "/".join(filter(None, (name, path))), nan, inf, size))
     return findings
+
+
+def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield site, name and value of each part of a batch; a step of a loop has its arguments as `(args, kwargs)`."""
+    args, named = batch, {}
+    if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
+        args, named = batch
+    data = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+    for (site, name), value in zip(DATA, data):
+        single = isinstance(value, (list, tuple)) and len(value) == 1
+        yield site, name, value[0] if single else value
+    for number, value in enumerate(data[len(DATA) :], len(DATA)):
+        yield "inputs", str(number), value
+    for name, value in named.items():
+        yield "inputs", name, value
 
 
 def require_compiled(model: Any) -> None:

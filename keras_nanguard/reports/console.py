@@ -4,64 +4,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from keras_nanguard._incident import Finding, Incident
+from keras_nanguard._incident import Incident
 
-__all__ = ["epoch_line", "finding_words", "incident_line", "markdown", "summary"]
+__all__ = ["Lines", "epoch_line", "incident_line", "kinds", "markdown", "summary"]
+
+SHOWN = 3
+"""Incidents of one kind about which nothing is changed that get a line of their own; the others are counted."""
 
 
-def finding_words(finding: Finding) -> str:
-    """Return one finding in words: `gradients of dense/kernel: 96 of 96 NaN`."""
-    where = f"{finding.site} of {finding.path}" if finding.path else finding.site
-    counts = [f"{count} {name}" for count, name in ((finding.nan, "NaN"), (finding.inf, "Inf")) if count]
-    if counts and finding.size and finding.size > 1:
-        return f"{where}: {' and '.join(counts)} of {finding.size}"
-    if counts:
-        return f"{where}: {counts[0].split()[1]}"
-    value = "" if finding.value is None else f" ({finding.value:.4g})"
-    return f"{where}: {finding.kind}{value}"
+class Lines:
+    """Which lines are printed while training runs: each kind of trouble a few times, and then how often it came again.
+
+    An incident about which something was changed always has its line.
+
+    Args:
+        every: whether each incident has its line.
+    """
+
+    def __init__(self, every: bool = False):
+        self.every = every
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._counted: list[Incident] = []
+
+    def line(self, incident: Incident) -> str:
+        """Return the line of an incident, `""` where it is only counted.
+
+        The 10th, 100th, ... of a kind has a line again, for a loop that has no epochs in which to count.
+        """
+        kind = _kind(incident)
+        same = (*kind, incident.batch, incident.diagnosis.samples if incident.diagnosis is not None else ())
+        self._seen.update((kind, same))
+        often = self._seen[kind]
+        round_number = often >= 10 and str(often).strip("0") == "1"
+        fresh = often <= SHOWN and self._seen[same] == 1
+        if fresh or round_number or self.every or incident.changes or incident.decision is None:
+            return incident_line(incident) + (f" The {often}th of its kind." if round_number and not self.every else "")
+        self._counted.append(incident)
+        return ""
+
+    def counted(self) -> str:
+        """Return which incidents were only counted since this was last asked, `""` where there were none."""
+        groups, self._counted = _groups(self._counted), []
+        again = "; ".join(f"{len(group)} x {_why(group[0])}" for group in groups)
+        return f"As reported before: {again}." if again else ""
 
 
 def incident_line(incident: Incident) -> str:
     """Return the one line that is printed for an incident."""
-    first = incident.first
-    more = len(incident.findings) - 1
-    what = finding_words(first) if first is not None else "trouble"
-    also = f" (+{more} more)" if more > 0 else ""
-    state = "refused" if incident.refused else "seen"
-    where = f"step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch}{_replicas(incident)})"
-    parts = [f"NanGuard: {where} {state}: {what}{also}."]
-    if incident.diagnosis is not None:
-        parts.append(_cause(incident))
-    done = [f"{o.action}: {o.detail}" if o.detail else o.action for o in incident.outcomes if o.status == "done"]
-    skipped = [f"{o.action} not done: {o.detail}" for o in incident.outcomes if o.status == "skipped"]
-    parts += [f"-> {text}." for text in (*done, *skipped) if text != "warn"]
-    return " ".join(parts)
+    return f"NanGuard: {incident}"
 
 
-def _replicas(incident: Incident) -> str:
-    numbers = ", ".join(str(number) for number in incident.replicas)
-    return f", replica{'s' if len(incident.replicas) > 1 else ''} {numbers}" if numbers else ""
-
-
-def _cause(incident: Incident) -> str:
-    diagnosis = incident.diagnosis
-    assert diagnosis is not None
-    words = f"Cause: {diagnosis.cause}"
-    words += f" in {diagnosis.culprit!r}" if diagnosis.culprit else ""
-    if diagnosis.samples:
-        shown = ", ".join(str(s) for s in diagnosis.samples[:5])
-        words += f", rows {shown}{', ...' if len(diagnosis.samples) > 5 else ''} of the batch"
-    ends = incident.decision is not None and incident.decision.terminal
-    advice = f" {' '.join(diagnosis.advice)}" if ends and diagnosis.advice else ""
-    return f"{words}.{advice}"
-
-
-def epoch_line(epoch: int, refused: int, steps: int) -> str:
-    """Return the line at the end of an epoch in which steps were left out."""
+def epoch_line(epoch: int, refused: int, steps: int, counted: str = "") -> str:
+    """Return the line at the end of an epoch, with what `Lines.counted` says; `""` where there is nothing to say."""
     left = steps - refused
     means = f"the means are over the other {left}" if left else "there is no step to take the means over"
-    return f"NanGuard: epoch {epoch + 1}: {refused} of {steps} steps were left out; {means}."
+    told = [f"{refused} of {steps} steps were left out; {means}." if refused else "", counted]
+    return f"NanGuard: epoch {epoch + 1}: {' '.join(filter(None, told))}" if any(told) else ""
 
 
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:
@@ -70,22 +70,53 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
     lines = [f"NanGuard: {counted}{refused} left out, {len(incidents)} incidents."]
     if overflows:
         lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling dealt with.")
-    causes = Counter((i.diagnosis.cause, i.diagnosis.culprit) for i in incidents if i.diagnosis is not None)
-    lines += [f"  {n} x {cause}{f' in {culprit!r}' if culprit else ''}" for (cause, culprit), n in causes.most_common()]
+    causes = Counter(_why(i) for i in incidents if i.diagnosis is not None)
+    lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
     return "\n".join(lines)
+
+
+def kinds(incidents: Iterable[Incident]) -> list[str]:
+    """Return one line for each kind of trouble, the most frequent first: how often, what was done about it, and the first."""
+    lines = []
+    for group in _groups(incidents):
+        done = " and ".join(group[0].changes) or ("left out" if group[0].refused else "reported")
+        lines.append(f"{len(group)} x {_why(group[0])}: {done}; the first at {group[0].moment}, {group[0].first}")
+    return lines
+
+
+def _groups(incidents: Iterable[Incident]) -> list[list[Incident]]:
+    """Return incidents by their kind, the most frequent first."""
+    groups: dict[tuple[Any, ...], list[Incident]] = {}
+    for incident in incidents:
+        groups.setdefault(_kind(incident), []).append(incident)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def _kind(incident: Incident) -> tuple[Any, ...]:
+    """Return what two incidents of the same kind have in common."""
+    first = incident.first
+    place = (first.site, first.kind, first.path) if first is not None else ()
+    return (incident.refused, _why(incident), place, incident.changes)
+
+
+def _why(incident: Incident) -> str:
+    """Return cause and place, or what was found where there is no diagnosis."""
+    if incident.diagnosis is None:
+        return f"{incident.first.kind} {incident.first.site}" if incident.first is not None else "trouble"
+    return incident.diagnosis.place
 
 
 def markdown(incidents: Iterable[Incident], head: str) -> str:
     """Return all incidents as a Markdown text."""
     parts = ["# NanGuard report", "", "```", head, "```", ""]
     for incident in incidents:
-        parts += [f"## Step {incident.step} (epoch {incident.epoch + 1}, batch {incident.batch}{_replicas(incident)})", ""]
-        parts += [f"- {finding_words(finding)}" for finding in incident.findings]
+        moment = incident.moment
+        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {finding}" for finding in incident.findings)]
         diagnosis = incident.diagnosis
         if diagnosis is not None:
-            parts += ["", _cause(incident), ""]
+            parts += ["", diagnosis.headline, ""]
             parts += [f"- seen: {text}" for text in diagnosis.evidence]
             parts += [f"- do: {text}" for text in diagnosis.advice]
         parts += ["", *(f"- {o.action}, {o.status}: {o.detail}" for o in incident.outcomes), ""]

@@ -79,8 +79,8 @@ def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
     assert main(["scan", f"{bad}.bak"]) == FOUND
 
 
-def test_a_policy_with_faults_is_a_finding_and_a_missing_one_is_misuse(tmp_path, capsys):
-    """All faults are told at once, one a line."""
+def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_path, capsys):
+    """All problems are reported at once, one a line."""
     assert main(["check-policy", "recover"]) == CLEAN
     assert "refused" in capsys.readouterr().out
     path = tmp_path / "policy.json"
@@ -88,6 +88,24 @@ def test_a_policy_with_faults_is_a_finding_and_a_missing_one_is_misuse(tmp_path,
     assert main(["check-policy", str(path)]) == FOUND
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["check-policy", str(tmp_path / "missing.toml")]) == MISUSE
+
+
+def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
+    """A rule that never fires is a warning; with `--model` so is a glob that meets nothing in the file, and a site that it lacks."""
+    path = tmp_path / "policy.json"
+    late = {"name": "late", "when": "refused", "after": {"consecutive": 20}, "do": "warn"}
+    glob = {"name": "glob", "on": "weights", "layer": "batch_normalisation", "do": "warn"}
+    path.write_text(json.dumps({"rules": [glob]}))
+    assert main(["check-policy", str(path)]) == CLEAN
+    assert main(["check-policy", str(path), "--model", good]) == FOUND
+    assert "warning: Rule 'glob' can never fire" in (out := capsys.readouterr().out)
+    assert "did you mean 'batch_normalization'" in out
+    path.write_text(json.dumps({"rules": [late]}))
+    assert main(["check-policy", str(path), "--json"]) == FOUND
+    document = json.loads(capsys.readouterr().out)
+    assert document["valid"] and document["problems"] == [] and "can never fire" in document["warnings"][0]
+    assert main(["check-policy", str(path), "--model", str(tmp_path / "missing.keras")]) == MISUSE
+    assert main(["check-policy", "recover", "--model", good]) == CLEAN
 
 
 @pytest.mark.parametrize("words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]))
@@ -132,7 +150,7 @@ def test_a_closed_pipe_is_no_error(bad):
     assert done.stderr == ""
 
 
-QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover"])
+QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", "{good}"])
 
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])

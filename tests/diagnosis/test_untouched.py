@@ -13,6 +13,7 @@ from keras import layers
 from keras_nanguard import NanGuard, diagnose
 from keras_nanguard._diagnose.explain_step import Explainer
 from keras_nanguard._diagnose.rerun import Step
+from keras_nanguard._incident import Diagnosis, Finding, Incident
 
 MODES = {
     "graph": {},
@@ -106,3 +107,16 @@ def test_a_streak_is_diagnosed_a_few_times_only(monkeypatch):
     notes = [d.evidence[0].startswith("Taken over") for d in full]
     assert notes[:5] == [False, False, False, True, True]
     assert all(d.cause == "input_nonfinite" and d.samples == tuple(range(8)) for d in full)
+
+
+def test_a_diagnosis_is_taken_over_for_the_same_findings_only(monkeypatch):
+    """Outputs that are NaN with and without NaN in the inputs are two kinds of trouble, however often one was diagnosed."""
+    causes = iter([*["float16_overflow"] * 3, "input_nonfinite"])
+    monkeypatch.setattr("keras_nanguard._diagnose.explain_step.gather", lambda *args: None)
+    monkeypatch.setattr("keras_nanguard._diagnose.explain_step.raised.by_replay", lambda *args: None)
+    monkeypatch.setattr("keras_nanguard._diagnose.explain_step.conclude", lambda evidence: Diagnosis(next(causes)))
+    explain, session = Explainer(), type("Session", (), {"model": None})
+    outputs, inputs = Finding("outputs", path="output_0"), Finding("inputs", path="x")
+    each = [*[(outputs,)] * 5, (inputs, outputs)]
+    told = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
+    assert told == [*["float16_overflow"] * 5, "input_nonfinite"]

@@ -1,0 +1,56 @@
+"""The demonstration shows what the guard is worth, and fails where it is worth nothing."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from keras_nanguard._cli import _demo
+
+SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()  # convolutions in float16 on a CPU
+
+
+@pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
+def test_the_guarded_run_wins(capsys, epochs):
+    """Stock Keras predicts NaN only, the guarded run is as good as one without the broken images; one line a kind of trouble."""
+    assert _demo.run(epochs) == 0
+    told = capsys.readouterr().out
+    rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:5]] for line in told.splitlines() if "│" in line}
+    stock, guarded, clean = (float(cell) for cell in rows["test accuracy"])
+    assert stock == 0.0 and min(guarded, clean) >= 0.9
+    assert rows["predictions that are NaN"] == ["357 of 357", "0 of 357", "0 of 357"]
+    kinds = told.split("NanGuard() reported:\n")[1].split("\n\n")[0].splitlines()
+    assert len(kinds) <= 3 and sum(int(line.split()[0]) for line in kinds) == int(rows["batches left out"][1].split()[0])
+    assert any("input_nonfinite" in line for line in kinds) and any("float16_overflow" in line for line in kinds)
+
+
+def result(accuracy=0.98, loss=0.1, bad=0):
+    return {_demo.ACCURACY: accuracy, _demo.LOSS: loss, _demo.BAD: bad}
+
+
+@pytest.mark.parametrize(
+    ("stock", "guarded", "clean", "won"),
+    [
+        (result(0.1, np.nan, 96), result(), result(), True),
+        (result(0.1), result(0.96), result(), True),
+        (result(0.1), result(0.94), result(), False),
+        (result(0.1), result(0.89), result(0.89), False),
+        (result(0.1), result(loss=np.nan), result(), False),
+        (result(0.1), result(bad=1), result(), False),
+        (result(), result(), result(), False),
+    ],
+)
+def test_what_a_win_is(stock, guarded, clean, won):
+    """The guarded run wins where it is sound, good, close to the one on clean data and far better than stock Keras."""
+    assert _demo.wins(stock, guarded, clean) is won
+
+
+def test_a_guard_that_is_worth_nothing_fails(monkeypatch, capsys):
+    """The exit code is 1 and a line says so where the guarded run does not win."""
+    monkeypatch.setattr(_demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"})
+    assert _demo.run(1) == 1
+    assert "did not win" in capsys.readouterr().out
