@@ -106,7 +106,10 @@ def test_a_second_incident(mode, action, with_directory, tmp_path):
     directory = tmp_path / "run" if with_directory else None
     model, guard, x, y = within(SECONDS, lambda: fitted(action, mode, directory))
     assert [incident.step for incident in guard.incidents] == list(BAD)
-    assert [[(o.action, o.status) for o in incident.outcomes] for incident in guard.incidents] == [[(action, "done")]] * len(BAD)
+    status = ["done"] * len(BAD)
+    if action == "lower_lr":  # no step has shown yet that the rate as it is does not do
+        status[1] = "skipped"
+    assert [[(o.action, o.status) for o in incident.outcomes] for incident in guard.incidents] == [[(action, s)] for s in status]
     if with_directory:
         assert {(i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents} == {("input_scale", (2,))}
         within(SECONDS, lambda: [check(incident.bundle, incident, model, x, y) for incident in guard.incidents])

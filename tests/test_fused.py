@@ -33,7 +33,7 @@ BY_KERNELS = {
     "EMA": (lambda: optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=3), {"descend": 2, "divide": 1}),
     "accumulates": (lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2), {"descend": 2, "divide": 1}),
     "loss scale": (lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 64.0, 5), {"descend": 2, "divide": 1}),
-    "SGD": (lambda: optimizers.SGD(_warmed_up(), clipnorm=1.0), {"descend": 1}),
+    "SGD": (lambda: optimizers.SGD(_warmed_up(), clipvalue=0.1), {"descend": 1}),
     "Adamax": (optimizers.Adamax, {"descend": 1}),
     "Nadam": (optimizers.Nadam, {"descend": 2}),
     "Lion": (optimizers.Lion, {"descend": 1}),
@@ -44,6 +44,7 @@ BY_KERNELS = {
 """Optimizers, and how many of which kernel the update of one weight takes; `None` where that depends on the weight."""
 
 AS_IT_IS = {
+    "SGD clipped by norms": lambda: optimizers.SGD(_warmed_up(), clipnorm=1.0),
     "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3, global_clipnorm=0.5),
     "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
     "Adagrad": optimizers.Adagrad,

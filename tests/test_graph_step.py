@@ -59,7 +59,7 @@ fit(network(), BAD, Y, NanGuard())
 """
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    assert "step 2" in ran.stdout
+    assert "step 3" in ran.stdout
     assert not re.search("rendezvous|INVALID_ARGUMENT|assertion", ran.stderr)
 
 

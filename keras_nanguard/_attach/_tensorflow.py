@@ -39,7 +39,7 @@ class ModelAttachment(Attachment):
         mirrored = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
         jit, spread_out = bool(model.jit_compile) and not model.run_eagerly and not mirrored, self._spread_out()
         self._takes = self._is_keras_own() and not spread_out and (many == 1 or model.run_eagerly)
-        kept = self._kept(many, mirrored, jit, spread_out, model.run_eagerly, model.distribute_strategy)
+        kept = self._kept(self._takes, many, mirrored, jit, spread_out, model.run_eagerly, model.distribute_strategy)
         if kept is not None:
             transaction, self.inner, self._exhausted = kept
             transaction.serve(session.read_anatomy, session.born)
@@ -159,7 +159,10 @@ class ModelAttachment(Attachment):
 
     def _execute(self, iterator: Any) -> tuple[Any, Any]:
         if not self._takes:
-            return self._run(lambda: self.inner(iterator))
+            if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                return self._run(lambda: self.inner(iterator))
+            batches = list(iterator)  # that of `train_on_batch`: a step that is traced anew takes it again
+            return self._run(lambda: self.inner(iter(batches)))
         with _faults.in_batches(self.model, self._taken(iterator)) as batches:
             given = [(batch,) for batch in batches]
             if self.model.run_eagerly:

@@ -166,9 +166,17 @@ def build(optimizer: Any, variables: Sequence[Any], eagerly: bool) -> None:
     which variables are created. So in graph mode stock `ScheduleFreeAdamW` starts with momenta of 0 and not with the
     weights, as it does in eager execution, and a guarded one has to do the same.
     """
-    outside = contextlib.nullcontext() if eagerly else tf.__internal__.FuncGraph("discarded").as_default()
-    with outside, keras.name_scope(optimizer.name, caller=optimizer):
-        optimizer.build(variables)
+
+    def built() -> None:
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+
+    if eagerly:
+        built()
+    else:
+        with tf.init_scope():
+            tf.function(built, autograph=False).get_concrete_function()
     optimizer.built = True
 
 
