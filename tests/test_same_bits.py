@@ -50,6 +50,9 @@ OPTIMIZERS = {
     "Muon": lambda: optimizers.Muon(0.01),
     "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.01),
 }
+NOT_SPARSE = {"centered RMSprop"}
+"""Those whose update of an `Embedding` stock Keras 3.15 computes wrong or not at all (keras/src/backend/tensorflow/sparse.py)."""
+
 NEWER = {"Muon", "ScheduleFreeAdamW"}
 NORMAL = {"Nesterov", "schedule", "global_clipnorm", "accumulation", "LossScaleOptimizer", "AdamW", "centered RMSprop", "Lamb"}
 """Those of the normal run; all of them are a campaign."""
@@ -96,6 +99,10 @@ def trained(networks, optimizer, callbacks, penalty=None):
 def check(networks, optimizer, penalty=None):
     if not hasattr(optimizers, optimizer) and optimizer in NEWER:
         pytest.skip("this version of Keras has no such optimizer")
+    if optimizer in NOT_SPARSE:
+        networks = [network for network in networks if network is not NETWORKS["attention"]]
+    if not networks:
+        pytest.skip("stock Keras cannot train an Embedding with this optimizer")
     guard = NanGuard(verbose=0)
     plain, history, slots, paths = trained(networks, optimizer, [], penalty)
     guarded, guarded_history, guarded_slots, _ = trained(networks, optimizer, [guard], penalty)
