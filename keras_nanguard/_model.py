@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -15,6 +16,37 @@ __all__ = ["NanGuardModel"]
 def _has_callback(model: Any) -> bool:
     """Whether a `NanGuard` among the callbacks of a fit stands in for this model's train function."""
     return isinstance(getattr(vars(model).get("make_train_function"), "__self__", None), Attachment)
+
+
+def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model is made of inputs and outputs, by the rule of keras/src/models/model.py."""
+    return len(args) == 2 or (len(args) == 1 and "outputs" in kwargs) or ("inputs" in kwargs and "outputs" in kwargs)
+
+
+@functools.cache
+def _functional() -> type:
+    """Return the class of Keras' functional models."""
+    x = keras.Input((1,), name="x")
+    return type(keras.Model(x, x, name="model"))
+
+
+class _OfTensors:
+    """Reads, on a class, as the class of the same name for functional models; it is found there when a model is unpickled.
+
+    Keras makes a class functional for good, with all that it inherits from, when one model of it is made of inputs and outputs.
+    After that no class that inherits from `NanGuardModel` could be made in another way.
+    """
+
+    def __get__(self, model: Any, cls: type) -> type:
+        return cls if issubclass(cls, _functional()) else _made_of_tensors(cls)
+
+
+@functools.cache
+def _made_of_tensors(cls: type) -> type:
+    named = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._of_tensors", "__doc__": cls.__doc__}
+    made = type(cls.__name__, (cls, _functional()), named)
+    package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
+    return keras.saving.register_keras_serializable(package, name)(made) if package else made
 
 
 class _Epochs(keras.callbacks.Callback):
@@ -48,6 +80,7 @@ class _Epochs(keras.callbacks.Callback):
             self.guard.on_epoch_end(epoch, logs)
 
 
+@keras.saving.register_keras_serializable("keras_nanguard")
 class NanGuardModel(keras.Model):
     """A `keras.Model` whose train step is a transaction without any callback.
 
@@ -71,6 +104,12 @@ class NanGuardModel(keras.Model):
 
     nanguard_policy: Any = "recover"
     nanguard_verbose: int = 1
+    _of_tensors = _OfTensors()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
+            self.__class__ = self._of_tensors
+        super().__init__(*args, **kwargs)
 
     @property
     def nanguard(self) -> NanGuard:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -74,3 +77,39 @@ def test_results_and_files_are_plain_keras(tmp_path):
     again = keras.models.load_model(tmp_path / "m.keras", custom_objects={"Quiet": Quiet})
     np.testing.assert_array_equal(again.predict(data.x, verbose=0), before)
     assert np.isfinite(model.evaluate(*data.all, verbose=0))
+
+
+def test_models_of_tensors_and_models_with_a_call_of_their_own(tmp_path):
+    """Both kinds can be made of classes that inherit from `NanGuardModel`, in any order; stock Keras cannot with a class between."""
+
+    def kinds(common):
+        class Made(common):
+            pass
+
+        class Called(common):
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.dense = layers.Dense(1)
+
+            def call(self, x):
+                return self.dense(x)
+
+        x = keras.Input((6,))
+        return Called(), Made(x, layers.Dense(1)(x)), common(inputs=x, outputs=layers.Dense(1)(x)), Called()
+
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        kinds(type("Common", (keras.Model,), {}))
+    data = zoo.regression(batches=2)
+    for model in kinds(NanGuardModel):
+        model.nanguard_verbose = 0
+        model.compile("adam", "mse")
+        model.fit(zoo.poison(data, 1).x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0)
+        assert isinstance(model, NanGuardModel) and [i.step for i in model.nanguard.incidents] == [1]
+        model.save(tmp_path / "m.keras")
+        again = keras.models.load_model(tmp_path / "m.keras", custom_objects={type(model).__name__: type(model)})
+        assert isinstance(again, type(model))
+        np.testing.assert_array_equal(again.predict(data.x, verbose=0), model.predict(data.x, verbose=0))
+    whole = kinds(NanGuardModel)[2]
+    for copied in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
+        assert type(copied) is type(whole)
+        np.testing.assert_array_equal(copied.predict(data.x, verbose=0), whole.predict(data.x, verbose=0))
