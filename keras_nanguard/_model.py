@@ -37,7 +37,7 @@ class _OfTensors:
     After that no class that inherits from `NanGuardModel` could be made in another way.
     """
 
-    def __get__(self, model: Any, cls: type) -> type:
+    def __get__(self, model: Any, cls: Any) -> type:
         return cls if issubclass(cls, _functional()) else _made_of_tensors(cls)
 
 
