@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -36,8 +36,9 @@ WEIGHTS = "model.weights.h5"
 _MOST_EXPANSION = 100
 """A compressed member may grow so many times: the limit of Keras' own loader (`saving_lib`)."""
 
-_MOST_JSON = 256 << 20
-"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB."""
+_MOST_JSON = 32 << 20
+"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON of nothing but empty lists
+takes 25 times its size in memory."""
 
 _READ_BYTES = 4 << 20
 
@@ -87,8 +88,10 @@ def read_json(text: bytes, what: str, notes: list[str]) -> Any:
 def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
     notes: list[str] = []
     config = _member_json(archive, "config.json", notes)
-    window = _window(archive, archive.getinfo(WEIGHTS), path, stack)
-    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window)
+    info = archive.getinfo(WEIGHTS)
+    window = _window(archive, info, path, stack)
+    packed = min(1.0, info.compress_size / max(1, info.file_size))
+    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window, packed)
     return Contents("keras", arrays, names, config if isinstance(config, dict) else None, notes)
 
 
@@ -164,7 +167,8 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
         return _npy_pieces(archive, info, dtype, offset)
 
     shown = name or plain_text(dtype, 40)
-    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, "F" if fortran else "C")
+    order: Literal["C", "F"] = "F" if fortran else "C"
+    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, order, info.compress_size)
 
 
 def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

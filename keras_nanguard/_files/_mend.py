@@ -24,6 +24,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 
+_PIECE = 1 << 20
+"""Values looked at together, so that the float64 copy of a large array is never there as a whole."""
+
+
 class Limits(TypedDict):
     """The limits beyond which a value is bad, as keyword arguments of `scan`."""
 
@@ -91,7 +95,7 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
     """Return which values of a variable are bad.
 
     Args:
-        values: the variable as a float array.
+        values: the variable, of any float or complex dtype.
         name: its name within its layer.
         role: its role.
         layer_class: class of its layer.
@@ -100,6 +104,16 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
     Returns:
         Mask of the shape of `values`: non-finite; beyond a limit; a negative variance.
     """
+    bad = np.empty(values.shape, np.bool_)
+    flat, found = values.reshape(-1), bad.reshape(-1)
+    for start in range(0, flat.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        found[part] = _bad_values(flat[part], name, role, layer_class, choices)
+    return bad
+
+
+def _bad_values(piece: NDArray[Any], name: str, role: str, layer_class: str, choices: Choices) -> NDArray[np.bool_]:
+    values = piece if piece.dtype.kind == "c" else piece.astype(np.float64)
     with np.errstate(all="ignore"):
         magnitude = np.abs(values)
         bad: NDArray[np.bool_] = ~np.isfinite(values)
@@ -108,7 +122,7 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
         if choices.limit is not None:
             bad |= magnitude > choices.limit
         if "variance" in name or "stddev" in name:
-            bad |= values < 0
+            bad |= values.real < 0
     return bad
 
 

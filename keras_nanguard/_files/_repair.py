@@ -22,6 +22,7 @@ from keras_nanguard._files._repair_model import model_arrays, repair_model
 from keras_nanguard._files._rewrite import beside, kept_aside, rewritten
 from keras_nanguard._files._scan import scan
 from keras_nanguard._files._scan_report import ScannedVariable, ScanReport
+from keras_nanguard._files._stored import readable
 
 __all__ = ["FORMAT", "RepairReport", "repair"]
 
@@ -205,7 +206,7 @@ def _file(
     before = scan(path, **choices.limits)
     in_place = os.path.abspath(path) == final
     output = backup = after = None
-    with opened(path) as contents:
+    with readable(path), opened(path) as contents:
         work = FileWork(contents, choices, donors, draw)
         changes = work.plan([entry.location for entry in before.bad if _selected(entry, only)])
         if work.replacements and not dry_run:
