@@ -6,13 +6,8 @@ import json
 import subprocess
 import sys
 
-import h5py
-import numpy as np
 import pytest
-from wrong import KERNEL, WRONG, filled, hdf5
-
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from wrong_files import WRONG
 
 MEMORY = 1 << 30
 """Bytes that a process may take which scans, repairs and names one of these files; the largest of them has 2 MB."""
