@@ -131,7 +131,7 @@ def stored_arrays(file: h5py.File, raw: Window, packed: float = 1.0) -> tuple[li
         else:
             groups.setdefault(group, []).append(_unread(key, str(node)))
     arrays = [array for listed in groups.values() for array in sorted(listed, key=_numbered)]
-    return arrays + [_unread("/", reason) for reason in trouble], names
+    return arrays + [_unread("(the rest of the file)", reason) for reason in trouble], names
 
 
 def _numbered(array: StoredArray) -> tuple[int, str]:

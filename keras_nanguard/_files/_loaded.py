@@ -35,7 +35,7 @@ def load_model(path: str) -> Any:
 
     try:
         return keras.models.load_model(path, safe_mode=True)
-    except READ_FAULTS as error:
+    except Exception as error:  # Keras and its backend raise what they like on a file that they did not write
         raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}.") from error
 
 
@@ -93,7 +93,10 @@ def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> st
         raise GuardError(expected("an output that ends in .keras", f"output={final!r}", "Name another one."))
     if os.path.exists(final) and not overwrite:
         raise GuardError(expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True."))
-    scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=os.path.dirname(final))
+    folder = os.path.dirname(final)
+    if not os.path.isdir(folder):
+        raise GuardError(expected("an existing folder", f"output={final!r}", f"Make the folder {folder} first."))
+    scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=folder)
     try:
         half = os.path.join(scratch, os.path.basename(final))
         model.save(half)

@@ -65,6 +65,14 @@ class Choices:
         """The limits, as `scan` takes them."""
         return {"limit": self.limit, "statistics_limit": self.statistics_limit}
 
+    def remedy(self, role: str) -> str:
+        """Return what to ask for so that bad values of a role are replaced, `""` where nothing replaces them."""
+        if role not in _FIELDS:
+            return ""
+        field = _FIELDS[role]
+        others = [f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")]
+        return f"{' or '.join(others)} replaces it, or a source to take it from"
+
     def method(self, role: str) -> str:
         """Return how a role is repaired; what is neither weight, statistic nor slot is kept."""
         return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
@@ -127,7 +135,7 @@ def _bad_values(piece: NDArray[Any], name: str, role: str, layer_class: str, cho
 
 
 def mended(
-    values: NDArray[Any], bad: NDArray[np.bool_], method: str, first: NDArray[Any] | str, donor: NDArray[Any] | str
+    values: NDArray[Any], bad: NDArray[np.bool_], method: str, first: NDArray[Any] | str, donor: NDArray[Any] | str, remedy: str = ""
 ) -> NDArray[Any] | str:
     """Return the repaired values in the dtype of the old ones, or the sentence why there are none.
 
@@ -137,12 +145,13 @@ def mended(
         method: one of `CHOICES`.
         first: first values of the variable, or why there are none.
         donor: the variable of the good file, or why there is none.
+        remedy: how to have it replaced where the method is `"keep"`.
 
     Returns:
         All of the donor for `"source"`, otherwise the old values with the bad ones replaced.
     """
     if method == "keep":
-        return "left as it is: choose what to put there"
+        return f"left as it is: {remedy}" if remedy else "left as it is"
     if method == "source":
         if isinstance(donor, str):
             return donor

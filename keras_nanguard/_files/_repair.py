@@ -185,7 +185,7 @@ def _live(model: Any, choices: Choices, donors: Callable[[str], NDArray[Any] | s
 
 def _final_name(path: str, output: str | os.PathLike[str] | None, in_place: bool, overwrite: bool, dry_run: bool) -> str:
     if in_place and output is not None:
-        raise GuardError(expected("either in_place or output", f"both, output={os.fspath(output)!r}", "Drop one."))
+        raise GuardError(expected("either in_place=True or an output", f"both, output={os.fspath(output)!r}", "Drop one."))
     final = path if in_place else os.fspath(output) if output is not None else beside(path)
     if not in_place and os.path.abspath(final) == os.path.abspath(path):
         raise GuardError(expected("another output", f"output={final!r}", "Pass in_place=True to replace the file."))

@@ -95,7 +95,7 @@ class FileWork:
         first: NDArray[Any] | str = ""
         if method == "initial":
             first = first_value(identity.name, array.shape, identity.settings, self._draw)
-        return mended(values, bad, method, first, donor)
+        return mended(values, bad, method, first, donor, self._choices.remedy(identity.role))
 
     def _replace(self, array: StoredArray, new: NDArray[Any]) -> None:
         ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)

@@ -67,7 +67,7 @@ def _one(
         donor = donors(who.path) if method == "source" else ""
         if isinstance(donor, np.ndarray) and donor.shape != values.shape:
             donor = f"the source has the shape {donor.shape} there"
-        new = mended(values, bad, method, first, donor)
+        new = mended(values, bad, method, first, donor, choices.remedy(who.role))
     if isinstance(new, str):
         return Change(who.path, live.keras_path, method, "skipped", new, count), None
     if bad_values(new, who.name, who.role, who.layer_class, choices).any():
