@@ -28,7 +28,7 @@ from keras_nanguard._files._hdf5 import open_hdf5, stored_arrays
 from keras_nanguard._files._stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
 from keras_nanguard._files._window import Window
 
-__all__ = ["WEIGHTS", "read_archive", "read_json", "refuse_bomb"]
+__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
 
 WEIGHTS = "model.weights.h5"
 """Name that Keras gives the weights within a `.keras` archive."""
@@ -149,7 +149,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
     try:
         refuse_bomb(info)
         with archive.open(info) as member:
-            shape, fortran, dtype, offset = _npy_header(member)
+            shape, fortran, dtype, offset = npy_header(member)
         size = math.prod(shape) * dtype.itemsize
         if dtype.hasobject:
             raise ValueError("an array of pickled Python objects, which is never loaded")
@@ -171,7 +171,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
     return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, order, info.compress_size)
 
 
-def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Return shape, order, dtype and length of the header, which NumPy reads as a literal of limited length."""
     major, _ = npy.read_magic(member)
     if major == 1:

@@ -104,6 +104,8 @@ _REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the dir
 
 def _text(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise GuardError(expected("a file or a folder", f"{str(path)!r}, which is neither", _REMEDY))
         if path.stat().st_size > LARGEST:
             raise GuardError(expected(f"a file of at most {LARGEST} bytes", f"{str(path)!r}, which is larger", _REMEDY))
         return path.read_text(encoding="utf-8")
