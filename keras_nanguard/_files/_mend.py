@@ -71,7 +71,7 @@ class Choices:
             return ""
         field = _FIELDS[role]
         others = [f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")]
-        return f"{' or '.join(others)} replaces it, or a source to take it from"
+        return f"choose {' or '.join(others)}, or name a source to take it from"
 
     def method(self, role: str) -> str:
         """Return how a role is repaired; what is neither weight, statistic nor slot is kept."""

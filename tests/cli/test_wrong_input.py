@@ -156,7 +156,7 @@ def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
 def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
     """`--weights zeros` on the command line, in JSON too; `weights='zeros'` in Python."""
     assert main(["repair", good["model"]]) == 1
-    assert "--weights initial or --weights zeros or --weights ones" in capsys.readouterr().out
+    assert "choose --weights initial or --weights zeros or --weights ones, or name a source" in capsys.readouterr().out
     assert main(["repair", good["model"], "--json"]) == 1
     assert "--weights zeros" in json.loads(capsys.readouterr().out)["changes"][0]["detail"]
     assert "weights='zeros'" in repair(good["model"]).changes[0].detail
