@@ -26,7 +26,7 @@ from keras_nanguard._fit._snapshot_disk import DiskRing
 from keras_nanguard._incident import Finding, Incident
 from keras_nanguard._policy._policy import Policy
 from keras_nanguard._policy._warnings import Setting
-from keras_nanguard.reports import console, files
+from keras_nanguard.reports import console, files, log
 
 __all__ = ["NanGuard"]
 
@@ -141,6 +141,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
+        self._note(log.begin)
         self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
     def _at_work(self) -> bool:
@@ -331,9 +332,23 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _tell(self, incident: Incident) -> None:
         self.incidents.append(incident)
+        self._note(lambda directory: log.add(directory, incident))
         text = self._lines.line(incident)
         if text and self.verbose:
             _state.print_line("\n" + text)
+
+    def _note(self, write: Callable[[str], None]) -> None:
+        """Write to the directory; training goes on where that fails, and one line says so."""
+        directory = self.session.directory if self.session is not None else None
+        if directory is None:
+            return
+        try:
+            write(directory)
+        except OSError as error:
+            line = f"NanGuard: {log.NAME} cannot be written: {error}."
+            if line not in self._said:
+                self._said.add(line)
+                _state.print_line(line)
 
     def _print_counted(self) -> None:
         text = self._lines.counted()

@@ -13,8 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from keras_nanguard._cli._words import in_options
 
 __all__ = [
     "CLEAN",
@@ -63,7 +66,8 @@ def repair(given: argparse.Namespace) -> int:
     options = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
     chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
     report = mend(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
-    _show(report, given.json, lambda tables: tables.repair(report))
+    said = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
+    _show(said, given.json, lambda tables: tables.repair(said))
     return CLEAN if report.clean else FOUND
 
 
@@ -156,6 +160,10 @@ def _finite(value: Any) -> Any:
 
 def replay(given: argparse.Namespace) -> int:
     """Run the step of a bundle again; a step that goes bad again is a finding."""
+    from keras_nanguard._errors import BundleError, expected
+
+    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):  # said before a backend is loaded, which takes seconds
+        raise BundleError(expected("the folder of an incident", repr(given.bundle), "It holds bundle.json; report DIRECTORY names them."))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(
@@ -193,7 +201,7 @@ def _own(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def report(given: argparse.Namespace) -> int:
-    """Tell of the incidents that a guarded run has written down."""
+    """List the incidents that a guarded run has written down."""
     from keras_nanguard.reports import console, files
 
     incidents = files.read(given.path)

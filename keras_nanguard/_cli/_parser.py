@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from keras_nanguard._cli import _commands
 from keras_nanguard._cli._commands import CLEAN, FOUND, MISUSE
+from keras_nanguard._cli._words import in_options, option_words
 from keras_nanguard._errors import NanGuardError
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
@@ -32,22 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 clean, 1 found, 2 misuse. Errors come out as one sentence on stderr.
     """
+    words: dict[str, str] = {}
     try:
         given = parser().parse_args(arguments)
+        words = given.words = option_words(given.command)
         code = int(given.run(given))
         sys.stdout.flush()
         return code
     except SystemExit as leaving:  # argparse leaves this way, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
     except NanGuardError as error:
-        print(f"keras-nanguard: {error}", file=sys.stderr)
+        print(f"keras-nanguard: {in_options(_one_line(error), words)}", file=sys.stderr)
+        return MISUSE
+    except BrokenPipeError:  # whoever read our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+    except OSError as error:
+        print(f"keras-nanguard: {_what_failed(error)}", file=sys.stderr)
         return MISUSE
     except KeyboardInterrupt:
         print("keras-nanguard: interrupted; nothing was left half-written.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLEAN
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _what_failed(error: OSError) -> str:
+    """Return one sentence about a file of the user's that could not be opened or written."""
+    reason = " ".join(str(error.strerror or error).split()).rstrip(".")
+    return f"{error.filename} cannot be written or read: {reason}." if error.filename else f"{reason}."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +98,7 @@ def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, says: str, run: _commands.Command
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=says, description=f"{says}.", epilog=_EXIT_CODES, allow_abbrev=False)
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command)
     return command
 
 
@@ -169,9 +185,10 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "tell of the incidents that a guarded run has written down"
+    says = "list the incidents of a guarded run"
     command = _command(commands, "report", says, _commands.report)
-    command.add_argument("path", metavar="REPORT", help="a .json or .jsonl file of guard.report, a bundle, or a folder of bundles")
+    kinds = "the directory that was given to NanGuard, a .json or .jsonl file of guard.report, or a bundle"
+    command.add_argument("path", metavar="REPORT", help=kinds)
     command.add_argument("-o", "--output", metavar="FILE", help="write it as .md, .html, .json or .jsonl instead of printing it")
     _json(command)
 

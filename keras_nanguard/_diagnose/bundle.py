@@ -35,7 +35,7 @@ from keras_nanguard._diagnose.evidence import Evidence, Growth
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._errors import BundleError, FileFormatError, expected
 from keras_nanguard._files import _archives
-from keras_nanguard._files._stored import READ_FAULTS
+from keras_nanguard._files._stored import MOST_UNBACKED, READ_FAULTS, plain_text
 from keras_nanguard._incident import Incident
 from keras_nanguard._version import __version__
 
@@ -302,7 +302,7 @@ def read(path: str | Path) -> Bundle:
     except BundleError:
         raise
     except (FileFormatError, *READ_FAULTS) as error:
-        raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}") from error
 
 
 def _before(folder: Path, told: Any) -> Sequence[Any]:
@@ -314,6 +314,8 @@ def _before(folder: Path, told: Any) -> Sequence[Any]:
 
 
 def _limited(path: Path) -> str:
+    if not path.is_file():
+        raise BundleError(f"{path.name} is missing, or no file.")
     if path.stat().st_size > MOST_JSON:
         raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
     return path.read_text(encoding="utf-8")
@@ -346,6 +348,8 @@ def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
         stored = {array.location: array for array in contents.arrays}
         if sum(array.nbytes for array in stored.values()) > 2 * MOST_BYTES:
             raise BundleError(f"{path.name} unpacks to more than any bundle has.")
+        if sum(array.unbacked for array in stored.values()) > MOST_UNBACKED:
+            raise BundleError(f"{path.name} unpacks to far more than it stores, as no bundle does.")
         arrays = [stored[str(number)].read() for number in range(len(stored))]
     finally:
         contents.close()

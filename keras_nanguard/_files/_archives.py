@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -28,7 +28,7 @@ from keras_nanguard._files._hdf5 import open_hdf5, stored_arrays
 from keras_nanguard._files._stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
 from keras_nanguard._files._window import Window
 
-__all__ = ["WEIGHTS", "read_archive", "read_json", "refuse_bomb"]
+__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
 
 WEIGHTS = "model.weights.h5"
 """Name that Keras gives the weights within a `.keras` archive."""
@@ -36,8 +36,9 @@ WEIGHTS = "model.weights.h5"
 _MOST_EXPANSION = 100
 """A compressed member may grow so many times: the limit of Keras' own loader (`saving_lib`)."""
 
-_MOST_JSON = 256 << 20
-"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB."""
+_MOST_JSON = 32 << 20
+"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON of nothing but empty lists
+takes 25 times its size in memory."""
 
 _READ_BYTES = 4 << 20
 
@@ -87,8 +88,10 @@ def read_json(text: bytes, what: str, notes: list[str]) -> Any:
 def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
     notes: list[str] = []
     config = _member_json(archive, "config.json", notes)
-    window = _window(archive, archive.getinfo(WEIGHTS), path, stack)
-    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window)
+    info = archive.getinfo(WEIGHTS)
+    window = _window(archive, info, path, stack)
+    packed = min(1.0, info.compress_size / max(1, info.file_size))
+    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window, packed)
     return Contents("keras", arrays, names, config if isinstance(config, dict) else None, notes)
 
 
@@ -146,7 +149,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
     try:
         refuse_bomb(info)
         with archive.open(info) as member:
-            shape, fortran, dtype, offset = _npy_header(member)
+            shape, fortran, dtype, offset = npy_header(member)
         size = math.prod(shape) * dtype.itemsize
         if dtype.hasobject:
             raise ValueError("an array of pickled Python objects, which is never loaded")
@@ -164,10 +167,11 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
         return _npy_pieces(archive, info, dtype, offset)
 
     shown = name or plain_text(dtype, 40)
-    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, "F" if fortran else "C")
+    order: Literal["C", "F"] = "F" if fortran else "C"
+    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, order, info.compress_size)
 
 
-def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Return shape, order, dtype and length of the header, which NumPy reads as a literal of limited length."""
     major, _ = npy.read_magic(member)
     if major == 1:

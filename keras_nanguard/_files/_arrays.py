@@ -8,6 +8,7 @@ smallest value there is, so a piece is finite exactly where both are: the precis
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FLOAT16_MAX", "Scratch", "Statistics", "Tally", "blocks", "float_name", "named_dtype", "statistics"]
+__all__ = ["FLOAT16_MAX", "Scratch", "Statistics", "Tally", "blocks", "chunk_blocks", "float_name", "named_dtype", "statistics"]
 
 FLOAT16_MAX = 65504.0
 """Largest finite float16 (IEEE 754 binary16)."""
@@ -105,13 +106,12 @@ def float_name(dtype: np.dtype[Any]) -> str | None:
     return None
 
 
-def blocks(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[tuple[slice, ...]]:
+def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     """Cut an array into slabs that are contiguous in C order.
 
     Args:
         shape: shape of the array.
-        limit: largest number of values in a slab, as far as `multiple` allows.
-        multiple: along the first axis, slabs are a multiple of so many rows (the chunk of a chunked HDF5 dataset).
+        limit: largest number of values in a slab.
 
     Returns:
         Iterator of indices that cover the array once, in order.
@@ -123,13 +123,33 @@ def blocks(shape: tuple[int, ...], limit: int, multiple: int = 1) -> Iterator[tu
     while math.prod(shape[axis + 1 :]) > limit:
         axis += 1
     rows = max(1, limit // max(1, math.prod(shape[axis + 1 :])))
-    if axis == 0 and multiple > 1:
-        rows = max(multiple, rows // multiple * multiple)
     tail = tuple(slice(0, length) for length in shape[axis + 1 :])
     for outer in np.ndindex(*shape[:axis]):
         head = tuple(slice(index, index + 1) for index in outer)
         for start in range(0, shape[axis], rows):
             yield (*head, slice(start, min(start + rows, shape[axis])), *tail)
+
+
+def chunk_blocks(shape: tuple[int, ...], chunk: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cut a chunked array along its chunks, so that no chunk is read twice.
+
+    Args:
+        shape: shape of the array.
+        chunk: shape of a chunk.
+        limit: largest number of values in a block, unless one chunk has more.
+
+    Returns:
+        Iterator of indices that cover the array once; they are not contiguous in C order.
+    """
+    extent = [min(length, whole) for length, whole in zip(chunk, shape, strict=True)]
+    for axis in reversed(range(len(shape))):
+        room = limit // max(1, math.prod(extent))
+        extent[axis] = min(shape[axis], chunk[axis] * max(1, room))
+        if extent[axis] < shape[axis]:
+            break
+    starts = [range(0, length, max(1, step)) for length, step in zip(shape, extent, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(slice(start, min(start + step, whole)) for start, step, whole in zip(corner, extent, shape, strict=True))
 
 
 def statistics(array: Any, limit: float | None = None) -> Statistics:

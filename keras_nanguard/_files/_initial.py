@@ -56,7 +56,7 @@ def first_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any], 
     options: Mapping[str, Any] = given if isinstance(given, dict) else {}
     try:
         return _drawn(kind, shape, options, draw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
         return f"its initialiser {kind!r} is not understood ({error})"
 
 

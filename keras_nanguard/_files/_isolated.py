@@ -31,19 +31,27 @@ calls into a C library, each of which reads 4 MiB at most; a disk that takes 30 
 
 _BEAT_SECONDS = 0.5
 
+MOST_MEMORY = 1 << 30
+"""Bytes of memory that the child may take for any file. Reading in pieces takes a tenth of it; what goes beyond is a damaged file that
+has HDF5 reserve what it declares."""
+
+_MEMORY_PER_BYTE = 16
+"""Bytes that it may take beside, for each byte of the file."""
+
 Progress = Callable[[int, int], None]
 
 Work = Callable[[Progress], AbstractContextManager[dict[str, Any]]]
 """Takes a function to report progress to; what it gives is the answer, and leaving it releases what it opened."""
 
 
-def isolated(work: Work, progress: Progress | None, name: str) -> dict[str, Any]:
+def isolated(work: Work, progress: Progress | None, name: str, size: int = 0) -> dict[str, Any]:
     """Return what `work` gives, run in a child process.
 
     Args:
         work: gives plain JSON values.
         progress: called in this process with what `work` reports.
         name: name of the file, for messages.
+        size: bytes of the file, in relation to which the child may take memory.
 
     Returns:
         What `work` gave.
@@ -60,7 +68,7 @@ def isolated(work: Work, progress: Progress | None, name: str) -> dict[str, Any]
         child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(work, writing)
+        _child(work, writing, size)
     os.close(writing)
     try:
         return _answer(reading, child, progress, name)
@@ -69,13 +77,14 @@ def isolated(work: Work, progress: Progress | None, name: str) -> dict[str, Any]
         _reap(child)
 
 
-def _child(work: Work, writing: int) -> None:
+def _child(work: Work, writing: int, size: int) -> None:
     """Do the work and leave without running anything of the parent's: no exit handlers, no buffers flushed."""
     status = 1
     try:
         gc.disable()  # a collection would touch, and so copy, every page that is shared with the parent
         faulthandler.disable()  # the parent tells of a crash in one sentence
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _bound_memory(MOST_MEMORY + _MEMORY_PER_BYTE * size)
         done = threading.Event()
         beat = threading.Thread(target=_beat, args=(writing, done), daemon=True)
         beat.start()
@@ -96,6 +105,20 @@ def _child(work: Work, writing: int) -> None:
         status = 0
     finally:
         os._exit(status)
+
+
+def _bound_memory(extra: int) -> None:
+    """Let this process take so many bytes beyond what it inherited; where the system cannot tell (not Linux), any number."""
+    try:
+        import resource
+
+        with open("/proc/self/statm", "rb") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limits = [limit for limit in (now + extra, soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    except (ImportError, OSError, ValueError):
+        pass
 
 
 def _beat(writing: int, done: threading.Event) -> None:

@@ -24,6 +24,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 
+_PIECE = 1 << 20
+"""Values looked at together, so that the float64 copy of a large array is never there as a whole."""
+
+
 class Limits(TypedDict):
     """The limits beyond which a value is bad, as keyword arguments of `scan`."""
 
@@ -61,6 +65,14 @@ class Choices:
         """The limits, as `scan` takes them."""
         return {"limit": self.limit, "statistics_limit": self.statistics_limit}
 
+    def remedy(self, role: str) -> str:
+        """Return what to ask for so that bad values of a role are replaced, `""` where nothing replaces them."""
+        if role not in _FIELDS:
+            return ""
+        field = _FIELDS[role]
+        others = [f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")]
+        return f"choose {' or '.join(others)}, or name a source to take it from"
+
     def method(self, role: str) -> str:
         """Return how a role is repaired; what is neither weight, statistic nor slot is kept."""
         return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
@@ -91,7 +103,7 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
     """Return which values of a variable are bad.
 
     Args:
-        values: the variable as a float array.
+        values: the variable, of any float or complex dtype.
         name: its name within its layer.
         role: its role.
         layer_class: class of its layer.
@@ -100,6 +112,16 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
     Returns:
         Mask of the shape of `values`: non-finite; beyond a limit; a negative variance.
     """
+    bad = np.empty(values.shape, np.bool_)
+    flat, found = values.reshape(-1), bad.reshape(-1)
+    for start in range(0, flat.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        found[part] = _bad_values(flat[part], name, role, layer_class, choices)
+    return bad
+
+
+def _bad_values(piece: NDArray[Any], name: str, role: str, layer_class: str, choices: Choices) -> NDArray[np.bool_]:
+    values = piece if piece.dtype.kind == "c" else piece.astype(np.float64)
     with np.errstate(all="ignore"):
         magnitude = np.abs(values)
         bad: NDArray[np.bool_] = ~np.isfinite(values)
@@ -108,12 +130,12 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
         if choices.limit is not None:
             bad |= magnitude > choices.limit
         if "variance" in name or "stddev" in name:
-            bad |= values < 0
+            bad |= values.real < 0
     return bad
 
 
 def mended(
-    values: NDArray[Any], bad: NDArray[np.bool_], method: str, first: NDArray[Any] | str, donor: NDArray[Any] | str
+    values: NDArray[Any], bad: NDArray[np.bool_], method: str, first: NDArray[Any] | str, donor: NDArray[Any] | str, remedy: str = ""
 ) -> NDArray[Any] | str:
     """Return the repaired values in the dtype of the old ones, or the sentence why there are none.
 
@@ -123,12 +145,13 @@ def mended(
         method: one of `CHOICES`.
         first: first values of the variable, or why there are none.
         donor: the variable of the good file, or why there is none.
+        remedy: how to have it replaced where the method is `"keep"`.
 
     Returns:
         All of the donor for `"source"`, otherwise the old values with the bad ones replaced.
     """
     if method == "keep":
-        return "left as it is: choose what to put there"
+        return f"left as it is: {remedy}" if remedy else "left as it is"
     if method == "source":
         if isinstance(donor, str):
             return donor

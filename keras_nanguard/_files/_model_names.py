@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from keras_nanguard._files._config_tree import own_name
+from keras_nanguard._files._isolated import isolated
 from keras_nanguard._files._names import Identity, identities
-from keras_nanguard._files._open import opened
-from keras_nanguard._files._stored import Contents, plain_text
+from keras_nanguard._files._open import opened, size_on_disk
+from keras_nanguard._files._orbax import is_orbax
+from keras_nanguard._files._stored import Contents, plain_text, readable
 from keras_nanguard._policy._warnings import ModelNames
 
 __all__ = ["model_names"]
@@ -26,11 +30,21 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     Raises:
         FileFormatError: if the file is missing, truncated, of another format, or hostile.
     """
-    with opened(path) as contents:
-        found = identities(contents)
-        root = own_name(contents.config or {}) or contents.names.get("", "")
-        name = root or os.path.basename(plain_text(os.fspath(path)))
-        return ModelNames(name, dict(_by_site(contents, found, root)))
+    file = os.fspath(path)
+
+    @contextmanager
+    def work(_: object) -> Iterator[dict[str, Any]]:
+        with readable(file), opened(file) as contents:
+            root = own_name(contents.config or {}) or contents.names.get("", "")
+            yield {"root": root, "paths": dict(_by_site(contents, identities(contents), root))}
+
+    if is_orbax(file):  # as in `scan`
+        with work(None) as found:
+            pass
+    else:
+        found = isolated(work, None, plain_text(file), size_on_disk(file))
+    name = found["root"] or os.path.basename(plain_text(file))
+    return ModelNames(name, {site: tuple(paths) for site, paths in found["paths"].items()})
 
 
 def _by_site(contents: Contents, found: Iterable[Identity], root: str) -> Iterable[tuple[str, tuple[str, ...]]]:

@@ -128,7 +128,7 @@ def _legacy(location: str, config: Mapping[str, Any] | None, tree: ConfigTree) -
     parts = [part.removesuffix(":0") for part in location.split("/")]
     if parts[0] == "optimizer_weights":
         return Identity("optimizer", "/".join(parts[1:]), "slot", "Optimizer", {})
-    if parts[0] == "model_weights":
+    if parts[0] == "model_weights" and len(parts) > 1:
         parts = parts[1:]
     if len(parts) > 1 and parts[0] == parts[1]:
         parts = parts[1:]

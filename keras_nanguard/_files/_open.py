@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from keras_nanguard._files._orbax import is_orbax, read_orbax
 from keras_nanguard._files._stored import Contents, StoredArray, plain_text, readable
 from keras_nanguard._files._window import Window
 
-__all__ = ["opened", "shard_names"]
+__all__ = ["opened", "shard_names", "size_on_disk"]
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
-_MOST_JSON = 64 << 20
+_MOST_JSON = 32 << 20
 """Bytes of a shard index that are parsed: one line of about 100 bytes a layer."""
 
 
@@ -44,10 +46,32 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     name = os.fspath(path)
     with readable(name):
         contents = _contents(name)
+        contents.arrays = _distinct(contents.arrays)
     try:
         yield contents
     finally:
         contents.close()
+
+
+def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
+    """Give each array a location of its own: names that differ in the file may look alike once they are safe to print."""
+    met: Counter[str] = Counter()
+    found = []
+    for array in arrays:
+        met[array.location] += 1
+        again = met[array.location]
+        found.append(array if again == 1 else replace(array, location=f"{array.location} ({again})"))
+    return found
+
+
+def size_on_disk(path: str) -> int:
+    """Return the bytes of a file, or of the files in a folder; of the index of sharded weights, those of all files beside it."""
+    try:
+        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)) if path.endswith(".json") else ""
+        files = [os.path.join(folder, name) for name in os.listdir(folder)] if folder else [path]
+        return sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+    except (OSError, ValueError):
+        return 0
 
 
 def _contents(path: str) -> Contents:

@@ -22,6 +22,7 @@ from keras_nanguard._files._repair_model import model_arrays, repair_model
 from keras_nanguard._files._rewrite import beside, kept_aside, rewritten
 from keras_nanguard._files._scan import scan
 from keras_nanguard._files._scan_report import ScannedVariable, ScanReport
+from keras_nanguard._files._stored import readable
 
 __all__ = ["FORMAT", "RepairReport", "repair"]
 
@@ -184,7 +185,7 @@ def _live(model: Any, choices: Choices, donors: Callable[[str], NDArray[Any] | s
 
 def _final_name(path: str, output: str | os.PathLike[str] | None, in_place: bool, overwrite: bool, dry_run: bool) -> str:
     if in_place and output is not None:
-        raise GuardError(expected("either in_place or output", f"both, output={os.fspath(output)!r}", "Drop one."))
+        raise GuardError(expected("either in_place=True or an output", f"both, output={os.fspath(output)!r}", "Drop one."))
     final = path if in_place else os.fspath(output) if output is not None else beside(path)
     if not in_place and os.path.abspath(final) == os.path.abspath(path):
         raise GuardError(expected("another output", f"output={final!r}", "Pass in_place=True to replace the file."))
@@ -205,7 +206,7 @@ def _file(
     before = scan(path, **choices.limits)
     in_place = os.path.abspath(path) == final
     output = backup = after = None
-    with opened(path) as contents:
+    with readable(path), opened(path) as contents:
         work = FileWork(contents, choices, donors, draw)
         changes = work.plan([entry.location for entry in before.bad if _selected(entry, only)])
         if work.replacements and not dry_run:

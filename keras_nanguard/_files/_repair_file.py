@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._files._arrays import named_dtype
 from keras_nanguard._files._config_tree import optimizer_settings
 from keras_nanguard._files._initial import first_value
 from keras_nanguard._files._mend import Change, Choices, bad_values, mended
 from keras_nanguard._files._names import Identity, identities
-from keras_nanguard._files._stored import Contents, StoredArray
+from keras_nanguard._files._stored import MOST_UNBACKED, Contents, StoredArray
 
 __all__ = ["FileWork"]
 
 _ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer"))
 """Optimizers of Keras whose slots all start at 0 (read in `keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
+
+
+_FIRST_SCALE = 2.0**15
+"""Loss scale with which a `LossScaleOptimizer` starts."""
 
 
 class FileWork:
@@ -34,6 +41,7 @@ class FileWork:
         self._identities = dict(zip(self._arrays, identities(contents), strict=True))
         self._config = contents.config
         self._choices, self._donors, self._draw = choices, donors, draw
+        self._unbacked = 0
         self.replacements: dict[str, Callable[[], NDArray[Any]]] = {}
 
     def plan(self, bad: Iterable[str]) -> list[Change]:
@@ -51,17 +59,30 @@ class FileWork:
         method = self._choices.method(identity.role)
         if array.unread:
             return Change(identity.path, array.location, method, "skipped", f"not read: {array.unread}")
+        if refusal := self._too_large(array):
+            return Change(identity.path, array.location, method, "skipped", refusal)
         values = array.read()
-        bad = bad_values(values.astype(np.float64), identity.name, identity.role, identity.layer_class, self._choices)
+        bad = self._bad(values, identity)
         count = int(bad.sum())
         new = self._new_values(values, bad, method, identity, array)
         if isinstance(new, str):
             return Change(identity.path, array.location, method, "skipped", new, count)
-        if bad_values(new.astype(np.float64), identity.name, identity.role, identity.layer_class, self._choices).any():
+        if self._bad(new, identity).any():
             return Change(identity.path, array.location, method, "skipped", "the new values are bad too", count)
         self._replace(array, new)
         detail = f"{count} of {bad.size} values {_said(method)}"
         return Change(identity.path, array.location, method, "done", detail, count)
+
+    def _bad(self, values: NDArray[Any], identity: Identity) -> NDArray[np.bool_]:
+        return bad_values(values, identity.name, identity.role, identity.layer_class, self._choices)
+
+    def _too_large(self, array: StoredArray) -> str:
+        """Return why an array is not brought into memory and written out: the file declares it and does not hold it."""
+        self._unbacked += array.unbacked
+        if self._unbacked <= MOST_UNBACKED:
+            return ""
+        self._unbacked -= array.unbacked
+        return f"it declares {array.nbytes} bytes and the file stores {array.stored}: load the model and repair that"
 
     def _new_values(
         self, values: NDArray[Any], bad: NDArray[np.bool_], method: str, identity: Identity, array: StoredArray
@@ -74,7 +95,7 @@ class FileWork:
         first: NDArray[Any] | str = ""
         if method == "initial":
             first = first_value(identity.name, array.shape, identity.settings, self._draw)
-        return mended(values, bad, method, first, donor)
+        return mended(values, bad, method, first, donor, self._choices.remedy(identity.role))
 
     def _replace(self, array: StoredArray, new: NDArray[Any]) -> None:
         ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)
@@ -83,15 +104,16 @@ class FileWork:
     def _reset_slots(self) -> list[Change]:
         changes = []
         refusal = self._reset_refusal()
+        scale = self._first_scale()
         for location, identity in self._identities.items():
             array, name = self._arrays[location], identity.name.rpartition("/")[2]
             if identity.role != "slot" or not array.is_float or name == "learning_rate":
                 continue
-            if refusal:
-                changes.append(Change(identity.path, location, "reset", "skipped", refusal))
+            if reason := refusal or array.unread or self._too_large(array):
+                changes.append(Change(identity.path, location, "reset", "skipped", reason))
                 continue
-            value = self._first_scale() if name == "dynamic_scale" else 0.0
-            self._replace(array, np.full(array.shape, value).astype(array.read().dtype))
+            value = scale if name == "dynamic_scale" else 0.0
+            self.replacements[array.key] = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
             changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, as at the start"))
         return changes
 
@@ -106,9 +128,11 @@ class FileWork:
         return ""
 
     def _first_scale(self) -> float:
-        node: Any = (self._config or {}).get("compile_config", {})
-        given = node.get("optimizer", {}).get("config", {}).get("initial_scale", 2.0**15)
-        return float(given)
+        node: Any = self._config
+        for key in ("compile_config", "optimizer", "config"):
+            node = node.get(key) if isinstance(node, Mapping) else None
+        given = node.get("initial_scale") if isinstance(node, Mapping) else None
+        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _FIRST_SCALE
 
 
 def _said(method: str) -> str:

@@ -59,7 +59,7 @@ def _one(
 ) -> tuple[Change, NDArray[Any] | None]:
     who, method = live.identity, choices.method(live.identity.role)
     values = live.read()
-    bad = bad_values(values.astype(np.float64), who.name, who.role, who.layer_class, choices)
+    bad = bad_values(values, who.name, who.role, who.layer_class, choices)
     count = int(bad.sum())
     new: NDArray[Any] | str = "no single value is at fault"
     if count:
@@ -67,10 +67,10 @@ def _one(
         donor = donors(who.path) if method == "source" else ""
         if isinstance(donor, np.ndarray) and donor.shape != values.shape:
             donor = f"the source has the shape {donor.shape} there"
-        new = mended(values, bad, method, first, donor)
+        new = mended(values, bad, method, first, donor, choices.remedy(who.role))
     if isinstance(new, str):
         return Change(who.path, live.keras_path, method, "skipped", new, count), None
-    if bad_values(new.astype(np.float64), who.name, who.role, who.layer_class, choices).any():
+    if bad_values(new, who.name, who.role, who.layer_class, choices).any():
         return Change(who.path, live.keras_path, method, "skipped", "the new values are bad too", count), None
     detail = f"{count} of {bad.size} values replaced ({method})"
     return Change(who.path, live.keras_path, method, "done", detail, count), new

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._files._archives import WEIGHTS, refuse_bomb
-from keras_nanguard._files._arrays import blocks
+from keras_nanguard._files._arrays import blocks, chunk_blocks
 from keras_nanguard._files._isolated import isolated
-from keras_nanguard._files._open import shard_names
+from keras_nanguard._files._open import shard_names, size_on_disk
 from keras_nanguard._files._stored import BOMB_FLOOR, readable
 
 __all__ = ["beside", "kept_aside", "rewritten"]
@@ -111,7 +111,7 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
     scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=folder)
     try:
         target = os.path.join(scratch, os.path.basename(output))
-        isolated(partial(_written, writers[kind], path, target, replacements), None, path)
+        isolated(partial(_written, writers[kind], path, target, replacements), None, path, size_on_disk(path))
         _flush(scratch)
         yield target
         for name in sorted(os.listdir(scratch), key=lambda name: name == os.path.basename(output)):
@@ -168,7 +168,8 @@ def _write(dataset: Any, values: NDArray[Any]) -> None:
     if dataset.shape == ():
         dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, plain, kind)
         return
-    for block in blocks(dataset.shape, _WRITE_VALUES):
+    chunk = dataset.chunks
+    for block in blocks(dataset.shape, _WRITE_VALUES) if chunk is None else chunk_blocks(dataset.shape, chunk, _WRITE_VALUES):
         start, count = tuple(part.start for part in block), tuple(part.stop - part.start for part in block)
         space = dataset.id.get_space()
         space.select_hyperslab(start, count)

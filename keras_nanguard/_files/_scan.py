@@ -14,10 +14,10 @@ from keras_nanguard._files._isolated import isolated
 from keras_nanguard._files._judge import STATISTICS_LIMIT, Problem, judge, problem
 from keras_nanguard._files._live import LiveVariable, live_variables
 from keras_nanguard._files._names import Identity, identities
-from keras_nanguard._files._open import opened
+from keras_nanguard._files._open import opened, size_on_disk
 from keras_nanguard._files._orbax import is_orbax
 from keras_nanguard._files._scan_report import ScannedVariable, ScanReport
-from keras_nanguard._files._stored import READ_FAULTS, Contents, StoredArray, plain_text
+from keras_nanguard._files._stored import READ_FAULTS, Contents, StoredArray, plain_text, readable
 
 __all__ = ["scan"]
 
@@ -66,7 +66,7 @@ def scan(
 def _scan_file(path: str, limit: float | None, statistics_limit: float, progress: Callable[[int, int], None] | None) -> ScanReport:
     @contextmanager
     def work(report: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-        with opened(path) as contents:
+        with readable(path), opened(path) as contents:
             variables = _Looker(limit, statistics_limit, report).file(contents)
             yield {"kind": contents.kind, "notes": contents.notes, "variables": [_row(v) for v in variables]}
 
@@ -74,7 +74,7 @@ def _scan_file(path: str, limit: float | None, statistics_limit: float, progress
         with work(progress or _unseen) as found:
             rows = found["variables"]
     else:
-        found = isolated(work, progress, plain_text(path))
+        found = isolated(work, progress, plain_text(path), size_on_disk(path))
         rows = found["variables"]
     variables = tuple(_from_row(row) for row in rows)
     return ScanReport(plain_text(path), found["kind"], variables, tuple(found["notes"]))

@@ -6,6 +6,7 @@ at, or a `FileFormatError` of one sentence. Level 0: imports no backend.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import zipfile
@@ -18,12 +19,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._errors import FileFormatError
+from keras_nanguard._errors import FileFormatError, NanGuardError
 
-__all__ = ["BOMB_FLOOR", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
+__all__ = ["BOMB_FLOOR", "MOST_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
 
 BOMB_FLOOR = 1 << 32
 """Bytes below which nothing is taken for a bomb: 4 GiB, the floor of Keras' own loader (`saving_lib`)."""
+
+BACKED = 16
+"""A whole array, or all arrays together, may take so many times the bytes that the file spends on them ..."""
+
+MOST_UNBACKED = 128 << 20
+"""... and so many bytes more: a file that declares gigabytes and stores none is never brought into memory."""
 
 READ_FAULTS = (
     OSError,
@@ -61,9 +68,11 @@ class StoredArray:
         nbytes: bytes that reading it takes.
         is_float: whether its values can be non-finite.
         unread: why it cannot be read; empty where it can.
-        pieces: function that returns its values in pieces, in order.
+        pieces: function that returns its values in pieces, each once.
         key: the location as the file spells it, by which to write to it.
         order: `"C"` or `"F"`, the order in which the values stand.
+        stored: bytes that the file spends on it.
+        whole: function that returns all values at once; `None` where the pieces come in order.
     """
 
     location: str
@@ -75,6 +84,13 @@ class StoredArray:
     pieces: Callable[[], Iterator[NDArray[Any]]] = lambda: iter(())
     key: str = ""
     order: Literal["C", "F"] = "C"
+    stored: int = 0
+    whole: Callable[[], NDArray[Any]] | None = None
+
+    @property
+    def unbacked(self) -> int:
+        """Bytes of memory that it takes and that nothing in the file justifies."""
+        return max(0, self.nbytes - BACKED * self.stored)
 
     def read(self) -> NDArray[Any]:
         """Return the whole array.
@@ -85,9 +101,21 @@ class StoredArray:
         with readable(self.location):
             if self.unread:
                 raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
-            parts = [np.array(piece).reshape(-1) for piece in self.pieces()]
-            flat = np.concatenate(parts) if parts else np.zeros(0)
-            return flat.reshape(self.shape, order=self.order)
+            if self.unbacked > MOST_UNBACKED:
+                raise FileFormatError(f"{self.location} is not read as a whole: it takes {self.nbytes} bytes and {self.stored} are stored.")
+            return self._in_order() if self.whole is None else self.whole()
+
+    def _in_order(self) -> NDArray[Any]:
+        pieces = self.pieces()
+        first = next(pieces, None)
+        if first is None:
+            return np.zeros(self.shape)
+        flat, at = np.empty(math.prod(self.shape), first.dtype), first.size
+        flat[:at] = first.reshape(-1)
+        for piece in pieces:
+            flat[at : at + piece.size] = piece.reshape(-1)
+            at += piece.size
+        return flat.reshape(self.shape, order=self.order)
 
 
 @dataclass(slots=True)
@@ -134,7 +162,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn whatever a parser raises on a damaged file into a `FileFormatError` of one sentence that names the file."""
     try:
         yield
-    except FileFormatError:
+    except NanGuardError:
         raise
     except READ_FAULTS as error:
         reason = plain_text(str(error).strip() or type(error).__name__, 200).rstrip(".")

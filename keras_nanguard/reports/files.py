@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._errors import GuardError, expected
 from keras_nanguard._incident import FORMAT, Incident
-from keras_nanguard.reports import console
+from keras_nanguard.reports import console, log
 
 __all__ = ["read", "write"]
 
@@ -29,6 +30,7 @@ def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]
 
     Raises:
         GuardError: for another ending.
+        OSError: if it cannot be written, such as `FileNotFoundError` where its folder is missing; it names `path`.
     """
     path = Path(path)
     texts: dict[str, Callable[[], str]] = {
@@ -43,8 +45,11 @@ def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]
     try:
         beside.write_text(texts[path.suffix](), encoding="utf-8")
         os.replace(beside, path)
+    except OSError as error:  # of the temporary file, which is not what was asked for
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
     return path
 
 
@@ -58,24 +63,40 @@ def _html(text: str) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> list[Incident]:
-    """Read incidents from a `.json` or `.jsonl` file of `write`, from a bundle, or from a folder of bundles.
+    """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, or a folder of bundles.
 
     Raises:
         GuardError: if there is no such file, or it holds something else.
     """
     path = Path(path)
     if path.is_dir():
-        files = sorted(p for p in (path / "incident.json", *path.glob("*/incident.json")) if p.is_file())
-        if not files:
-            raise GuardError(expected("a folder with bundles in it", f"{str(path)!r}, which has none", _REMEDY))
-        return sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
-    text = _text(path)
+        return _of_folder(path)
     if path.suffix == ".jsonl":
-        return [_incident(_document(line, path), path) for line in text.splitlines() if line.strip()]
-    document = _document(text, path)
+        return _lines(path)
+    document = _document(_text(path), path)
     if isinstance(document, dict) and isinstance(document.get("incidents"), list):
         return [_incident(entry, path) for entry in document["incidents"]]
     return [_incident(document, path)]
+
+
+def _of_folder(path: Path) -> list[Incident]:
+    """Return the incidents of a run by its directory: those of its log, and of the bundles that the log does not list."""
+    logged = _lines(path / log.NAME) if (path / log.NAME).is_file() else None
+    listed = {Path(incident.bundle).name for incident in logged or () if incident.bundle}
+    patterns = ("incident.json", "*/incident.json", "incidents/*/incident.json")
+    files = sorted({p for pattern in patterns for p in path.glob(pattern) if p.is_file() and p.parent.name not in listed})
+    if not files and logged is None:
+        raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which holds neither", _REMEDY))
+    bundled = sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
+    return [*bundled, *(logged or ())]
+
+
+def _lines(path: Path) -> list[Incident]:
+    """Return the incidents of a file of lines; a last one without its end belongs to a process that writes it, or died there."""
+    lines = _text(path).split("\n")
+    if path.name == log.NAME:
+        del lines[-1]
+    return [_incident(_document(line, path), path) for line in lines if line.strip()]
 
 
 _REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the directory that was given to NanGuard."
@@ -83,11 +104,14 @@ _REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the dir
 
 def _text(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise GuardError(expected("a file or a folder", f"{str(path)!r}, which is neither", _REMEDY))
         if path.stat().st_size > LARGEST:
             raise GuardError(expected(f"a file of at most {LARGEST} bytes", f"{str(path)!r}, which is larger", _REMEDY))
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise GuardError(expected("a readable report", f"{str(path)!r}: {error}", _REMEDY)) from error
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise GuardError(expected("a readable report", f"{str(path)!r}: {reason}", _REMEDY)) from error
 
 
 def _document(text: str, path: Path) -> Any:

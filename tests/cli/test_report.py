@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 
+import numpy as np
 import pytest
 
 from keras_nanguard._cli._parser import main
 from keras_nanguard._errors import GuardError
 from keras_nanguard._incident import Diagnosis, Finding, Incident
-from keras_nanguard.reports import files
+from keras_nanguard.reports import files, log
 
 INCIDENTS = [
     Incident(7, 0, 7, (Finding("gradients", "nonfinite", "dense/kernel", 3, 0, 8),), True),
@@ -64,3 +67,67 @@ def test_missing(tmp_path, capsys):
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert main(["report", str(tmp_path)]) == 2
     assert "Expected" in capsys.readouterr().err
+
+
+def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
+    """What is written beside and renamed has a name of its own, which nobody asked for."""
+    path = tmp_path / "missing" / "run.md"
+    with pytest.raises(FileNotFoundError) as caught:
+        files.write(INCIDENTS, "head", path)
+    assert caught.value.filename == str(path)
+    assert main(["report", str(files.write(INCIDENTS, "", tmp_path / "run.json")), "-o", str(path)]) == 2
+    assert capsys.readouterr().err == f"keras-nanguard: {path} cannot be written or read: No such file or directory.\n"
+
+
+def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
+    """A line that a process left half-written is not read, and gone once the next process begins; one that does not fit is taken back."""
+    log.begin(tmp_path)
+    assert files.read(tmp_path) == []
+    for incident in INCIDENTS:
+        log.add(tmp_path, incident)
+    whole = (tmp_path / log.NAME).read_bytes()
+    (tmp_path / log.NAME).write_bytes(whole + b'{"format": 1, "st')
+    assert [i.to_json() for i in files.read(tmp_path)] == [i.to_json() for i in INCIDENTS]
+    log.begin(tmp_path)
+    assert (tmp_path / log.NAME).read_bytes() == whole
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limit[1]))
+    try:
+        with pytest.raises(OSError):
+            log.add(tmp_path, INCIDENTS[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / log.NAME).read_bytes() == whole
+
+
+def test_the_directory_of_a_guard(tmp_path, capsys):
+    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, while it runs too; without a log the bundles."""
+    keras = pytest.importorskip("keras")
+    from keras_nanguard import NanGuard
+
+    x = np.ones((32, 3), "float32")
+    x[5] = np.nan
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    run, met = tmp_path / "run1", []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            met.append(len(files.read(run)))
+
+    guard = NanGuard(directory=run, verbose=0)
+    model.fit(x, x[:, :1] * 0 + 1, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard, Watch()])
+    assert met == [1, 2]
+    assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
+    assert main(["report", str(run)]) == 1
+    assert "2 left out, 2 incidents" in capsys.readouterr().out
+    bundles = [i for i in guard.incidents if i.bundle]
+    assert bundles
+    (run / log.NAME).unlink()
+    assert main(["report", str(run)]) == 1
+    assert [i.step for i in files.read(run)] == [i.step for i in bundles]
+    clean = NanGuard(directory=tmp_path / "clean", verbose=0)
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[clean])
+    assert main(["report", str(tmp_path / "clean")]) == 0

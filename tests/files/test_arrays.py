@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._files import _arrays
-from keras_nanguard._files._arrays import FLOAT16_MAX, Tally, blocks, float_name, named_dtype, statistics
+from keras_nanguard._files._arrays import FLOAT16_MAX, Tally, blocks, chunk_blocks, float_name, named_dtype, statistics
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">f4", "complex64")
 
@@ -121,12 +121,26 @@ def test_only_floats_can_be_non_finite():
     assert named_dtype("os.system") is None
 
 
-@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40), st.integers(1, 5))
+@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
-def test_blocks_cover_an_array_once_and_in_order(shape, limit, multiple):
+def test_blocks_cover_an_array_once_and_in_order(shape, limit):
     """The slabs of an array, laid end to end, are the array."""
     array = np.arange(math.prod(shape)).reshape(shape)
-    parts = [array[block].reshape(-1) for block in blocks(shape, limit, multiple)]
+    parts = [array[block].reshape(-1) for block in blocks(shape, limit)]
     np.testing.assert_array_equal(np.concatenate(parts), array.reshape(-1))
-    if multiple == 1:
-        assert max(part.size for part in parts) <= limit or limit == 0 or array.size == 0
+    assert max(part.size for part in parts) <= limit or array.size == 0
+
+
+@given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_blocks_along_chunks_read_each_chunk_once(data, shape, limit):
+    """Every value is in one block, and every chunk too: none is cut in two."""
+    chunk = tuple(data.draw(st.integers(1, length + 1)) for length in shape)
+    met, chunks = np.zeros(shape, int), [set() for _ in shape]
+    for block in chunk_blocks(shape, chunk, limit):
+        met[block] += 1
+        for axis, part in enumerate(block):
+            chunks[axis].add((part.start % chunk[axis], part.stop % chunk[axis] if part.stop < shape[axis] else 0))
+        assert met[block].size <= max(limit, math.prod(chunk))
+    assert (met == 1).all()
+    assert all(found <= {(0, 0)} for found in chunks)

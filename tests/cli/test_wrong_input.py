@@ -1,0 +1,187 @@
+"""Every command with every kind of wrong input: one sentence on stderr, in the words of the command line, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+
+from keras_nanguard._cli._parser import MISUSE, main
+from keras_nanguard._errors import FileFormatError, GuardError
+from keras_nanguard._files._repair import repair
+
+
+def _missing(folder):
+    return folder / "missing.keras"
+
+
+def _within_a_missing_folder(folder):
+    return folder / "nowhere" / "model.keras"
+
+
+def _folder(folder):
+    (folder / "folder.keras").mkdir()
+    return folder / "folder.keras"
+
+
+def _written(name, data):
+    def make(folder):
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def _other_archive(folder):
+    with zipfile.ZipFile(folder / "other.keras", "w") as archive:
+        archive.writestr("readme.txt", "a model")
+    return folder / "other.keras"
+
+
+def _unreadable(folder):
+    path = folder / "unreadable.keras"
+    path.write_bytes(b"PK\x03\x04")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("whoever runs this may read every file")
+    return path
+
+
+def _broken_link(folder):
+    (folder / "link.keras").symlink_to(folder / "missing")
+    return folder / "link.keras"
+
+
+def _pipe(folder):
+    os.mkfifo(folder / "pipe.keras")
+    return folder / "pipe.keras"
+
+
+def _unwritable_name(folder):
+    return folder / ("x" * 300 + ".keras")
+
+
+INPUTS = {
+    "missing": _missing,
+    "in a missing folder": _within_a_missing_folder,
+    "a folder": _folder,
+    "empty": _written("empty.keras", b""),
+    "text as .keras": _written("text.keras", b"This is a model.\nReally.\n"),
+    "text as .h5": _written("text.h5", b"This is a model.\n"),
+    "text as .npz": _written("text.npz", b"This is an array.\n"),
+    "text as .toml": _written("text.toml", b"This is a policy.\n"),
+    "text as .json": _written("text.json", b"This is a policy.\n"),
+    "text as .yaml": _written("text.yaml", b": - [\n"),
+    "text as .jsonl": _written("text.jsonl", b"This is an incident.\n"),
+    "no text as .json": _written("bytes.json", bytes(range(128, 256))),
+    "no text as .toml": _written("bytes.toml", bytes(range(128, 256))),
+    "nested .json": _written("nested.json", b"[" * 100_000),
+    "wrong ending": _written("model.txt", b"\x89HDF\r\n\x1a\n"),
+    "start of an HDF5 file": _written("start.h5", b"\x89HDF\r\n\x1a\n" + bytes(60)),
+    "start of an archive": _written("start.keras", b"PK\x03\x04" + bytes(60)),
+    "another archive": _other_archive,
+    "unreadable": _unreadable,
+    "a broken link": _broken_link,
+    "a pipe": _pipe,
+    "a name too long": _unwritable_name,
+}
+
+COMMANDS = {
+    "scan": ["scan", "{}"],
+    "repair": ["repair", "{}"],
+    "source": ["repair", "{model}", "--weights", "source", "--source", "{}"],
+    "recalibrate": ["recalibrate", "{}", "--data", "{data}"],
+    "lint": ["lint", "{}"],
+    "diagnose": ["diagnose", "{}", "--data", "{data}"],
+    "data": ["diagnose", "{model}", "--data", "{}"],
+    "check-policy": ["check-policy", "{}"],
+    "model of a policy": ["check-policy", "recover", "--model", "{}"],
+    "replay": ["replay", "{}"],
+    "report": ["report", "{}"],
+}
+
+
+@pytest.fixture
+def good(tmp_path):
+    """Return the weights of a model with a bad one, and data."""
+    np.savez(tmp_path / "good.npz", **{"dense/kernel": np.full((2, 2), np.nan, "f4")})
+    np.save(tmp_path / "data.npy", np.ones((4, 2), "f4"))
+    return {"model": str(tmp_path / "good.npz"), "data": str(tmp_path / "data.npy")}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_input_is_one_sentence(command, given, good, tmp_path, capfd):
+    """No traceback, nothing on stdout, nothing written."""
+    path = str(INPUTS[given](tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    code = main([word.format(path, **good) for word in COMMANDS[command]])
+    captured = capfd.readouterr()
+    told = [line for line in captured.err.splitlines() if line.startswith("keras-nanguard: ")]
+    if command == "check-policy" and code == 1:  # a policy that can be read, and is wrong, is a finding
+        assert captured.out and not told
+        return
+    assert code == MISUSE, captured
+    assert len(told) == 1
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert len(told[0]) < 600
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+OUTPUTS = {
+    "exists": ("good.npz", "--overwrite"),
+    "no folder": ("nowhere/out.npz", "Make the folder"),
+    "itself": ("bad.npz", "--in-place"),
+}
+
+
+@pytest.mark.parametrize("given", OUTPUTS)
+def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
+    """The command line says `--overwrite`, Python says `overwrite=True`."""
+    np.savez(tmp_path / "bad.npz", **{"dense/kernel": np.full((2, 2), np.nan, "f4")})
+    path, output = tmp_path / "bad.npz", str(tmp_path / OUTPUTS[given][0])
+    assert main(["repair", str(path), "-o", output, "--weights", "zeros"]) == MISUSE
+    text = capsys.readouterr().err
+    assert OUTPUTS[given][1] in text
+    assert "=" not in text.replace(str(tmp_path), "")
+    with pytest.raises(GuardError) as caught:
+        repair(path, output, weights="zeros")
+    assert OUTPUTS[given][1].replace("--overwrite", "overwrite=True").replace("--in-place", "in_place=True") in str(caught.value)
+
+
+def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
+    """`--weights zeros` on the command line, in JSON too; `weights='zeros'` in Python."""
+    assert main(["repair", good["model"]]) == 1
+    assert "choose --weights initial or --weights zeros or --weights ones, or name a source" in capsys.readouterr().out
+    assert main(["repair", good["model"], "--json"]) == 1
+    assert "--weights zeros" in json.loads(capsys.readouterr().out)["changes"][0]["detail"]
+    assert "weights='zeros'" in repair(good["model"]).changes[0].detail
+
+
+@pytest.mark.parametrize("words", (["scan", "x", "--limit", "-1"], ["repair", "x", "--slots", "source"], ["scan", "x", "--limit", "nan"]))
+def test_wrong_values_of_options(words, good, capsys):
+    """A value that an option does not take."""
+    assert main([good["model"] if word == "x" else word for word in words]) == MISUSE
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "--" in text
+
+
+def test_a_model_that_keras_cannot_load(tmp_path, capsys):
+    """Whatever Keras raises on a file is one sentence."""
+    pytest.importorskip("keras")
+    from keras_nanguard._files._loaded import load_model
+
+    for config in ("[]", "{}", '{"class_name": "Sequential", "config": {"layers": [{"class_name": "No"}]}}', "nonsense"):
+        with zipfile.ZipFile(tmp_path / "odd.keras", "w") as archive:
+            archive.writestr("metadata.json", "{}")
+            archive.writestr("config.json", config)
+            archive.writestr("model.weights.h5", b"")
+        with pytest.raises(FileFormatError) as caught:
+            load_model(str(tmp_path / "odd.keras"))
+        assert "\n" not in str(caught.value)
+        assert main(["lint", str(tmp_path / "odd.keras")]) == MISUSE
+        assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""What is built wrong, as what is damaged: each gives a result or one sentence, in little memory and little time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from wrong_files import WRONG
+
+from keras_nanguard._errors import FileFormatError
+from keras_nanguard._files import _isolated
+from keras_nanguard._files._stored import readable
+
+MEMORY = 1 << 30
+"""Bytes that a process may take which scans, repairs and names one of these files; the largest of them has 2 MB."""
+
+SECONDS = 60
+
+PROGRAM = """
+import json, resource, sys
+from keras_nanguard._errors import FileFormatError
+from keras_nanguard._files._model_names import model_names
+from keras_nanguard._files._repair import repair
+from keras_nanguard._files._scan import scan
+
+path, found = sys.argv[1], {}
+for name, do in {
+    "scan": lambda: str(scan(path)) and json.dumps(scan(path).to_dict(), allow_nan=False),
+    "names": lambda: repr(model_names(path)),
+    "repair": lambda: str(repair(path, path + ".out", weights="zeros", overwrite=True)),
+    "draw": lambda: str(repair(path, path + ".out", weights="initial", overwrite=True)),
+}.items():
+    try:
+        found[name] = ["result", do()[:2000]]
+    except FileFormatError as error:
+        found[name] = ["refused", str(error)]
+most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(json.dumps({"found": found, "memory": most * (1 if sys.platform == "darwin" else 1024)}))
+"""
+
+
+
+def outcome(path):
+    """Scan, name and repair a file in a process of its own; returns what each gave, and the memory that it took."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    return told["found"], told["memory"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
+    """Scan, repair and the names for a policy: no other error, less than a gigabyte, less than a minute."""
+    path = WRONG[name](tmp_path)
+    assert path.stat().st_size < 2 << 20
+    found, memory = outcome(path)
+    for kind, text in found.values():
+        assert kind == "result" or ("\n" not in text and text.isprintable()), text
+    assert memory < MEMORY
+
+
+def _samples(folder):
+    """Write a small file of each kind; returns their paths."""
+    made = [WRONG[name](folder / str(number)) for number, name in enumerate(SOUND) if not (folder / str(number)).mkdir()]
+    with h5py.File(folder / "legacy.h5", "w") as file:
+        for layer in ("dense", "bn"):
+            file[f"model_weights/{layer}/{layer}/kernel"] = np.full((3, 3), np.nan)
+        file.attrs["model_config"] = json.dumps({"config": {"layers": []}})
+    return [*made, folder / "legacy.h5"]
+
+
+SOUND = ("big-endian", "layer of fill value", "values in Fortran's order", "initialiser of NaN", "attributes of other kinds")
+
+CAMPAIGN = """
+import json, os, random, resource, sys
+from keras_nanguard._errors import FileFormatError
+from keras_nanguard._files import _isolated
+from keras_nanguard._files._repair import repair
+from keras_nanguard._files._scan import scan
+
+_isolated.STALL_SECONDS = 3.0
+target, seed, count, *samples = sys.argv[1:]
+draw = random.Random(int(seed))
+samples = [open(sample, "rb").read() for sample in samples]
+told = {"result": 0, "refused": 0}
+for number in range(int(count)):
+    data = bytearray(draw.choice(samples))
+    for _ in range(draw.randint(1, 8)):
+        at = draw.randrange(len(data))
+        new = draw.choice((draw.randbytes(draw.randint(1, 8)), b"\\xff" * draw.randint(1, 8), bytes(draw.randint(1, 8))))
+        data[at : at + draw.choice((len(new), len(new), 0, 4))] = new
+    open(target, "wb").write(data)
+    try:
+        json.dumps(scan(target).to_dict(), allow_nan=False)
+        str(repair(target, target + ".out", weights=draw.choice(("zeros", "initial")), overwrite=True))
+        told["result"] += 1
+    except FileFormatError as error:
+        assert "\\n" not in str(error), error
+        told["refused"] += 1
+    except BaseException:
+        print(f"file {number} of seed {seed}", file=sys.stderr)
+        raise
+most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(json.dumps({**told, "memory": most * (1 if sys.platform == "darwin" else 1024)}))
+"""
+
+
+def campaign(folder, seed, count, timeout):
+    """Change bytes of small files at random, and scan and repair each, all in one process of its own."""
+    words = [str(folder / "fuzzed"), str(seed), str(count), *map(str, _samples(folder))]
+    done = subprocess.run([sys.executable, "-c", CAMPAIGN, *words], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert told["memory"] < MEMORY
+    assert told["result"] > count // 20 and told["refused"] > count // 20
+    return told
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_bytes_give_a_result_or_one_sentence(seed, tmp_path):
+    """A short campaign over every kind of file."""
+    campaign(tmp_path, seed, 60, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_a_long_campaign_of_changed_bytes(seed, tmp_path):
+    """The same for thousands of files."""
+    campaign(tmp_path, seed, 1000, 3000)
+
+
+def test_what_hdf5_reserves_is_bounded(monkeypatch):
+    """The child that reads a file cannot take more than it was given, whatever a library in it asks for."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("only Linux tells how much a process holds")
+    monkeypatch.setattr(_isolated, "MOST_MEMORY", 200 << 20)
+
+    @contextlib.contextmanager
+    def work(_):
+        with readable("x.keras"):
+            yield {"size": np.ones(1 << 26).nbytes}
+
+    with pytest.raises(FileFormatError, match="cannot be read"):
+        _isolated.isolated(work, None, "x.keras")
+    assert _isolated.isolated(work, None, "x.keras", 1 << 26) == {"size": 1 << 29}
