@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth, Operand
+from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth
 from keras_nanguard._diagnose.instrument import Call, layer_row
+from keras_nanguard._diagnose.lineage import operand
 from keras_nanguard._diagnose.on_tensorflow import Instrument
 from keras_nanguard._diagnose.rerun import OVERFLOW, Run, Step, preserved
 from keras_nanguard._step._intercept import Intercept
@@ -119,12 +120,6 @@ class _Traced:
 def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Birth:
     arrays = [_probes.widen(np.asarray(t)) for t in results]
     counted = [_probes.counts(a) for a in arrays]
-    operands = []
-    for tensor in inputs:
-        array = _probes.widen(np.asarray(tensor))
-        finite = np.abs(array[np.isfinite(array)])
-        most = float(finite.max()) if finite.size else 0.0
-        operands.append(Operand(most, bool((array == 0).any()), bool((array < 0).any()), str(tensor.dtype.name)))
     path = "" if call.path == COMPILE_LOSS else call.path
     return Birth(
         order=call.finished,
@@ -137,7 +132,7 @@ def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]
         nan=sum(n for n, _, _ in counted),
         inf=sum(i for _, i, _ in counted),
         size=sum(s for _, _, s in counted),
-        operands=tuple(operands),
+        operands=tuple(operand(np.asarray(t), str(t.dtype.name)) for t in inputs),
         rows=_rows(arrays),
     )
 

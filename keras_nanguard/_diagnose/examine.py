@@ -12,13 +12,15 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.backend import here
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Run, Step, births_of, preserved
-from keras_nanguard._diagnose.words import advice, sentences, table
+from keras_nanguard._diagnose.trials import with_names
+from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._errors import no_model
 from keras_nanguard._incident import Diagnosis
 
@@ -65,8 +67,7 @@ class Examination:
 
     def __str__(self) -> str:
         d = self.diagnosis
-        place = f" in {d.culprit!r}" if d.culprit else ""
-        what = "Nothing bad was found." if self.healthy else f"Cause: {d.cause}{place}"
+        what = "Nothing bad was found." if self.healthy else d.headline
         lines = [what, *(f"  seen: {text}" for text in d.evidence)]
         lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
         tables = ["", "In inference mode:", table(self.inference), "", "In training mode:", table(self.training)]
@@ -172,7 +173,7 @@ class _Examiner:
             evidence = replace(evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad")
         if evidence.low_precision and shown.first:
             evidence = replace(evidence, float32=self._in_float32(shown is step))
-        return evidence
+        return with_names(evidence, self.model)
 
     def _target_fault(self) -> Any:
         targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]

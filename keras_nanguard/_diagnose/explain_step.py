@@ -17,7 +17,7 @@ from keras_nanguard._diagnose import batches, raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_facts
+from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
@@ -125,6 +125,8 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         mode=_mode(session),
         growth=growth(session.history, incident.step, own, () if committed else anatomy.trainable),
         optimizers=facts,
+        objective=objective(session.model),
+        gradient_norm=own[1],
         written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(session.model),

@@ -178,11 +178,11 @@ def slope(birth: Any) -> Any:
     """Return the birth behind a gradient whose loss is finite as one of the backward pass.
 
     JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
-    to multiply with. What is born there and spoils no loss is such a slope.
+    to multiply with. What is born there and spoils no loss is such a slope, or a value that is masked away afterwards.
     """
     if birth is None or birth.source != "operation":
         return birth
-    return dataclasses.replace(birth, phase="backward")
+    return birth if birth.phase == "backward" else dataclasses.replace(birth, phase="slope")
 
 
 def tensor(value: Any) -> Any:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_nanguard import _internals, _probes, _processes, _state
+from keras_nanguard._data_names import input_names, named
 from keras_nanguard._diagnose import batches, rows
 from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
@@ -19,7 +20,7 @@ from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.rerun import Run, Step, preserved
 
-__all__ = ["Trials", "standardised"]
+__all__ = ["Trials", "standardised", "with_names"]
 
 FEW = 6
 """Steps of the trial that begins anew with scaled data."""
@@ -45,6 +46,9 @@ class Trials:
 
     def carried_out(self) -> Evidence:
         """Return the evidence with what the replays showed."""
+        return with_names(self._carried_out(), self.step.model)
+
+    def _carried_out(self) -> Evidence:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
@@ -212,6 +216,22 @@ class Trials:
                 if not math.isfinite(last):
                     return math.inf
         return abs(last) / abs(first) if first else math.inf
+
+
+def with_names(evidence: Evidence, model: Any) -> Evidence:
+    """Return the evidence with the names of the model's inputs in place of their numbers, where the user gave them names."""
+    names = input_names(model)
+    if not any(names):
+        return evidence
+    birth = evidence.birth
+    if birth is not None and birth.source == "batch":
+        birth = dataclasses.replace(birth, op=named(birth.op, names))
+    return dataclasses.replace(
+        evidence,
+        birth=birth,
+        inputs_bad=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad),
+        inputs=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs),
+    )
 
 
 def standardised(role: str, value: Any) -> Any:
