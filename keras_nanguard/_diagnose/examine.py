@@ -74,6 +74,7 @@ class Examination:
         return "\n".join([*lines, *tables])
 
 
+@np.errstate(all="ignore")  # what is looked at is not finite
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
     """Find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad.
 

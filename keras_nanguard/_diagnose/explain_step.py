@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_nanguard import _state
 from keras_nanguard._diagnose import batches, raised
@@ -49,6 +50,7 @@ class Explainer:
         self._known: dict[Any, Diagnosis] = {}
         self._full: Counter[Any] = Counter()
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
@@ -57,6 +59,7 @@ class Explainer:
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def bundle(self, session: Any, incident: Incident, report: Any) -> str | None:
         """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
         from keras_nanguard._diagnose import bundle as _bundle

@@ -196,8 +196,8 @@ def like(array: Any, value: Any) -> Any:
 
 
 def without_rows(value: Any, kept: Any) -> Any:
-    """Return the rows of an array that are kept."""
-    return value[np.asarray(kept)]
+    """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    return value[np.resize(np.asarray(kept), len(value))] if len(kept) else value[:0]
 
 
 def twin(variable: Any) -> Any:

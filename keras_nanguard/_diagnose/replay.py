@@ -89,6 +89,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+@np.errstate(all="ignore")  # what is looked at is not finite
 def replay(
     bundle: str | Path,
     model: Any = None,

@@ -13,7 +13,7 @@ import numpy as np
 from keras_nanguard import _internals, _probes, _processes, _state
 from keras_nanguard._data_names import input_names, named
 from keras_nanguard._diagnose import batches, rows
-from keras_nanguard._diagnose.backend import compiled, here
+from keras_nanguard._diagnose.backend import compiled, here, is_compiled
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
 from keras_nanguard._diagnose.evidence import Evidence, Spread
 from keras_nanguard._diagnose.facts import target_fault
@@ -94,6 +94,14 @@ class Trials:
             self._add(same_mode="finite")
         return run
 
+    def _again(self, batch: Any) -> Run:
+        """Run the step once more, without its updates and unobserved, in the way that costs least."""
+        if is_compiled(self.step):
+            run: Run = compiled()(self.step, batch, jit=True)
+            if not run.error:
+                return run
+        return self.step.run(batch)
+
     def note(self, run: Run, replay: str) -> None:
         """Note what a replay came to, under the name `replay` where it is the first."""
         self.run = run
@@ -143,7 +151,7 @@ class Trials:
             suspects = self._outliers()
             found = rows.bisected(count, suspects, self._bad_without(count))
         if found:
-            without = self.step.run(batches.without(self.batch, found)).word if len(found) < count else ""
+            without = self._again(batches.without(self.batch, found)).word if len(found) < count else ""
             self._add(rows=found, without_rows=without)
 
     def _may_be_rows(self, count: int) -> bool:
@@ -157,7 +165,7 @@ class Trials:
     def _bad_without(self, count: int) -> Callable[[Sequence[int]], bool]:
         def is_bad(kept: Sequence[int]) -> bool:
             others = [row for row in range(count) if row not in set(kept)]
-            return not self.step.run(batches.without(self.batch, others)).finite
+            return not self._again(batches.without(self.batch, others)).finite
 
         return is_bad
 
@@ -185,7 +193,7 @@ class Trials:
             return
         with preserved(self.step.variables()):
             self._put_back(self.start)
-            self._add(at_start=self.step.run(self.batch).word)
+            self._add(at_start=self._again(self.batch).word)
 
     def _put_back(self, snapshot: Any) -> None:
         for variable in self.anatomy.restorable:

@@ -37,6 +37,7 @@ def bad_arrays(logs: Any) -> list[Finding]:
     return []
 
 
+@np.errstate(all="ignore")  # what is looked at is not finite
 def diagnosed(model: Any) -> Diagnosis | None:
     """Return why the `evaluate` or `predict` that runs now came to no finite result, `None` where no batch shows it.
 
