@@ -19,6 +19,7 @@ from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
+from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
@@ -37,12 +38,16 @@ MOST_FULL = 20
 class Explainer:
     """Diagnoses the incidents of one session.
 
+    Args:
+        says: whether a line is printed where a diagnosis takes longer than a second.
+
     Attributes:
         evidence: what the last diagnosis was decided from.
         full: whether the last incident was diagnosed in full.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = False) -> None:
+        self.says = says
         self.evidence: Evidence | None = None
         self.full = True
         self._signature: Any = None
@@ -54,7 +59,7 @@ class Explainer:
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults():
+            with without_faults(), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
                 return self._explained(session, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
