@@ -167,7 +167,7 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
     if e.same_mode:
         what = {"finite": "comes out finite", "bad": "goes bad again", "failed": "cannot be run"}.get(e.same_mode, "")
         yield f"Run again in the mode it was compiled in ({e.mode}), the step {what}."
-    if e.replay_error:
+    if e.replay_error and e.refused:
         yield f"Run again, the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
