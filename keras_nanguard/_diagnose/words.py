@@ -50,8 +50,9 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield _birth(e.birth)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        seen = "Run again on the untouched state, the step goes bad again, in" if e.replay else "The step left it in"
-        yield f"{seen} {SITES.get(e.first, e.first)}{path}."
+        again = "Run again on the untouched state, the step goes bad again, in"
+        reached = again if e.replay and e.refused else "It reaches" if e.replay else "The step left it in"
+        yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         yield f"With these gradients, rates, weights and slots the arithmetic of {names} stays finite: it was there before the step."

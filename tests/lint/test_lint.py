@@ -235,6 +235,9 @@ def test_what_is_infinite_on_purpose_is_no_hazard():
             self.mask = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(-np.inf), trainable=False, name="mask")
             self.mark = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(np.nan), trainable=False, name="mark")
 
+        def call(self, x):
+            return x
+
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.BatchNormalization(), Masked()])
     model.compile("adam", "mse")
     x = np.full((8, 4), np.nan, "float32")
