@@ -53,7 +53,7 @@ class _Traced:
         for call, (inputs, outputs, upstream, downstream) in zip(self.calls, tensors):
             call.inputs, call.outputs, call.gradients_out, call.gradients_in = inputs, outputs, upstream, downstream
         rows = tuple(
-            layer_row(c.path, c.layer_class, np.asarray(t), _finite(c.inputs))
+            layer_row(c.path, c.layer_class, _state.dense(t), _finite(c.inputs))
             for c in self.calls
             if not c.loss
             for t in c.outputs
@@ -89,7 +89,7 @@ class _Traced:
         bad = [path for path, g in zip(self.paths, gradients) if not _finite([g])]
         if bad:
             return "gradients", bad[0], self._backward(bad)
-        squares = [float(np.square(_probes.widen(np.asarray(g)).astype(np.float64)).sum()) for g in gradients]
+        squares = [float(np.square(_probes.widen(_state.dense(g)).astype(np.float64)).sum()) for g in gradients]
         if sum(squares) >= OVERFLOW:
             return "gradients", self.paths[int(np.argmax(squares))], None
         return "", "", None
@@ -118,7 +118,7 @@ class _Traced:
 
 
 def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Birth:
-    arrays = [_probes.widen(np.asarray(t)) for t in results]
+    arrays = [_probes.widen(_state.dense(t)) for t in results]
     counted = [_probes.counts(a) for a in arrays]
     path = "" if call.path == COMPILE_LOSS else call.path
     return Birth(
@@ -132,7 +132,7 @@ def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]
         nan=sum(n for n, _, _ in counted),
         inf=sum(i for _, i, _ in counted),
         size=sum(s for _, _, s in counted),
-        operands=tuple(operand(np.asarray(t), str(t.dtype.name)) for t in inputs),
+        operands=tuple(operand(_state.dense(t), str(t.dtype.name)) for t in inputs),
         rows=_rows(arrays),
     )
 
@@ -155,8 +155,8 @@ def _values(tensor: Any) -> Any:
 
 
 def _finite(tensors: Sequence[Any]) -> bool:
-    return all(_probes.is_finite(np.asarray(t)) for t in tensors)
+    return all(_probes.is_finite(_state.dense(t)) for t in tensors)
 
 
 def _sum(losses: Sequence[Any]) -> float:
-    return float(sum(float(np.asarray(loss, np.float64)) for loss in losses)) if len(losses) else float("nan")
+    return float(sum(float(_state.dense(loss).astype(np.float64)) for loss in losses)) if len(losses) else float("nan")

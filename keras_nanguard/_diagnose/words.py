@@ -141,7 +141,7 @@ def _history(e: Evidence, verdict: Verdict) -> Iterator[str]:
     if grown and max(g.loss, g.norm) >= 10.0:
         text = " and ".join(grown)
         yield f"{text[0].upper()}{text[1:]} since the first steps."
-    if g.weights >= 3.0:
+    if 3.0 <= g.weights < math.inf:
         yield (
             f"The weights have grown {g.weights:.3g} times since the start (largest {g.largest_weight_before:.3g}, "
             f"now {g.largest_weight:.3g})."

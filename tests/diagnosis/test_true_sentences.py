@@ -214,3 +214,34 @@ def test_nothing_learned_is_no_matter_of_the_rate():
     if told.cause == "divergence":
         assert not any("learning rate" in line or "Clip" in line for line in told.advice), told
     assert zoo.bad_entries(built) == []
+
+
+def test_a_scalar_of_bfloat16_is_looked_at():
+    """An operation with a scalar operand in bfloat16 can be the one that overflows."""
+    told = first(model(calling(lambda x: x * 3e38 * 30.0), dtype="mixed_bfloat16")).diagnosis
+    assert told.culprit.endswith("odd") and told.cause != "unknown", told
+
+
+def test_weights_that_are_nan_have_not_grown():
+    """Weights that a callback writes NaN into are bad before the step; they have grown by no factor."""
+    built = model()
+    nan = np.full((4, 4), np.nan)
+
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                built.layers[0].kernel.assign(nan)
+
+    guard = NanGuard(verbose=0)
+    built.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, Writes()])
+    told = guard.incidents[0]
+    assert (told.step, told.diagnosis.cause) == (5, "state_nonfinite") and "have grown" not in text(told)
+
+
+def test_no_step_is_said_to_be_run_again_outside_of_training():
+    built = model()
+    built.layers[0].kernel.assign(np.full((4, 4), 3e38))
+    guard = NanGuard(verbose=0)
+    built.predict(X, verbose=0, callbacks=[guard])
+    (told,) = guard.incidents
+    assert "Run again" not in text(told) and "It reaches an output" in text(told) and "step" not in str(told).partition("Cause")[0]
