@@ -33,18 +33,26 @@ def _rate(e: Evidence) -> str:
     return f"{e.optimizers[0].learning_rate / 10:.1g}" if e.optimizers else "a tenth of it"
 
 
+def _hint(e: Evidence) -> str:
+    """Return what to do about the operation that made the bad value, or about the layer whose one it is."""
+    birth = e.birth
+    return (HINTS.get(birth.op) or HINTS.get(birth.layer_class, "")) if birth is not None else ""
+
+
+def _clause(e: Evidence) -> str:
+    return f": {hint}" if (hint := _hint(e)) else "."
+
+
 def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
-    op, how = (e.birth.op if e.birth is not None else ""), kind(e.birth)
-    yield f"Keep {_name(v, 'the layer')} inside its domain" + (f": {HINTS[op]}" if op in HINTS else ".")
-    if how in ("exp", "overflow") and op not in HINTS:
+    yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
+    if kind(e.birth) in ("exp", "overflow") and not _hint(e):
         yield "Bound what goes into it: normalise before it, or use a saturating activation."
     if v.samples and e.without_rows == "finite":
         yield f"Look at {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
 
 
 def _loss(e: Evidence, v: Verdict) -> Iterator[str]:
-    op = e.birth.op if e.birth is not None else ""
-    yield f"Make {_name(v, 'the loss')} defined everywhere" + (f": {HINTS[op]}" if op in HINTS else ".")
+    yield f"Make {_name(v, 'the loss')} defined everywhere{_clause(e)}"
     yield "Check that the last activation fits the loss (softmax, sigmoid, softplus), or use from_logits=True."
 
 
@@ -79,9 +87,7 @@ def _rescale(e: Evidence, v: Verdict) -> Iterator[str]:
 
 
 def _gradient(e: Evidence, v: Verdict) -> Iterator[str]:
-    op = e.birth.op if e.birth is not None else ""
-    hint = f": {HINTS[op]}" if op in HINTS else "."
-    yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{hint}"
+    yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{_clause(e)}"
     yield "With `where`, put a safe value into the unused branch before the function, not after it: 0 times Inf is NaN."
 
 
