@@ -152,7 +152,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             model,
             self.policy,
             self._tell,
-            explain=_explainer() if self.diagnose else None,
+            explain=_explainer(bool(self.verbose)) if self.diagnose else None,
             optimizers=optimizers,
             functions=self.functions,
         )
@@ -314,7 +314,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def _tell_results(self, findings: list[Finding]) -> None:
         """Tell of results that are not finite; outside of training nothing is done about them."""
         if findings and self.session is not None:
-            diagnosis = _results.diagnosed(self.model) if self.diagnose else None
+            diagnosis = _results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self._training)
 
     def _leave(self) -> None:
@@ -374,7 +374,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         return files.write(self.incidents, self.summary(), path) if _processes.index() == 0 else Path(path)
 
 
-def _explainer() -> Any:
+def _explainer(says: bool) -> Any:
     from keras_nanguard._diagnose.explain_step import Explainer
 
-    return Explainer()
+    return Explainer(says)

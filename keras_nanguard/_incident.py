@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from keras_nanguard._data_names import shown
 from keras_nanguard._errors import FileFormatError, expected
 
 __all__ = [
@@ -145,9 +146,12 @@ class Diagnosis:
     @property
     def place(self) -> str:
         """Cause and culprit in a few words, data by the name that `fit` gives it: `input_nonfinite in 'x'`."""
-        role, slash, rest = self.culprit.partition("/")
-        data = {"inputs": "x", "targets": "y"} if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else {}
-        return f"{self.cause} in {data.get(role, role) + slash + rest!r}" if self.culprit else self.cause
+        return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
+
+    @property
+    def culprit_shown(self) -> str:
+        """The culprit as the user calls it: data by the name that `fit` gives it."""
+        return shown(self.culprit) if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else self.culprit
 
     @property
     def headline(self) -> str:

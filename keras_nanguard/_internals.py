@@ -22,6 +22,7 @@ __all__ = [
     "generator_state",
     "global_seed_variables",
     "know_twins",
+    "loss_weights",
     "losses_by_output",
     "losses_of",
     "mode",
@@ -161,6 +162,16 @@ def losses_by_output(model: Any) -> list[tuple[str, Any]]:
         pairs = itertools.zip_longest(names, compiled.flat_losses or ())
         return [(str(name or ""), loss) for name, loss in pairs if loss is not None]
     return [(str(e.name or ""), e.loss) for e in getattr(compiled, "_flat_losses", None) or () if e.loss is not None]
+
+
+def loss_weights(model: Any) -> list[tuple[str, float]]:
+    """Return the name of each loss given to `compile` that has a weight, and the weight (see `losses_of`)."""
+    compiled: Any = getattr(model, "_compile_loss", None)
+    if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
+        pairs = list(zip(compiled.flat_losses or (), compiled.flat_loss_weights or ()))
+    else:
+        pairs = [(e.loss, e.loss_weights) for e in getattr(compiled, "_flat_losses", None) or ()]
+    return [(str(loss.name), float(weight)) for loss, weight in pairs if loss is not None and isinstance(weight, (int, float))]
 
 
 def snake_case(name: str) -> str:

@@ -312,7 +312,8 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
         value = value.detach().cpu()
         return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
     if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` makes a copy of a tensor; a mirrored variable is no array by itself
-        return np.asarray(value.read_value() if hasattr(value, "read_value") else value)
+        value = value.read_value() if hasattr(value, "read_value") else value
+        return np.asarray(value if len(value.shape) else value.numpy())  # a scalar of bfloat16 is no array by itself either
     return np.asarray(keras.ops.convert_to_numpy(_processes.whole(value)))
 
 

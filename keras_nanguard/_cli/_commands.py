@@ -146,6 +146,9 @@ def diagnose(given: argparse.Namespace) -> int:
         print(json.dumps(_finite(found.to_dict()), allow_nan=False))
     else:
         print(found)
+    if found.error and found.diagnosis.cause == "unknown":
+        print(f"keras-nanguard: {found.error}.", file=sys.stderr)
+        return MISUSE
     return CLEAN if found.healthy else FOUND
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-__all__ = ["compiled", "here"]
+__all__ = ["compiled", "here", "is_compiled"]
 
 
 def here() -> Any:
@@ -22,6 +22,12 @@ def here() -> Any:
         ImportError: on a backend that has none; what asked for a diagnosis then does without.
     """
     return importlib.import_module(f"keras_nanguard._diagnose.on_{keras.backend.backend()}")
+
+
+def is_compiled(step: Any) -> bool:
+    """Whether running a step in the mode it was compiled in is cheaper than running it eagerly: where nothing is compiled for it."""
+    found = f"keras_nanguard._diagnose.compiled_{keras.backend.backend()}"
+    return keras.backend.backend() == "jax" and bool(importlib.import_module(found).is_compiled(step))
 
 
 def compiled() -> Any:

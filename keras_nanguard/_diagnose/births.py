@@ -174,7 +174,7 @@ class Births:
 
 
 def _array(tensor: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(tensor)
+    return np.asarray(tensor if len(tensor.shape) else tensor.numpy())  # a scalar of bfloat16 is no array by itself
 
 
 def _is_float(tensor: Any) -> bool:

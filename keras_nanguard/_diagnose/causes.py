@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keras_nanguard._diagnose.evidence import Birth, Evidence
+from keras_nanguard._diagnose.evidence import BACKWARD, Birth, Evidence
 from keras_nanguard._fit._history import JUMP, RISE
 
 __all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
@@ -34,6 +34,9 @@ HUGE = 1e4
 
 LARGE = 1e3
 """Magnitude from which it is worth a trial whether they explain it."""
+
+BEFORE = 1e3
+"""Rise of the loss in the steps before a jump from which the jump is part of a divergence."""
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
@@ -142,7 +145,10 @@ def _told_by_monitors(e: Evidence) -> Verdict | None:
     if "explosion" in kinds.values():
         return Verdict("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
-        return Verdict("spike", e.first_path, _outliers(e), confidence=0.8, because="spike")
+        rows = _outliers(e)
+        if e.growth.jump[0] >= BEFORE and not rows:
+            return Verdict("divergence", e.first_path, confidence=0.8, because="explosion")
+        return Verdict("spike", e.first_path, rows, confidence=0.8, because="spike")
     return None
 
 
@@ -295,7 +301,7 @@ def _recurrence(e: Evidence) -> Verdict | None:
     birth = e.birth
     if kind(birth) != "overflow" or birth is None:
         return None
-    if birth.phase == "backward" or birth.layer_class in RECURRENT:
+    if birth.phase in BACKWARD or birth.layer_class in RECURRENT:
         return Verdict("divergence", _culprit(e), confidence=0.75, because="recurrence")
     return None
 
@@ -311,14 +317,19 @@ def _domain(e: Evidence) -> Verdict | None:
     birth = e.birth
     if birth is None or birth.source != "operation":
         return None
-    if birth.phase == "backward":
+    if birth.phase == "backward" or _masked(e, birth):
         return Verdict("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
     in_loss = birth.phase == "loss" or not birth.frames
     if in_loss and e.first in ("loss", "gradients"):
         return Verdict("loss_domain", _culprit(e), e.rows, 0.9, "domain")
-    if birth.phase == "forward":
+    if birth.phase in ("forward", "slope"):
         return Verdict("forward_domain", _culprit(e), e.rows, 0.9, "domain")
     return None
+
+
+def _masked(e: Evidence, birth: Birth) -> bool:
+    """Whether the bad value is masked away on the way to the loss (the branch of a `where` not taken), not so in the gradient."""
+    return e.first == "gradients" and birth.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
 
 
 def _outside(e: Evidence) -> Verdict | None:

@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth, Operand
+from keras_nanguard._diagnose.evidence import COMPILE_LOSS, Birth
 from keras_nanguard._diagnose.instrument import Call, layer_row
+from keras_nanguard._diagnose.lineage import operand
 from keras_nanguard._diagnose.on_tensorflow import Instrument
 from keras_nanguard._diagnose.rerun import OVERFLOW, Run, Step, preserved
 from keras_nanguard._step._intercept import Intercept
@@ -52,7 +53,7 @@ class _Traced:
         for call, (inputs, outputs, upstream, downstream) in zip(self.calls, tensors):
             call.inputs, call.outputs, call.gradients_out, call.gradients_in = inputs, outputs, upstream, downstream
         rows = tuple(
-            layer_row(c.path, c.layer_class, np.asarray(t), _finite(c.inputs))
+            layer_row(c.path, c.layer_class, _state.dense(t), _finite(c.inputs))
             for c in self.calls
             if not c.loss
             for t in c.outputs
@@ -88,7 +89,7 @@ class _Traced:
         bad = [path for path, g in zip(self.paths, gradients) if not _finite([g])]
         if bad:
             return "gradients", bad[0], self._backward(bad)
-        squares = [float(np.square(_probes.widen(np.asarray(g)).astype(np.float64)).sum()) for g in gradients]
+        squares = [float(np.square(_probes.widen(_state.dense(g)).astype(np.float64)).sum()) for g in gradients]
         if sum(squares) >= OVERFLOW:
             return "gradients", self.paths[int(np.argmax(squares))], None
         return "", "", None
@@ -117,14 +118,8 @@ class _Traced:
 
 
 def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Birth:
-    arrays = [_probes.widen(np.asarray(t)) for t in results]
+    arrays = [_probes.widen(_state.dense(t)) for t in results]
     counted = [_probes.counts(a) for a in arrays]
-    operands = []
-    for tensor in inputs:
-        array = _probes.widen(np.asarray(tensor))
-        finite = np.abs(array[np.isfinite(array)])
-        most = float(finite.max()) if finite.size else 0.0
-        operands.append(Operand(most, bool((array == 0).any()), bool((array < 0).any()), str(tensor.dtype.name)))
     path = "" if call.path == COMPILE_LOSS else call.path
     return Birth(
         order=call.finished,
@@ -137,7 +132,7 @@ def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]
         nan=sum(n for n, _, _ in counted),
         inf=sum(i for _, i, _ in counted),
         size=sum(s for _, _, s in counted),
-        operands=tuple(operands),
+        operands=tuple(operand(_state.dense(t), str(t.dtype.name)) for t in inputs),
         rows=_rows(arrays),
     )
 
@@ -160,8 +155,8 @@ def _values(tensor: Any) -> Any:
 
 
 def _finite(tensors: Sequence[Any]) -> bool:
-    return all(_probes.is_finite(np.asarray(t)) for t in tensors)
+    return all(_probes.is_finite(_state.dense(t)) for t in tensors)
 
 
 def _sum(losses: Sequence[Any]) -> float:
-    return float(sum(float(np.asarray(loss, np.float64)) for loss in losses)) if len(losses) else float("nan")
+    return float(sum(float(_state.dense(loss).astype(np.float64)) for loss in losses)) if len(losses) else float("nan")

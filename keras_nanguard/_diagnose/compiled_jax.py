@@ -13,7 +13,12 @@ from keras_nanguard._step._jax_outputs import LogOutputs
 from keras_nanguard._step._jax_trainer import by_part, variables
 from keras_nanguard._step._verdict import Verdict
 
-__all__ = ["run_compiled"]
+__all__ = ["is_compiled", "run_compiled"]
+
+
+def is_compiled(step: Step) -> bool:
+    """Whether the step that training has compiled can be run with other values: no run of it has to be compiled anew then."""
+    return hasattr(getattr(step.body, "__self__", None), "judged")
 
 
 def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:

@@ -17,6 +17,7 @@ from keras_nanguard._diagnose import batches
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Step, preserved
 from keras_nanguard._diagnose.trials import standardised
+from keras_nanguard._diagnose.words import at_rows
 from keras_nanguard._overrides import Overrides
 
 __all__ = ["Anew", "tried"]
@@ -53,7 +54,8 @@ class Anew:
         if not self.before:
             return f"{ALONE} steps on the batch"
         missing = "" if self.exact else ", others left out that are not known any more"
-        return f"the {len(self.before) + 1} steps from the state before step {self.since}{missing}"
+        start = f"before step {self.since + 1}" if self.since else "before the first step"
+        return f"the {len(self.before) + 1} steps from the state {start}{missing}"
 
 
 def tried(step: Step, anew: Anew) -> Iterator[tuple[str, str]]:
@@ -79,8 +81,7 @@ def _changes(step: Step, anew: Anew) -> Iterator[tuple[str, Outcome]]:
         with in_float32(step.model, step.variables(), step.optimizers):
             yield "in float32", _outcome(step, anew)
     if anew.rows and len(anew.rows) < batches.row_count(anew.batch):
-        shown = ", ".join(map(str, anew.rows[:8]))
-        yield f"without rows {shown}", _outcome(step, anew, last=lambda batch: batches.without(batch, anew.rows))
+        yield f"without {at_rows(anew.rows)}", _outcome(step, anew, last=lambda batch: batches.without(batch, anew.rows))
     scaled = "with inputs and targets scaled to unit deviation"
     yield scaled, _outcome(step, anew, each=lambda batch: batches.mapped(batch, standardised))
 

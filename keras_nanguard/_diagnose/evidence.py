@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 __all__ = [
+    "BACKWARD",
     "COMPILE_LOSS",
     "Birth",
     "Constant",
@@ -26,7 +28,18 @@ COMPILE_LOSS = "compile_loss"
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One float input of an operation: its largest finite magnitude, whether it holds a zero or a negative number."""
+    """One float input of an operation.
+
+    Attributes:
+        max_abs: its largest finite magnitude, 0.0 where it holds no finite number.
+        zero: whether it holds a zero.
+        negative: whether it holds a finite number below zero.
+        dtype: its dtype.
+        tiny: whether it holds numbers so small that dividing by them overflows.
+        infinite: whether it holds NaN or Inf.
+        holds: which of NaN, Inf and -Inf it holds, in words.
+        whole: whether it holds nothing else.
+    """
 
     max_abs: float
     zero: bool
@@ -34,6 +47,8 @@ class Operand:
     dtype: str
     tiny: bool = False
     infinite: bool = False
+    holds: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +59,8 @@ class Birth:
         order: number of the operation within the step.
         source: `"operation"`; `"batch"`, `"variable"` or `"constant"` where it was there before the step computed.
         op: type of the operation in the backend's words (`"Exp"`), or the name of what it came from.
-        phase: `"forward"`, `"loss"`, `"backward"`, `"update"` or `"other"`.
+        phase: `"forward"`, `"loss"`, `"backward"`, `"update"` or `"other"`; `"slope"` where forward and backward pass cannot be
+            told apart.
         frames: what was running, outermost first: paths of layers, names of losses.
         culprit: path of the layer or name of the loss to blame, `""` where none was running.
         layer_class: class of that layer or loss.
@@ -213,6 +229,8 @@ class OptimizerFacts:
         dtype: lowest dtype of the weights.
         clips: whether it clips gradients.
         momentum: its momentum, 0.0 where it has none.
+        scaled: whether a `LossScaleOptimizer` is around it.
+        settings: name and value of each other hyper-parameter that is in use, by Keras' names.
     """
 
     name: str
@@ -222,6 +240,17 @@ class OptimizerFacts:
     dtype: str = "float32"
     clips: bool = False
     momentum: float = 0.0
+    scaled: bool = False
+    settings: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def shrinks(self) -> float:
+        """By what weight decay alone multiplies the weights in one step; beyond -1 they grow by it."""
+        return 1.0 - self.learning_rate * dict(self.settings).get("weight_decay", 0.0)
+
+
+BACKWARD = ("backward", "slope")
+"""Phases of a `Birth` in which a gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +290,8 @@ class Evidence:
         low_precision: lowest float dtype that a layer computes in.
         growth: the history.
         optimizers: the optimizers.
+        objective: words and value of each loss weight and regularizer that is far from the usual.
+        gradient_norm: global gradient norm of the step, NaN where it is not known.
         written: whether the bad weights or slots cannot have been made by the update, whose numbers are all moderate.
         loss_scale: the loss scale, `None` where there is none.
         loss_scale_start: the loss scale that the optimizer begins with.
@@ -300,6 +331,8 @@ class Evidence:
     low_precision: str = ""
     growth: Growth = Growth()
     optimizers: tuple[OptimizerFacts, ...] = ()
+    objective: tuple[tuple[str, float], ...] = ()
+    gradient_norm: float = math.nan
     written: bool = False
     loss_scale: float | None = None
     loss_scale_start: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,14 +13,17 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose import batches
+from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.backend import here
-from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.causes import Verdict, decide
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Run, Step, births_of, preserved
-from keras_nanguard._diagnose.words import advice, sentences, table
+from keras_nanguard._diagnose.trials import with_names
+from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._errors import no_model
+from keras_nanguard._files._stored import plain_text
 from keras_nanguard._incident import Diagnosis
 
 __all__ = ["Examination", "diagnose"]
@@ -40,17 +44,23 @@ class Examination:
         inference: a row for each layer call in inference mode.
         training: the same in training mode.
         step: what a train step on the batch comes to: `"finite"`, `"bad"`, `"failed"`, or `""` where none was tried.
+        error: what could not be run, and the exception that it raised; `""` where everything could.
     """
 
     diagnosis: Diagnosis
     inference: tuple[LayerRow, ...]
     training: tuple[LayerRow, ...]
     step: str = ""
+    error: str = ""
 
     @property
     def healthy(self) -> bool:
-        """Whether outputs are finite in both modes, and the train step is, and no statistics are far off."""
-        return self.diagnosis.cause == "unknown" and not self.first_bad("inference") and not self.first_bad("training")
+        """Whether outputs are finite in both modes, and the train step is, and no statistics are far off.
+
+        What could not be run is not healthy.
+        """
+        bad = self.first_bad("inference") or self.first_bad("training") or self.step == "bad"
+        return self.diagnosis.cause == "unknown" and not (bad or self.error)
 
     def first_bad(self, mode: str) -> str:
         """Return the path of the first layer whose output is not finite in this mode, `""` where all are."""
@@ -65,14 +75,17 @@ class Examination:
 
     def __str__(self) -> str:
         d = self.diagnosis
-        place = f" in {d.culprit!r}" if d.culprit else ""
-        what = "Nothing bad was found." if self.healthy else f"Cause: {d.cause}{place}"
+        what = "Nothing bad was found." if self.healthy else d.headline
+        if self.error and d.cause == "unknown":
+            what = f"Nothing can be said: {self.error}."
         lines = [what, *(f"  seen: {text}" for text in d.evidence)]
+        lines += [f"  seen: {self.error[0].upper()}{self.error[1:]}."] if self.error and d.cause != "unknown" else []
         lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
         tables = ["", "In inference mode:", table(self.inference), "", "In training mode:", table(self.training)]
         return "\n".join([*lines, *tables])
 
 
+@np.errstate(all="ignore")  # what is looked at is not finite
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
     """Find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad.
 
@@ -126,16 +139,29 @@ class _Examiner:
         training, far = self._forward(True)
         step = self._step()
         evidence = self._evidence(state, inference, training, far, step)
-        verdict = decide(evidence)
+        verdict, error = decide(evidence), self._error(inference, training, step)
         found = Diagnosis(
             verdict.cause,
             verdict.culprit,
             verdict.samples,
             sentences(evidence, verdict),
-            advice(evidence, verdict) if evidence.first or evidence.state or far else (),
+            self._advised(evidence, verdict) if evidence.first or evidence.state or far or error else (),
             verdict.confidence,
         )
-        return Examination(found, inference.rows, training.rows, step.word if step is not None else "")
+        return Examination(found, inference.rows, training.rows, step.word if step is not None else "", error)
+
+    def _error(self, inference: Run, training: Run, step: Run | None) -> str:
+        """Return which of the runs could not be made, and why: the first of them."""
+        runs = {"the forward pass in inference mode": inference, "the forward pass in training mode": training, "a train step": step}
+        failed = [f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run is not None and run.error]
+        return failed[0] if failed else ""
+
+    def _advised(self, evidence: Evidence, verdict: Verdict) -> tuple[str, ...]:
+        if verdict.cause != "unknown" or not evidence.replay_error:
+            return advice(evidence, verdict)
+        taken = [tuple(tensor.shape) for tensor in getattr(self.model, "inputs", None) or ()]
+        shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
+        return (f"Give it one batch, x and y as fit takes them{shapes}.",)
 
     def _evidence(
         self, state: Sequence[tuple[str, str]], inference: Run, training: Run, far: Sequence[str], step: Run | None
@@ -172,7 +198,7 @@ class _Examiner:
             evidence = replace(evidence, without_rows="finite" if rest._forward(False)[0].finite else "bad")
         if evidence.low_precision and shown.first:
             evidence = replace(evidence, float32=self._in_float32(shown is step))
-        return evidence
+        return with_names(evidence, self.model)
 
     def _target_fault(self) -> Any:
         targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]
@@ -217,6 +243,12 @@ class _Examiner:
         birth = next((b for b in map(births.of, bad) if b is not None), None)
         named = birth.culprit if birth is not None else ""
         return Run(first="outputs" if bad else "", first_path=named, birth=birth, rows=tuple(instrument.rows)), far
+
+
+def _plain(error: str) -> str:
+    """Return the text of an exception on one line, without the colours and the arguments that Keras adds."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", error).partition("Arguments received by")[0]
+    return plain_text(" ".join(text.split())).rstrip(".")
 
 
 def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -11,13 +11,15 @@ from collections import Counter
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_nanguard import _state
 from keras_nanguard._diagnose import batches, raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.facts import growth, negative_loss, optimizer_facts
+from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
+from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
@@ -36,12 +38,16 @@ MOST_FULL = 20
 class Explainer:
     """Diagnoses the incidents of one session.
 
+    Args:
+        says: whether a line is printed where a diagnosis takes longer than a second.
+
     Attributes:
         evidence: what the last diagnosis was decided from.
         full: whether the last incident was diagnosed in full.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = False) -> None:
+        self.says = says
         self.evidence: Evidence | None = None
         self.full = True
         self._signature: Any = None
@@ -49,14 +55,16 @@ class Explainer:
         self._known: dict[Any, Diagnosis] = {}
         self._full: Counter[Any] = Counter()
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults():
+            with without_faults(), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
                 return self._explained(session, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def bundle(self, session: Any, incident: Incident, report: Any) -> str | None:
         """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
         from keras_nanguard._diagnose import bundle as _bundle
@@ -125,6 +133,8 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         mode=_mode(session),
         growth=growth(session.history, incident.step, own, () if committed else anatomy.trainable),
         optimizers=facts,
+        objective=objective(session.model),
+        gradient_norm=own[1],
         written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(session.model),

@@ -7,16 +7,26 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._diagnose.evidence import Growth, OptimizerFacts, TargetFault
 from keras_nanguard._fit._history import History, magnitudes, sizes
 
-__all__ = ["growth", "loss_names", "negative_loss", "optimizer_facts", "target_fault"]
+__all__ = ["growth", "loss_names", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
 RECENT = 5
 """The last steps that are shown, and from which the magnitude before the incident is taken."""
+
+SETTINGS = (
+    *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon", "clipnorm", "clipvalue", "global_clipnorm"),
+    "gradient_accumulation_steps",
+)
+"""Hyper-parameters of Keras' optimizers that are named beside the rate, those of them that are in use."""
+
+UNUSUAL = 100.0
+"""Factor from which a weight of a loss is named."""
 
 PROBABILITIES = (
     "categorical_crossentropy",
@@ -77,10 +87,10 @@ def _factor(first: list[float], last: list[float]) -> float:
 def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
     """Return the hyper-parameters that can go wrong; `committed` tells that the step in question has been counted."""
     rates = [_internals.rate_before(o) if committed else _state.learning_rate(o) for o in optimizers]
-    return tuple(_facts(_state.inner(o), rate) for o, rate in zip(optimizers, rates))
+    return tuple(_facts(_state.inner(o), rate, _state.is_loss_scaled(o)) for o, rate in zip(optimizers, rates))
 
 
-def _facts(optimizer: Any, rate: float) -> OptimizerFacts:
+def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
     dtypes = {str(v.dtype) for v in getattr(optimizer, "_trainable_variables", None) or ()}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
@@ -88,7 +98,8 @@ def _facts(optimizer: Any, rate: float) -> OptimizerFacts:
     if epsilon is not None:
         kept = float(np.asarray(epsilon, np.float16)) if dtype == "float16" else float(np.float32(epsilon))
     clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
-    momentum = getattr(optimizer, "momentum", 0.0)
+    settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
+    known = {name: float(value) for name, value in settings.items() if isinstance(value, (int, float)) and value}
     return OptimizerFacts(
         name=type(optimizer).__name__,
         learning_rate=rate,
@@ -96,8 +107,24 @@ def _facts(optimizer: Any, rate: float) -> OptimizerFacts:
         epsilon_in_dtype=kept,
         dtype=dtype,
         clips=clips,
-        momentum=float(momentum) if isinstance(momentum, (int, float)) else 0.0,
+        momentum=known.get("momentum", 0.0),
+        scaled=scaled,
+        settings=tuple(known.items()),
     )
+
+
+def objective(model: Any) -> tuple[tuple[str, float], ...]:
+    """Return in words what multiplies the loss far more or less than usual: loss weights and regularizers, with their values."""
+    found = [(f"The loss weight of {name!r}", weight) for name, weight in _internals.loss_weights(model)]
+    found = [(words, weight) for words, weight in found if not 1 / UNUSUAL < abs(weight) < UNUSUAL]
+    for layer in _state.layers_of(model):
+        for name, regularizer in vars(layer).items():
+            for norm in ("l1", "l2") if isinstance(regularizer, keras.regularizers.Regularizer) else ():
+                factor = getattr(regularizer, norm, 0.0)
+                value = float(factor) if np.ndim(factor) == 0 and factor is not None else 0.0
+                if value >= 1.0:
+                    found.append((f"The {norm} of the {name} of {layer.path!r}", value))
+    return tuple(found)
 
 
 def loss_names(model: Any) -> list[str]:

@@ -50,15 +50,19 @@ class Casts:
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
     """Return what is told of one float input of an operation."""
     array = _probes.widen(array)
-    magnitude = np.abs(array[np.isfinite(array)])
+    finite = array[np.isfinite(array)]
+    magnitude = np.abs(finite)
     positive = magnitude[magnitude > 0]
+    bad = {"NaN": np.isnan(array), "Inf": array == np.inf, "-Inf": array == -np.inf} if finite.size < array.size else {}
     return Operand(
         max_abs=float(magnitude.max()) if magnitude.size else 0.0,
         zero=bool(positive.size < magnitude.size),
-        negative=bool((array < 0).any()),
+        negative=bool((finite < 0).any()),
         dtype=dtype,
         tiny=bool(positive.size and positive.min() < TINY.get(dtype, 0.0)),
-        infinite=bool(magnitude.size < array.size),
+        infinite=bool(bad),
+        holds=" and ".join(word for word, where in bad.items() if where.any()),
+        whole=bool(bad) and not finite.size,
     )
 
 

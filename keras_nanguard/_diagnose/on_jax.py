@@ -178,11 +178,11 @@ def slope(birth: Any) -> Any:
     """Return the birth behind a gradient whose loss is finite as one of the backward pass.
 
     JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
-    to multiply with. What is born there and spoils no loss is such a slope.
+    to multiply with. What is born there and spoils no loss is such a slope, or a value that is masked away afterwards.
     """
     if birth is None or birth.source != "operation":
         return birth
-    return dataclasses.replace(birth, phase="backward")
+    return birth if birth.phase == "backward" else dataclasses.replace(birth, phase="slope")
 
 
 def tensor(value: Any) -> Any:
@@ -196,8 +196,8 @@ def like(array: Any, value: Any) -> Any:
 
 
 def without_rows(value: Any, kept: Any) -> Any:
-    """Return the rows of an array that are kept."""
-    return value[np.asarray(kept)]
+    """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    return value[np.resize(np.asarray(kept), len(value))] if len(kept) else value[:0]
 
 
 def twin(variable: Any) -> Any:

@@ -21,7 +21,7 @@ from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.counterfactuals import Anew, tried
 from keras_nanguard._diagnose.evidence import Evidence, LayerRow
-from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.facts import objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.rerun import Run, Step
 from keras_nanguard._diagnose.trials import Trials
@@ -89,6 +89,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+@np.errstate(all="ignore")  # what is looked at is not finite
 def replay(
     bundle: str | Path,
     model: Any = None,
@@ -238,6 +239,8 @@ def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run,
         mode=mode,
         growth=found.growth,
         optimizers=optimizer_facts(step.optimizers),
+        objective=objective(step.model),
+        gradient_norm=own.values.get("gradient_norm", math.nan),
         loss_scale=own.values.get("loss_scale"),
         low_precision=lowest(step.model),
     )

@@ -11,15 +11,16 @@ import keras
 import numpy as np
 
 from keras_nanguard import _internals, _probes, _processes, _state
+from keras_nanguard._data_names import input_names, named
 from keras_nanguard._diagnose import batches, rows
-from keras_nanguard._diagnose.backend import compiled, here
+from keras_nanguard._diagnose.backend import compiled, here, is_compiled
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
 from keras_nanguard._diagnose.evidence import Evidence, Spread
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._diagnose.rerun import Run, Step, preserved
 
-__all__ = ["Trials", "standardised"]
+__all__ = ["Trials", "standardised", "with_names"]
 
 FEW = 6
 """Steps of the trial that begins anew with scaled data."""
@@ -45,6 +46,9 @@ class Trials:
 
     def carried_out(self) -> Evidence:
         """Return the evidence with what the replays showed."""
+        return with_names(self._carried_out(), self.step.model)
+
+    def _carried_out(self) -> Evidence:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
@@ -89,6 +93,14 @@ class Trials:
         elif run.finite:
             self._add(same_mode="finite")
         return run
+
+    def _again(self, batch: Any) -> Run:
+        """Run the step once more, without its updates and unobserved, in the way that costs least."""
+        if is_compiled(self.step):
+            run: Run = compiled()(self.step, batch, jit=True)
+            if not run.error:
+                return run
+        return self.step.run(batch)
 
     def note(self, run: Run, replay: str) -> None:
         """Note what a replay came to, under the name `replay` where it is the first."""
@@ -139,7 +151,7 @@ class Trials:
             suspects = self._outliers()
             found = rows.bisected(count, suspects, self._bad_without(count))
         if found:
-            without = self.step.run(batches.without(self.batch, found)).word if len(found) < count else ""
+            without = self._again(batches.without(self.batch, found)).word if len(found) < count else ""
             self._add(rows=found, without_rows=without)
 
     def _may_be_rows(self, count: int) -> bool:
@@ -153,7 +165,7 @@ class Trials:
     def _bad_without(self, count: int) -> Callable[[Sequence[int]], bool]:
         def is_bad(kept: Sequence[int]) -> bool:
             others = [row for row in range(count) if row not in set(kept)]
-            return not self.step.run(batches.without(self.batch, others)).finite
+            return not self._again(batches.without(self.batch, others)).finite
 
         return is_bad
 
@@ -181,7 +193,7 @@ class Trials:
             return
         with preserved(self.step.variables()):
             self._put_back(self.start)
-            self._add(at_start=self.step.run(self.batch).word)
+            self._add(at_start=self._again(self.batch).word)
 
     def _put_back(self, snapshot: Any) -> None:
         for variable in self.anatomy.restorable:
@@ -212,6 +224,22 @@ class Trials:
                 if not math.isfinite(last):
                     return math.inf
         return abs(last) / abs(first) if first else math.inf
+
+
+def with_names(evidence: Evidence, model: Any) -> Evidence:
+    """Return the evidence with the names of the model's inputs in place of their numbers, where the user gave them names."""
+    names = input_names(model)
+    if not any(names):
+        return evidence
+    birth = evidence.birth
+    if birth is not None and birth.source == "batch":
+        birth = dataclasses.replace(birth, op=named(birth.op, names))
+    return dataclasses.replace(
+        evidence,
+        birth=birth,
+        inputs_bad=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad),
+        inputs=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs),
+    )
 
 
 def standardised(role: str, value: Any) -> Any:

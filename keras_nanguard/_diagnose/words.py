@@ -1,21 +1,23 @@
-"""A verdict and its evidence in sentences, with the user's own names in them. Pure."""
+"""The evidence of a verdict in sentences, with the user's own names in them; steps count from 1, rows are indices. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from keras_nanguard._diagnose.causes import Verdict, kind
-from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Spread
+from keras_nanguard._data_names import shown
+from keras_nanguard._diagnose.causes import Verdict
+from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Operand, OptimizerFacts, Spread
 from keras_nanguard._files._stored import plain_text
 from keras_nanguard._fit._history import JUMP
 
-__all__ = ["advice", "sentences", "table"]
+__all__ = ["at_rows", "sentences", "table"]
 
 PHASES = {
     "forward": "in the forward pass",
     "loss": "in the loss",
     "backward": "in the backward pass",
+    "slope": "on the way to the gradient",
     "update": "in the optimizer's update",
     "other": "in the step",
 }
@@ -48,11 +50,14 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield _birth(e.birth)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        seen = "Run again on the untouched state, the step shows it first in" if e.replay else "The step shows it first in"
-        yield f"{seen} {SITES.get(e.first, e.first)}{path}."
+        again = "Run again on the untouched state, the step goes bad again, in"
+        reached = again if e.replay and e.refused else "It reaches" if e.replay else "The step left it in"
+        yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         yield f"With these gradients, rates, weights and slots the arithmetic of {names} stays finite: it was there before the step."
+    if verdict.cause == "gradient_domain" and e.birth is not None and e.birth.phase in ("forward", "loss"):
+        yield "That value is masked away before the loss, as in the branch of a `where` that is not taken; its gradient is not."
     if e.first == "gradients" and e.birth is None and e.replay == "bad":
         yield "Every gradient is finite, and so large that the sum of their squares overflows float32."
     kinds = dict(site.partition(":")[::2] for site in e.sites)
@@ -69,13 +74,14 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
 
 def _birth(birth: Birth) -> str:
     if birth.source == "batch":
-        return f"The bad value comes with the batch, from {birth.op}."
+        return f"The bad value comes with the batch, from {shown(birth.op)!r}."
     if birth.source == "variable":
         return f"The bad value is read from the variable {birth.op}."
     what = _counts(birth)
     where = f" of {birth.culprit!r}" if birth.culprit else ""
-    taken = "; ".join(_operand(o.max_abs, o.zero, o.negative) for o in birth.operands[:2])
-    given = f" from finite operands ({taken})" if taken else ""
+    taken = "; ".join(map(_operand, birth.operands[:2]))
+    finite = "" if any(o.infinite for o in birth.operands) else "finite "
+    given = f" from {finite}operands ({taken})" if taken else ""
     line = f", at {birth.line}" if birth.line else ""
     name = birth.op or "An operation"
     return f"{name}{where} made {what}{given}, {PHASES.get(birth.phase, 'in the step')}{line}."
@@ -86,18 +92,22 @@ def _counts(birth: Birth) -> str:
     return f"{' and '.join(parts) or 'NaN or Inf'} of {birth.size} values"
 
 
-def _operand(largest: float, zero: bool, negative: bool) -> str:
-    holds = [word for word, has in (("zeros", zero), ("negative values", negative)) if has]
-    return f"magnitudes up to {largest:.3g}" + (f", with {' and '.join(holds)}" if holds else "")
+def _operand(operand: Operand) -> str:
+    if operand.whole or not operand.max_abs:
+        held = ' and '.join(filter(None, ('zeros' * operand.zero, operand.holds)))
+        return f"nothing but {held}" if held else 'no values'
+    words = (("zeros", operand.zero), ("negative values", operand.negative), (operand.holds, operand.infinite))
+    holds = [word for word, has in words if has and word]
+    return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {' and '.join(holds)}" if holds else "")
 
 
 def _data(e: Evidence, verdict: Verdict) -> Iterator[str]:
     for part in (*e.inputs_bad, *e.targets_bad):
-        rows = f" in rows {_list(part.rows)}" if part.rows else ""
-        yield f"{part.name} holds {part.nan} NaN and {part.inf} Inf{rows}."
+        counts = " and ".join(f"{n} {word}" for n, word in ((part.nan, "NaN"), (part.inf, "Inf")) if n)
+        yield f"{shown(part.name)!r} holds {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
     if e.target_fault is not None:
         output = f" of output {e.target_fault.output!r}" if e.target_fault.output else ""
-        rows = f" in rows {_list(e.target_fault.rows)}" if e.target_fault.rows else ""
+        rows = f" in {at_rows(e.target_fault.rows)}" if e.target_fault.rows else ""
         yield f"The targets{output} hold {e.target_fault.words}{rows}, which {e.target_fault.loss} does not accept."
     for spread in (*e.inputs, *e.targets):
         if spread.max_abs >= 100.0 and not spread.integer:
@@ -105,27 +115,39 @@ def _data(e: Evidence, verdict: Verdict) -> Iterator[str]:
 
 
 def _spread(spread: Spread) -> str:
-    out = f"; rows {_list(spread.outliers)} stand out" if spread.outliers else ""
-    shown = f"magnitudes up to {spread.max_abs:.3g}, mean {spread.mean:.3g}, deviation {spread.std:.3g}"
-    return f"{spread.name}: {shown}{out}."
+    stand = "stands" if len(spread.outliers) == 1 else "stand"
+    out = f"; {at_rows(spread.outliers)} {stand} out" if spread.outliers else ""
+    numbers = f"magnitudes up to {spread.max_abs:.3g}, mean {spread.mean:.3g}, deviation {spread.std:.3g}"
+    return f"{shown(spread.name)!r}: {numbers}{out}."
 
 
-def _list(rows: tuple[int, ...]) -> str:
-    return ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+def at_rows(rows: Sequence[int]) -> str:
+    """Return rows of the batch in words, by their indices."""
+    named = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+    return f"the row at index {named}" if len(rows) == 1 else f"the rows at indices {named}"
 
 
 def _history(e: Evidence, verdict: Verdict) -> Iterator[str]:
     g = e.growth
     if g.losses and (max(g.loss, g.norm) >= 10.0 or verdict.cause in ("divergence", "spike")):
-        yield f"Over the {g.steps} steps before, the loss went to {', '.join(f'{v:.3g}' for v in g.losses)}."
-        yield f"The loss has grown {g.loss:.3g} times, the gradient norm {g.norm:.3g} times since the first steps."
-    if g.weights >= 3.0:
+        went = ", ".join(f"{value:.3g}" for value in g.losses)
+        if g.steps == 1:
+            yield f"In the step before, the loss was {went}."
+        else:
+            last = f", in the last {len(g.losses)}" if len(g.losses) < g.steps else ""
+            yield f"Over the {g.steps} steps before{last}, the loss went {went}."
+    factors = {"the loss": g.loss, "the gradient norm": g.norm}
+    grown = [f"{what} has grown {factor:.3g} times" for what, factor in factors.items() if factor > 1.5]
+    if grown and max(g.loss, g.norm) >= 10.0:
+        text = " and ".join(grown)
+        yield f"{text[0].upper()}{text[1:]} since the first steps."
+    if 3.0 <= g.weights < math.inf:
         yield (
             f"The weights have grown {g.weights:.3g} times since the start (largest {g.largest_weight_before:.3g}, "
             f"now {g.largest_weight:.3g})."
         )
     if g.jump[0] >= JUMP:
-        yield f"At step {g.jump[1]} the loss had jumped to {g.jump[0]:.3g} times its lowest value before."
+        yield f"At step {g.jump[1] + 1} the loss had jumped to {g.jump[0]:.3g} times its lowest value before."
 
 
 def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
@@ -134,7 +156,7 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
         "unscaled": ("With a loss scale of 1 the same step", e.unscaled),
         "rescaled": ("Begun anew with inputs and targets scaled to unit deviation, training", e.rescaled),
         "start": ("With the weights of the first step the same batch", e.at_start),
-        "rows": (f"Without rows {_list(e.rows)} the same step", e.without_rows),
+        "rows": (f"Without {at_rows(e.rows)} the same step", e.without_rows),
         "inference": ("In inference mode the forward pass", e.inference),
         "training": ("In training mode the forward pass", e.training),
     }
@@ -146,29 +168,41 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
     if e.same_mode:
         what = {"finite": "comes out finite", "bad": "goes bad again", "failed": "cannot be run"}.get(e.same_mode, "")
         yield f"Run again in the mode it was compiled in ({e.mode}), the step {what}."
-    if e.replay_error:
+    if e.replay_error and e.refused:
         yield f"Run again, the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
 def _optimizer(e: Evidence, verdict: Verdict) -> Iterator[str]:
+    told = verdict.cause in ("divergence", "optimizer_domain", "spike", "input_scale")
     for facts in e.optimizers:
-        if not math.isfinite(facts.learning_rate):
-            yield f"The learning rate of {facts.name} is {facts.learning_rate}."
-        if verdict.cause in ("divergence", "optimizer_domain", "spike"):
-            yield f"{facts.name} with learning rate {facts.learning_rate:.3g}" + (
-                " and clipping." if facts.clips else ", without clipping."
-            )
+        if told or not math.isfinite(facts.learning_rate):
+            yield _settings(facts)
+        if told and abs(facts.shrinks) > 1.0:
+            yield f"By weight decay alone each step of {facts.name} multiplies the weights by {facts.shrinks:.3g}."
+        if verdict.cause == "optimizer_domain" and facts.epsilon == 0.0:
+            yield f"epsilon=0 in {facts.name}: where a gradient is 0, 0 is divided by 0."
         if facts.epsilon and facts.epsilon_in_dtype is not None and facts.epsilon_in_dtype < facts.epsilon / 2:
             yield f"epsilon={facts.epsilon:g} is {facts.epsilon_in_dtype:g} in {facts.dtype}, the dtype of the weights."
+    for words, value in e.objective if told else ():
+        yield f"{words} is {value:g}."
+    if verdict.cause == "optimizer_domain" and math.isfinite(e.gradient_norm):
+        yield f"The gradient norm of this step was {e.gradient_norm:.3g}."
     if e.loss_scale is not None and verdict.cause in ("loss_scale_collapsed", "float16_overflow"):
         yield f"The loss scale was {e.loss_scale:g}."
+
+
+def _settings(facts: OptimizerFacts) -> str:
+    """Return the hyper-parameters of an optimizer by Keras' names, with their values."""
+    named = [("learning_rate", facts.learning_rate), *facts.settings]
+    text = ", ".join(f"{name}={value:.4g}" for name, value in named)
+    return f"{facts.name} has {text}" + ("." if facts.clips else ", and no clipping.")
 
 
 def _layers(e: Evidence, verdict: Verdict) -> Iterator[str]:
     first = next((row for row in e.table if not row.finite), None)
     if first is not None and not (e.birth is not None and e.birth.culprit == first.path):
         yield f"The first layer whose output is not finite is {first.path!r}."
-    for name, value in e.loss_parts:
+    for name, value in e.loss_parts if len(e.loss_parts) > 1 else ():
         if value != value or abs(value) == float("inf"):
             yield f"Of the parts of the loss, {name} is {value}."
 
@@ -178,156 +212,6 @@ def _notes(e: Evidence, verdict: Verdict) -> Iterator[str]:
 
 
 _PARTS = (_state, _born, _data, _history, _reruns, _optimizer, _layers, _notes)
-
-
-def advice(e: Evidence, verdict: Verdict) -> tuple[str, ...]:
-    """Return what to do next."""
-    return tuple(ADVICE[verdict.cause](e, verdict))
-
-
-def _name(verdict: Verdict, otherwise: str) -> str:
-    return f"{verdict.culprit!r}" if verdict.culprit else otherwise
-
-
-def _rate(e: Evidence) -> str:
-    return f"{e.optimizers[0].learning_rate / 10:.1g}" if e.optimizers else "a tenth of it"
-
-
-def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
-    op, how = (e.birth.op if e.birth is not None else ""), kind(e.birth)
-    yield f"Keep {_name(v, 'the layer')} inside its domain" + (f": {HINTS[op]}" if op in HINTS else ".")
-    if how in ("exp", "overflow") and op not in HINTS:
-        yield "Bound what goes into it: normalise before it, or use a saturating activation."
-    if v.samples and e.without_rows == "finite":
-        yield f"Look at rows {_list(v.samples)} of this batch; they alone drive it out of its domain."
-
-
-def _loss(e: Evidence, v: Verdict) -> Iterator[str]:
-    op = e.birth.op if e.birth is not None else ""
-    yield f"Make {_name(v, 'the loss')} defined everywhere" + (f": {HINTS[op]}" if op in HINTS else ".")
-    yield "Check that the last activation fits the loss (softmax, sigmoid, softplus), or use from_logits=True."
-
-
-HINTS = {
-    "Log": "take log(x + epsilon) or log_softmax, not log of something that can be 0 or negative.",
-    "Log1p": "keep its argument above -1.",
-    "Exp": "subtract the maximum first (keras.ops.softmax, logsumexp), or clip its argument.",
-    "RealDiv": "divide by maximum(x, epsilon), or use keras.ops.divide_no_nan.",
-    "Sqrt": "take sqrt(maximum(x, 0) + epsilon).",
-    "Rsqrt": "add an epsilon before rsqrt.",
-    "Reciprocal": "add an epsilon to what is divided by, or guard both sides of the `where`.",
-    "SqrtGrad": "add an epsilon inside the square root: its slope at 0 is infinite.",
-    "RsqrtGrad": "add an epsilon inside the rsqrt.",
-    "Pow": "keep the base above 0, or add an epsilon to it.",
-    "Softmax": "make sure that each row has at least one entry that is not masked.",
-    "Acos": "clip its argument to the open interval from -1 to 1.",
-    "Asin": "clip its argument to the open interval from -1 to 1.",
-    "Atanh": "clip its argument to the open interval from -1 to 1.",
-    "Xlogy": "keep its second argument above 0.",
-    "Xdivy": "keep its second argument away from 0.",
-    "Cast": "what it casts is beyond the range of the lower dtype.",
-}
-
-
-def _gradient(e: Evidence, v: Verdict) -> Iterator[str]:
-    op = e.birth.op if e.birth is not None else ""
-    hint = f": {HINTS[op]}" if op in HINTS else "."
-    yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{hint}"
-    yield "With `where`, put a safe value into the unused branch before the function, not after it: 0 times Inf is NaN."
-
-
-def _diverged(e: Evidence, v: Verdict) -> Iterator[str]:
-    yield f"Lower the learning rate (try {_rate(e)}), or warm it up."
-    if not any(o.clips for o in e.optimizers):
-        yield "Clip the gradients: global_clipnorm=1.0 in the optimizer."
-    yield "Scale inputs and targets to about unit deviation, and check activations and initial weights."
-
-
-ADVICE: dict[str, Callable[[Evidence, Verdict], Iterator[str]]] = {
-    "input_nonfinite": lambda e, v: iter(
-        (f"Clean {_name(v, 'the inputs')}: find where its NaN or Inf come from (missing values, division, parsing).",)
-    ),
-    "target_nonfinite": lambda e, v: iter(
-        (f"Clean {_name(v, 'the targets')}, or leave those rows out with a sample weight of 0 *and* a finite target.",)
-    ),
-    "target_out_of_range": lambda e, v: iter(
-        (
-            f"Give {_name(v, 'the loss')} targets that it accepts: class indices from 0 to classes - 1, "
-            "probabilities from 0 to 1.",
-        )
-    ),
-    "input_scale": lambda e, v: iter(
-        (
-            f"Scale {_name(v, 'the data')} to about unit deviation (keras.layers.Normalization, adapted to the data), "
-            "and drop features that never change.",
-        )
-    ),
-    "forward_domain": _forward,
-    "loss_domain": _loss,
-    "gradient_domain": _gradient,
-    "divergence": _diverged,
-    "float16_overflow": lambda e, v: iter(
-        (
-            f"Let {_name(v, 'the layer')} compute in float32 (dtype='float32'), or keep what goes into it below 65504.",
-            "bfloat16 has the range of float32.",
-        )
-    ),
-    "float16_underflow": lambda e, v: iter(
-        (
-            f"Let {_name(v, 'the layer')} compute in float32, or use mixed_float16 with a LossScaleOptimizer.",
-            "Epsilons below 6e-8 are 0 in float16.",
-        )
-    ),
-    "loss_scale_collapsed": lambda e, v: iter(
-        (
-            "Find what overflows at every scale (see the evidence), then start from a LossScaleOptimizer with the "
-            "default initial_scale of 2**15.",
-        )
-    ),
-    "optimizer_domain": lambda e, v: iter(
-        (
-            *(
-                f"The learning rate is {o.learning_rate}: mend the schedule that gives it."
-                for o in e.optimizers
-                if not math.isfinite(o.learning_rate)
-            ),
-            "Raise the optimizer's epsilon to 1e-4 where weights are float16, or keep weights in float32 "
-            "(policy mixed_float16).",
-            "Clip the gradients (global_clipnorm=1.0): their squares overflow above 1.8e19 (float16: 256).",
-        )
-    ),
-    "state_nonfinite": lambda e, v: iter(
-        (
-            f"{_name(v, 'The state')} was bad before the step: load a good file, or use keras_nanguard.repair; "
-            "keras_nanguard.scan lists every bad value.",
-        )
-    ),
-    "batchnorm_statistics": lambda e, v: iter(
-        (
-            "Estimate the moving statistics anew with keras_nanguard.recalibrate(model, data), or repair them; "
-            "a momentum nearer to 0.9 follows the data faster.",
-        )
-    ),
-    "training_flag": lambda e, v: iter(
-        (f"Call the model with training=True in the training loop; {_name(v, 'BatchNormalization')} never moved.",)
-    ),
-    "spike": lambda e, v: iter(
-        (
-            f"Look at {f'rows {_list(v.samples)}' if v.samples else 'the batch'} of this step; clip gradients "
-            "(global_clipnorm=1.0) or lower the rate.",
-        )
-    ),
-    "transient": lambda e, v: iter(
-        (
-            "The same step on the same state came out finite: check the hardware, and race conditions in the input "
-            "pipeline; run with deterministic operations.",
-        )
-    ),
-    "unknown": lambda e, v: iter(
-        ("Run keras_nanguard.diagnose(model, x, y) on this batch, and replay the bundle in other modes.",)
-    ),
-}
-"""What to do, by cause; every cause has its entry."""
 
 
 def table(rows: Sequence[LayerRow]) -> str:

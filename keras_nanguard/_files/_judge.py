@@ -31,6 +31,7 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     "float16_overflow": ("warning", "{count} beyond 65504, up to {value:.6g}, in a layer that computes in float16"),
     "zero_variance": ("warning", "every variance is 0: the layer divides by sqrt(epsilon) alone"),
     "unread": ("warning", "not read: {reason}"),
+    "metric": ("note", "{count} NaN or Inf: what the last evaluation came to, which the next one resets"),
     "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
     "all_zero": ("note", "all {count} values are 0"),
     "constant": ("note", "all {count} values are {value:.6g}"),
@@ -84,6 +85,8 @@ def judge(
     Returns:
         The problems.
     """
+    if layer_class == "Metric":  # what was computed with the model, and no part of it
+        return (problem("metric", found.nan + found.inf),) if found.nan + found.inf else ()
     problems = [*_nonfinite(found), *_impossible(name, role, found)]
     problems += _large(role, layer_class, found, float16, limit, statistics_limit)
     problems += _odd(name, role, found, rank)

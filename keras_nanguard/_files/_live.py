@@ -73,13 +73,14 @@ def live_variables(model: Any) -> list[LiveVariable]:
         raise GuardError(expected("a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."))
     if not getattr(model, "built", True):
         raise GuardError(expected("a built model", f"model={model.name}", "Call it on data once, or call build() with input shapes."))
-    seen: set[int] = set()
+    metrics = list({id(variable): variable for variable in getattr(model, "metrics_variables", ())}.values())
+    seen = {id(variable) for variable in metrics}
     found = list(_walk(model, (), seen))
     for name, optimizer in optimizers(model):
         for variable in _unseen(optimizer.variables, seen):
             path = _path(variable)
             found.append(LiveVariable(Identity(name, path, "slot", "Optimizer"), path, optimizer, variable))
-    for variable in _unseen(getattr(model, "metrics_variables", ()), seen):
+    for variable in metrics:
         path = _path(variable)
         found.append(LiveVariable(Identity("metrics", path, "other", "Metric"), path, model, variable))
     return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._fit._aftercare import learning
@@ -57,6 +58,7 @@ class Lagging:
     def __init__(self) -> None:
         self._looks, self._done = LOOKS, False
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, session: Any, logs: Any, batch: Callable[[], Any], remaining: int) -> tuple[list[Finding], Diagnosis] | None:
         """Return what a validation shows, `None` where it shows nothing. Never raises.
 

@@ -59,6 +59,7 @@ class Monitors:
         self._variances: dict[int, float] = {}
         self._rollbacks = 0
 
+    @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, session: Any) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
         step = session.step

@@ -37,11 +37,19 @@ def bad_arrays(logs: Any) -> list[Finding]:
     return []
 
 
-def diagnosed(model: Any) -> Diagnosis | None:
+@np.errstate(all="ignore")  # what is looked at is not finite
+def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
     """Return why the `evaluate` or `predict` that runs now came to no finite result, `None` where no batch shows it.
 
-    Never raises: a diagnosis that fails must not end the call.
+    Never raises: a diagnosis that fails must not end the call. `says`: print a line where it takes longer than a second.
     """
+    from keras_nanguard._diagnose.notice import when_slow
+
+    with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
+        return _diagnosed(model)
+
+
+def _diagnosed(model: Any) -> Diagnosis | None:
     try:
         for x, y, weights in itertools.islice(_batches(), BATCHES):
             predicted = model(x, training=False)

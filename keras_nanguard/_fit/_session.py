@@ -292,7 +292,7 @@ class Session:
         if self._is_ordinary_overflow(verdict):
             self.overflows += 1
             return
-        findings = [*in_batch(report), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
+        findings = [*in_batch(report, self.model), *self.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > self.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         raise_incident(self, self.step, findings, refused=True, report=report, values=self._values(verdict))
@@ -329,7 +329,7 @@ class Session:
             return
         self.streak = 1
         report = reports[-1] if reports else None
-        findings = [*in_batch(report), *(report.findings() if report else ()), *self.scan("weights")]
+        findings = [*in_batch(report, self.model), *(report.findings() if report else ()), *self.scan("weights")]
         findings = findings or Report(verdict, (), ()).findings()
         raise_incident(self, self.step, findings, refused=False, report=report, values=self._values(verdict))
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from keras_nanguard import _probes, _state
+from keras_nanguard._data_names import input_names, named
 from keras_nanguard._errors import GuardError
 from keras_nanguard._incident import Finding
 from keras_nanguard._step._verdict import Report, Verdict
@@ -56,14 +57,15 @@ def has_nan(variable: Any) -> bool:
     return _probes.counts(_state.view(variable))[0] > 0
 
 
-def in_batch(report: Report | None) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step, named as `fit` names them: `x`, `x/age`, `y`."""
-    findings = []
+def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
+    """Return findings for the inputs and targets of a refused step, named as the user does: `x`, `x/age`, `y`."""
+    findings, names = [], input_names(model)
     for site, name, part in _parts(report.batch) if report is not None and report.batch is not None else ():
         for path, array in _state.named_arrays(part):
             nan, inf, size = _probes.counts(array)
             if nan or inf:
-                findings.append(Finding(site, "nonfinite", "/".join(filter(None, (name, path))), nan, inf, size))
+                place = named("/".join(filter(None, (name, path))), names)
+                findings.append(Finding(site, "nonfinite", place, nan, inf, size))
     return findings
 
 

@@ -8,7 +8,8 @@ refused then. With `v` the magnitude of the loss or of the gradient norm:
     level      of log v: median of the first `warmup` values, then a running mean to which no value counts for more
                than a factor of 20
     spread     running mean of how far log v lies above the level
-    spike      v > 10 * start  and  v > floor  and  log v > level + max(log spike_factor, 20 * spread)
+    spike      v > 10 * start  and  v > floor  and  log v > level + max(log spike_factor, min(20 * spread, log 1e9))
+    early      v > 1e6 * median of the values so far  and  v > floor, from the fourth value to the end of the warm-up: a spike
     explosion  v > explosion_factor * max(start, 1), and the last `patience` values were within a hundredth of that
 
 Values that are not finite, and exact zeros, say nothing about a magnitude and never enter. A spike enters as a factor
@@ -40,6 +41,12 @@ STARTS = 5
 
 SUSTAINED = math.log(100.0)
 """How far below the bar of an explosion the values before it may lie."""
+
+FURTHEST = math.log(1e9)
+"""A jump by that factor is a spike, however widely the values spread."""
+
+LEAP, FEWEST = math.log(1e6), 3
+"""A jump by that factor is a spike even while the spread is being learned, as soon as there are so many values before it."""
 
 AGAIN = math.log(1000.0)
 """An explosion is told again when it has grown by this much more."""
@@ -98,7 +105,7 @@ class _Series:
         self._spread = spread
         level = self._level = self._level + RATE * above
         margin = SPREADS * spread
-        limit = level + (self._margin if margin < self._margin else margin)
+        limit = level + (self._margin if margin < self._margin else margin if margin < FURTHEST else FURTHEST)
         if limit < self._lowest:
             limit = self._lowest
         self._limit = self._sustained if limit > self._sustained else limit
@@ -108,13 +115,14 @@ class _Series:
 
     def _next_jump(self) -> float:
         """Return the size from which a value is a jump."""
-        return max(self._level + max(SPREADS * self._spread, self._margin), self._lowest)
+        return max(self._level + max(min(SPREADS * self._spread, FURTHEST), self._margin), self._lowest)
 
     def _learn(self, size: float) -> str:
-        """Take one of the first values in: only growth can be judged yet."""
+        """Take one of the first values in: only growth and a leap can be judged yet."""
         first = self._first
         if first is None:
             return ""
+        leap = len(first) >= FEWEST and size >= max(median_low(first) + LEAP, self._floor)
         first.append(size)
         if len(first) == STARTS:
             start = median_low(first)
@@ -124,9 +132,11 @@ class _Series:
             self._sustained = self._bar - min(SUSTAINED, growth / 2)
         if len(first) == self._check.warmup:
             self._level = median_low(first)
-            self._spread = sum(max(0.0, value - self._level) for value in first) / len(first)
+            self._spread = sum(min(max(0.0, value - self._level), LEAP) for value in first) / len(first)
             self._limit, self._first = min(self._next_jump(), self._sustained), None
-        return self._growth(size)
+        told, fresh = self._growth(size), leap and not self._high
+        self._high = leap or self._grown > 0
+        return told or ("spike" if fresh else "")
 
     def _judge(self, size: float) -> str:
         """Judge a value that is not plainly healthy."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._files._arrays import float_name, statistics
+from keras_nanguard._files._live import live_variables
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.subject import Placed, Subject, activation_name
 
@@ -80,6 +82,17 @@ def _thawed_norm(subject: Subject) -> Iterator[Site]:
                 thawed[0].path,
                 f"{len(thawed)} trained BatchNormalization layers in {tower}, whose kernels are frozen",
             )
+
+
+def _nonfinite(subject: Subject) -> Iterator[Site]:
+    trained = {id(variable) for variable in subject.model.trainable_variables}
+    for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
+        if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
+            continue  # a mask of -Inf is there on purpose, and so may be a mark of NaN
+        values = live.read()
+        found = statistics(values) if float_name(values.dtype) else None
+        if found is not None and found.nonfinite:
+            yield live.keras_path, f"{found.nonfinite} of {values.size} values are NaN or Inf"
 
 
 def _never_adapted(subject: Subject) -> Iterator[Site]:
@@ -252,6 +265,17 @@ RULES = (
         "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
         "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])",
         _never_adapted,
+    ),
+    Rule(
+        "nonfinite_weights",
+        "error",
+        "NaN or Inf in weights, statistics or slots",
+        "The first step computes NaN from it, and so does every prediction. Nothing that is trained becomes finite again by itself.",
+        "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value.",
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])",
+        _nonfinite,
     ),
     Rule(
         "pooling_stride",

@@ -86,14 +86,14 @@ class TrendCheck:
         spike_factor: a jump to so many times the robust level is a spike.
         explosion_factor: growth to so many times the level at the start is an explosion.
         patience: steps in a row that the growth has to last.
-        warmup: values to see before anything is called a spike.
+        warmup: values to see before anything but a jump by a factor of a million is called a spike.
     """
 
     enabled: bool = field(default=True, metadata=spec("watch at all"))
     spike_factor: float = field(default=1e4, metadata=spec("a jump to so many times the robust level", ge=2))
     explosion_factor: float = field(default=1e6, metadata=spec("growth to so many times the first level", ge=10))
     patience: int = field(default=3, metadata=spec("steps in a row that growth lasts", unit="steps", ge=1, le=1000))
-    warmup: int = field(default=20, metadata=spec("values seen before the first spike", unit="steps", ge=5, le=1000))
+    warmup: int = field(default=20, metadata=spec("values seen before the first spike below 1e6", unit="steps", ge=5, le=1000))
 
     def __post_init__(self) -> None:
         check(self)

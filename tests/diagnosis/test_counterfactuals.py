@@ -49,7 +49,7 @@ def test_the_bundle_holds_the_way_to_the_bad_step(bundle):
 def test_as_it_was_the_same_step_goes_bad_and_what_cures_it_is_named(bundle):
     told = dict(replay(bundle, counterfactuals=True).counterfactuals)
     step = _bundle.read(bundle).incident.step
-    assert told["as it was"].startswith(f"the {step + 1} steps from the state before step 0: ")
+    assert told["as it was"].startswith(f"the {step + 1} steps from the state before the first step: ")
     assert told["as it was"].endswith(f"the loss goes bad at step {step + 1} of {step + 1}")
     assert "gradients clipped" in told["what cures it"]
     assert "finite" in told["with gradients clipped to a global norm of 1"]
@@ -121,5 +121,5 @@ def test_of_a_finite_jump_the_batch_is_known_and_its_rows(tmp_path):
         model.fit(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[guard])
     first = guard.incidents[0]
     assert (first.step, first.diagnosis.cause, first.diagnosis.samples) == (30, "spike", (5,))
-    assert "rows 5" in " ".join(first.diagnosis.advice)
+    assert "the row at index 5" in " ".join(first.diagnosis.advice)
     assert [o.status for o in first.outcomes if o.action == "quarantine"] == ["done"]

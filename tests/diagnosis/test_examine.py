@@ -90,3 +90,20 @@ def test_bad_statistics_are_told_after_validation(trained, variance):
     model.evaluate(x, y, verbose=0, callbacks=[guard])
     assert guard.incidents[0].diagnosis.cause == "batchnorm_statistics"
     assert "bn/moving_variance" in guard.incidents[0].diagnosis.culprit
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "what"),
+    [
+        ((8, 5), None, "the forward pass in inference mode raised ValueError: "),
+        ((8, 5), (8, 1), "the forward pass in inference mode raised ValueError: "),
+        ((8, 4), (8, 7, 9), "a train step raised "),
+    ],
+)
+def test_what_cannot_be_run_is_not_healthy(trained, x, y, what):
+    """Data of the wrong shape: neither healthy nor diagnosed; the exception is named, and what the model takes."""
+    found = diagnose(trained[0], np.zeros(x, "float32"), None if y is None else np.zeros(y, "float32"))
+    assert not found.healthy and found.error.startswith(what)
+    assert found.error in str(found) and "Nothing bad" not in str(found) and "\x1b" not in str(found)
+    assert "x of shape (None, 4)" in found.diagnosis.advice[0]
+    assert found.to_dict()["error"] == found.error

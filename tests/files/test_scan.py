@@ -9,6 +9,7 @@ import pytest
 from keras_nanguard._errors import GuardError
 from keras_nanguard._files._arrays import statistics
 from keras_nanguard._files._judge import PROBLEMS, SEVERITIES, judge
+from keras_nanguard._files._repair import repair
 from keras_nanguard._files._scan import scan
 
 CASES = {
@@ -21,6 +22,7 @@ CASES = {
     "float16_overflow": ("kernel", "weight", [[1.0, 7e4]], {"float16": True}),
     "zero_variance": ("moving_variance", "statistics", [0.0, 0.0], {}),
     "beyond_float16": ("kernel", "weight", [[1.0, 7e4]], {}),
+    "metric": ("total", "other", [1.0, np.nan], {"layer_class": "Metric"}),
     "all_zero": ("kernel", "weight", [[0.0, 0.0]], {}),
     "constant": ("kernel", "weight", [[2.0, 2.0]], {}),
     "denormal": ("kernel", "weight", [[1.0, 1e-310]], {}),
@@ -137,8 +139,31 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     assert found == {
         "memory/states/1": "nan",
         "optimizer/adam/m_memory_lstm_cell_kernel_velocity": "negative_variance",
-        "metrics/loss/total": "inf",
     }
+
+
+def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
+    """Metrics that hold NaN, those of the model's own as well, are a note: the model is clean, and nothing is to be repaired."""
+
+    class Tracking(keras.Sequential):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.tracker = keras.metrics.Mean(name="tracker")
+
+    model = Tracking([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = np.full((8, 4), np.nan, "float32")
+    model.evaluate(x, x[:, :1], verbose=0)
+    model.tracker.update_state(np.nan)
+    report = scan(model)
+    noted = {entry.path: entry.problems[0] for entry in report.variables if entry.problems}
+    assert {"metrics/loss/total", "metrics/tracker/total"} <= set(noted)
+    assert {(found.code, found.severity) for found in noted.values()} == {("metric", "note")}
+    assert report.clean and report.bad == ()
+    repaired = repair(model)
+    assert repaired.clean and repaired.changes == () and "Still bad" not in str(repaired)
+    model.layers[0].kernel.assign(np.full((4, 1), np.nan))
+    assert [entry.role for entry in scan(model).bad] == ["weight"]
 
 
 def test_what_is_no_model_is_refused(keras):

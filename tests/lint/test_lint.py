@@ -225,3 +225,27 @@ def test_well_known_models_are_left_in_peace(name):
 def test_every_keras_application_is_left_in_peace(name):
     """Silent on every model of `keras.applications`, compiled as its documentation says."""
     application_is_silent(name)
+
+
+def test_what_is_infinite_on_purpose_is_no_hazard():
+    """A mask of -Inf, a mark of NaN and a metric that is NaN are no weights; a moving variance and a slot that are bad are told."""
+
+    class Masked(layers.Layer):
+        def build(self, shape):
+            self.mask = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(-np.inf), trainable=False, name="mask")
+            self.mark = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(np.nan), trainable=False, name="mark")
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.BatchNormalization(), Masked()])
+    model.compile("adam", "mse")
+    x = np.full((8, 4), np.nan, "float32")
+    model.evaluate(x, x[:, :2], verbose=0)
+    assert "nonfinite_weights" not in {hazard.code for hazard in lint(model).hazards}
+    model.optimizer.build(model.trainable_variables)
+    slot = next(v for v in model.optimizer.variables if v.shape == (4, 2))
+    for variable in (model.layers[1].moving_variance, slot):
+        variable.assign(np.full(variable.shape, np.inf))
+    found = [hazard for hazard in lint(model).hazards if hazard.code == "nonfinite_weights"]
+    assert [hazard.severity for hazard in found] == ["error", "error"] and found[0].path == model.layers[1].moving_variance.path

@@ -1,0 +1,229 @@
+"""What to do about a cause, in sentences that fit the program at hand. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from keras_nanguard._data_names import shown
+from keras_nanguard._diagnose.causes import Verdict, kind
+from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
+from keras_nanguard._diagnose.words import at_rows
+
+__all__ = ["ADVICE", "advice"]
+
+STEEP = 1e15
+"""Gradient norm from which the squares in an optimizer come near to overflowing."""
+
+
+def advice(e: Evidence, verdict: Verdict) -> tuple[str, ...]:
+    """Return what to do next."""
+    return tuple(dict.fromkeys(ADVICE[verdict.cause](e, verdict)))
+
+
+def _name(verdict: Verdict, otherwise: str) -> str:
+    return f"{verdict.culprit!r}" if verdict.culprit else otherwise
+
+
+def _data(verdict: Verdict, otherwise: str) -> str:
+    return f"{shown(verdict.culprit)!r}" if verdict.culprit else otherwise
+
+
+def _rate(e: Evidence) -> str:
+    return f"{e.optimizers[0].learning_rate / 10:.1g}" if e.optimizers else "a tenth of it"
+
+
+def _hint(e: Evidence) -> str:
+    """Return what to do about the operation that made the bad value, or about the layer whose one it is."""
+    birth = e.birth
+    return (HINTS.get(birth.op) or HINTS.get(birth.layer_class, "")) if birth is not None else ""
+
+
+def _clause(e: Evidence) -> str:
+    return f": {hint}" if (hint := _hint(e)) else "."
+
+
+def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
+    yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
+    if kind(e.birth) in ("exp", "overflow") and not _hint(e):
+        yield "Bound what goes into it: normalise before it, or use a saturating activation."
+    if v.samples and e.without_rows == "finite":
+        yield f"Look at {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
+
+
+def _loss(e: Evidence, v: Verdict) -> Iterator[str]:
+    yield f"Make {_name(v, 'the loss')} defined everywhere{_clause(e)}"
+    yield "Check that the last activation fits the loss (softmax, sigmoid, softplus), or use from_logits=True."
+
+
+HINTS = {
+    "Log": "take log(x + epsilon) or log_softmax, not log of something that can be 0 or negative.",
+    "Log1p": "keep its argument above -1.",
+    "Exp": "subtract the maximum first (keras.ops.softmax, logsumexp), or clip its argument.",
+    "RealDiv": "divide by maximum(x, epsilon), or use keras.ops.divide_no_nan.",
+    "Sqrt": "take sqrt(maximum(x, 0) + epsilon).",
+    "Rsqrt": "add an epsilon before rsqrt.",
+    "Reciprocal": "add an epsilon to what is divided by, or guard both sides of the `where`.",
+    "SqrtGrad": "add an epsilon inside the square root: its slope at 0 is infinite.",
+    "RsqrtGrad": "add an epsilon inside the rsqrt.",
+    "Pow": "keep the base above 0, or add an epsilon to it.",
+    "Softmax": "make sure that each row has at least one entry that is not masked.",
+    "Acos": "clip its argument to the open interval from -1 to 1.",
+    "Asin": "clip its argument to the open interval from -1 to 1.",
+    "Atanh": "clip its argument to the open interval from -1 to 1.",
+    "Xlogy": "keep its second argument above 0.",
+    "Xdivy": "keep its second argument away from 0.",
+    "Cast": "what it casts is beyond the range of the lower dtype.",
+}
+
+
+def _rescale(e: Evidence, v: Verdict) -> Iterator[str]:
+    if v.because == "constant":
+        yield f"Drop features that never change before {_name(v, 'Normalization')}: it divides by their deviation, which is 0."
+        return
+    constant = any(part.constant for part in e.inputs)
+    drop = ", and drop features that never change" if constant else ""
+    yield f"Scale {_data(v, 'the data')} to about unit deviation (keras.layers.Normalization, adapted to the data){drop}."
+
+
+def _gradient(e: Evidence, v: Verdict) -> Iterator[str]:
+    yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{_clause(e)}"
+    yield "With `where`, put a safe value into the unused branch before the function, not after it: 0 times Inf is NaN."
+
+
+def _diverged(e: Evidence, v: Verdict) -> Iterator[str]:
+    for o in e.optimizers:
+        if abs(o.shrinks) > 1.0:
+            decay = dict(o.settings)["weight_decay"]
+            yield f"Lower weight_decay={decay:g}: times the learning rate of {o.learning_rate:g} it has to stay far below 1."
+    for words, _ in e.objective:
+        yield f"{words} multiplies the gradients: lower it."
+    if v.because == "recurrence" and not e.growth.steps and e.birth is not None and e.birth.phase == "forward":
+        yield f"Nothing has been learned yet: use a bounded activation (tanh) in {_name(v, 'the layer')}, or smaller initial weights."
+        yield "Scale the inputs to about unit deviation, or make the sequences shorter."
+        return
+    yield f"Lower the learning rate (try {_rate(e)}), or warm it up."
+    if not any(o.clips for o in e.optimizers):
+        yield "Clip the gradients: global_clipnorm=1.0 in the optimizer."
+    yield "Scale inputs and targets to about unit deviation, and check activations and initial weights."
+
+
+def _dtype(e: Evidence) -> str:
+    """Return the low dtype in which the value went bad."""
+    own = e.birth.dtype if e.birth is not None else ""
+    return own if own in ("float16", "bfloat16") else e.low_precision or "float16"
+
+
+def _overflowed(e: Evidence, v: Verdict) -> Iterator[str]:
+    layer = _name(v, "the layer")
+    if _dtype(e) == "bfloat16":
+        yield f"Let {layer} compute in float32 (dtype='float32'), in which the same step is finite."
+        return
+    yield f"Let {layer} compute in float32 (dtype='float32'), or keep what it computes below 65504, the largest float16."
+    yield "bfloat16 has the range of float32."
+
+
+def _underflowed(e: Evidence, v: Verdict) -> Iterator[str]:
+    layer = _name(v, "the layer")
+    if _dtype(e) == "bfloat16":
+        yield f"Let {layer} compute in float32 (dtype='float32'): bfloat16 keeps about three digits, so small differences become 0."
+        return
+    scaled = any(o.scaled for o in e.optimizers)
+    if v.because == "dead" and scaled:
+        yield f"Raise the loss scale, or let {layer} compute in float32 (dtype='float32')."
+    elif v.because == "dead":
+        yield f"Use the policy mixed_float16, whose LossScaleOptimizer keeps gradients above 0, or let {layer} compute in float32."
+    else:
+        yield f"Let {layer} compute in float32 (dtype='float32'): what is below 6e-8 is 0 in float16, an epsilon as well."
+
+
+def _optimizer(e: Evidence, v: Verdict) -> Iterator[str]:
+    rates = [o.learning_rate for o in e.optimizers if not math.isfinite(o.learning_rate)]
+    yield from (f"The learning rate is {rate}: mend the schedule that gives it." for rate in rates)
+    if rates:
+        return
+    yield from (f"Raise epsilon in {o.name}{_epsilon(o)}." for o in e.optimizers if not o.epsilon_in_dtype and o.epsilon is not None)
+    yield from (f"Lower weight_decay in {o.name}." for o in e.optimizers if abs(o.shrinks) > 1.0)
+    half = any(o.dtype == "float16" for o in e.optimizers)
+    steep = not e.gradient_norm < (256.0 if half else STEEP)
+    if steep and not any(o.clips for o in e.optimizers):
+        yield f"Clip the gradients (global_clipnorm=1.0): their squares overflow above {'256 in float16' if half else '1.8e19'}."
+    if not steep and all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers):
+        yield "Check the hyper-parameters of the optimizer, which the evidence names, and any code that writes its slots."
+
+
+def _epsilon(o: OptimizerFacts) -> str:
+    if o.dtype == "float16":
+        return " to 1e-4, or keep the weights in float32 (policy mixed_float16)"
+    return " to its default of 1e-7: it has to be above 0"
+
+
+def _scale(e: Evidence, v: Verdict) -> Iterator[str]:
+    if v.because == "scale_high":
+        yield "Start from a LossScaleOptimizer with the default initial_scale of 2**15: at a scale of 1 the same step is finite."
+        return
+    yield (
+        "Find what overflows at every scale (see the evidence), then start from a LossScaleOptimizer with the "
+        "default initial_scale of 2**15."
+    )
+
+
+ADVICE: dict[str, Callable[[Evidence, Verdict], Iterator[str]]] = {
+    "input_nonfinite": lambda e, v: iter(
+        (f"Clean {_data(v, 'the inputs')}: find where its NaN or Inf come from (missing values, division, parsing).",)
+    ),
+    "target_nonfinite": lambda e, v: iter(
+        (f"Clean {_data(v, 'the targets')}, or leave those rows out with a sample weight of 0 *and* a finite target.",)
+    ),
+    "target_out_of_range": lambda e, v: iter(
+        (
+            f"Give {_name(v, 'the loss')} targets that it accepts: class indices from 0 to classes - 1, "
+            "probabilities from 0 to 1.",
+        )
+    ),
+    "input_scale": _rescale,
+    "forward_domain": _forward,
+    "loss_domain": _loss,
+    "gradient_domain": _gradient,
+    "divergence": _diverged,
+    "float16_overflow": _overflowed,
+    "float16_underflow": _underflowed,
+    "loss_scale_collapsed": _scale,
+    "optimizer_domain": _optimizer,
+    "state_nonfinite": lambda e, v: iter(
+        (
+            f"Find what writes to {_name(v, 'the state')} beside the optimizer: a callback, or code of your own."
+            if v.because == "written"
+            else f"{_name(v, 'The state')} was bad before the step: load a good file, or use keras_nanguard.repair; "
+            "keras_nanguard.scan lists every bad value.",
+        )
+    ),
+    "batchnorm_statistics": lambda e, v: iter(
+        (
+            "Estimate the moving statistics anew with keras_nanguard.recalibrate(model, data), or repair them; "
+            "a momentum nearer to 0.9 follows the data faster.",
+        )
+    ),
+    "training_flag": lambda e, v: iter(
+        (f"Call the model with training=True in the training loop; {_name(v, 'BatchNormalization')} never moved.",)
+    ),
+    "spike": lambda e, v: iter(
+        (
+            f"Look at {f'{at_rows(v.samples)} of the batch' if v.samples else 'the batch'} of this step"
+            + ("." if any(o.clips for o in e.optimizers) else "; clip gradients (global_clipnorm=1.0) or lower the rate."),
+        )
+    ),
+    "transient": lambda e, v: iter(
+        (
+            "The same step on the same state came out finite: check the hardware, and race conditions in the input "
+            "pipeline; run with deterministic operations.",
+        )
+    ),
+    "unknown": lambda e, v: iter(
+        (
+            "Run keras_nanguard.diagnose(model, x, y) on this batch; with NanGuard(directory=...) the step is kept, and "
+            "keras_nanguard.replay runs it again in other modes.",
+        )
+    ),
+}
+"""What to do, by cause; every cause has its entry."""

@@ -1,0 +1,256 @@
+"""What a diagnosis says is true of the program at hand: small programs that fail, and the whole text of their diagnosis."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import zoo
+from keras import layers, ops
+
+from keras_nanguard import NanGuard
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((128, 4)).astype("float32")
+Y = RNG.standard_normal((128, 1)).astype("float32")
+
+
+def model(*hidden, optimizer=None, dtype="float32", name=None, **compiled):
+    """Return a small network with these layers in it."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        made = keras.Sequential(
+            [keras.Input((4,), name=name, dtype="float32"), layers.Dense(4), *(h() for h in hidden), layers.Dense(1, dtype="float32")]
+        )
+        made.compile(optimizer or keras.optimizers.SGD(0.01), **{"loss": "mse", **compiled})
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return made
+
+
+def calling(function):
+    """Return what makes a layer that calls a function."""
+
+    class Odd(layers.Layer):
+        def call(self, x):
+            return function(x)
+
+    return lambda: Odd(name="odd")
+
+
+def first(built, x=X, y=Y, **fit):
+    """Fit the program and return its first incident."""
+    guard = NanGuard(verbose=0)
+    built.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit}, callbacks=[guard])
+    return guard.incidents[0]
+
+
+def text(incident):
+    return str(incident.diagnosis)
+
+
+def masked(x):
+    return ops.where(ops.ones_like(x) > 0, -np.inf, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: 0 * x + (masked(x) - masked(x)), "from operands (nothing but -Inf; nothing but -Inf)"),
+        (lambda x: 0 * x + (ops.where(x > 0, np.inf, x) - ops.where(x > 0, np.inf, x)), "with negative values and Inf;"),
+        (lambda x: x / (0 * x), "with negative values; nothing but zeros)"),
+    ],
+)
+def test_operands_are_what_they_are(function, words):
+    """An operand that is infinite, wholly or in part, is not said to be finite; one of zeros is said to be of zeros."""
+    told = text(first(model(calling(function))))
+    assert words in told, told
+    assert ("finite operands" in told) is ("Inf" not in words)
+
+
+def test_float16_is_advised_on_in_its_own_words():
+    told = text(first(model(calling(lambda x: ops.square(x * 400.0)), dtype="mixed_float16")))
+    assert "float16_overflow" in told and "65504" in told and "LossScaleOptimizer" not in told
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "bfloat16"])
+def test_what_rounds_to_zero_is_advised_on_in_its_own_words(dtype):
+    """Advice names the dtype at hand, and no LossScaleOptimizer to a program that has one, or to which it is no help."""
+
+    def differs(x):
+        return x / ((1 + 1e-4 * ops.sigmoid(x)) - 1)
+
+    told = text(first(model(calling(differs), dtype=dtype)))
+    assert "float16_underflow" in told and "LossScaleOptimizer" not in told
+    assert ("bfloat16 keeps" in told, "6e-8 is 0 in float16" in told) == (dtype == "bfloat16", dtype != "bfloat16")
+
+
+def test_hyper_parameters_are_named_with_their_values():
+    """A weight decay that alone makes the weights grow is named beside the rate, and comes first in the advice."""
+    optimizer = keras.optimizers.AdamW(0.5, weight_decay=25.0)
+    told = first(model(optimizer=optimizer), epochs=4).diagnosis
+    evidence = " ".join(told.evidence)
+    assert told.cause == "divergence"
+    assert "AdamW has learning_rate=0.5, weight_decay=25, beta_1=0.9, beta_2=0.999, epsilon=1e-07, and no clipping." in evidence
+    assert "multiplies the weights by -11.5" in evidence and told.advice[0].startswith("Lower weight_decay=25")
+
+
+def test_clipping_and_momentum_are_named():
+    optimizer = keras.optimizers.SGD(1e13, momentum=0.9, clipnorm=2.0)
+    told = first(model(optimizer=optimizer), epochs=4).diagnosis
+    assert "SGD has learning_rate=1e+13, momentum=0.9, clipnorm=2." in " ".join(told.evidence)
+    assert not any("lip the gradients" in line for line in told.advice)
+
+
+@pytest.mark.parametrize("of", ["loss_weights", "regularizer"])
+def test_what_multiplies_the_loss_is_named(of):
+    """A loss weight or a regularizer of a million is named with its value."""
+    regularizer = keras.regularizers.L2(1e6)
+    built = model(loss_weights=1e6) if of == "loss_weights" else model(lambda: layers.Dense(4, kernel_regularizer=regularizer))
+    told = text(first(built, epochs=3))
+    assert ("The loss weight of 'mse' is 1e+06." if of == "loss_weights" else "The l2 of the kernel_regularizer of") in told
+
+
+def test_an_epsilon_of_zero_is_named():
+    optimizer = keras.optimizers.Adam(0.01, epsilon=0.0)
+    told = first(model(optimizer=optimizer), np.zeros_like(X), np.zeros_like(Y)).diagnosis
+    assert told.cause == "optimizer_domain" and "epsilon=0 in Adam" in " ".join(told.evidence)
+    assert told.advice == ("Raise epsilon in Adam to its default of 1e-7: it has to be above 0.",)
+
+
+def test_a_rate_that_is_no_number_is_the_only_advice():
+    class Odd(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.01 * ops.sqrt(3.0 - ops.cast(step, "float32"))
+
+        def get_config(self):
+            return {}
+
+    told = first(model(optimizer=keras.optimizers.SGD(Odd()))).diagnosis
+    assert (told.cause, len(told.advice)) == ("optimizer_domain", 1) and "schedule" in told.advice[0]
+
+
+@pytest.mark.parametrize("step", [4, 19, 40])
+def test_a_jump_is_reported_at_the_step_that_makes_it(step):
+    """A loss a million times that of the steps before is a spike at once, early in training as well."""
+    y = np.concatenate([Y, Y, Y])
+    y[step * 8 + 3] = 1e9
+    incident = first(model(optimizer=keras.optimizers.Adam(1e-3)), np.concatenate([X, X, X]), y)
+    assert (incident.step, incident.refused, incident.diagnosis.cause, incident.diagnosis.samples) == (step, False, "spike", (3,))
+    assert f"Over the {step} steps before" in text(incident)
+
+
+def test_steps_count_from_one():
+    """A step that the evidence names has the number that the console gives it."""
+    told = first(model(optimizer=keras.optimizers.SGD(30.0)), epochs=2)
+    named = next(line for line in told.diagnosis.evidence if "had jumped" in line)
+    assert 1 < int(named.split()[2]) <= told.step
+
+
+def trap(x):
+    """Return finite values, of which a branch that is not taken is infinite."""
+    return ops.where(x > 0, x, ops.exp(ops.where(x > 0, x * 1000, x)) - 1)
+
+
+@pytest.mark.parametrize("inside", ["layer", "loss"])
+def test_the_where_trap_is_one_of_the_gradient(inside):
+    """Value finite, branch not taken infinite, gradient NaN: `gradient_domain`, and no word of a value that spoils the loss."""
+    if inside == "layer":
+        told = first(model(calling(trap)))
+    else:
+        told = first(model(loss=lambda y, p: ops.mean(trap(p * 100) * 1e-3)))
+    assert next(f.site for f in told.findings) == "gradients"
+    assert told.diagnosis.cause == "gradient_domain", told.diagnosis
+    assert ("odd" if inside == "layer" else "lambda") in told.diagnosis.culprit
+    assert "`where`" in text(told) and "in the backward pass" not in text(told)
+
+
+def test_a_layer_whose_output_is_infinite_is_no_where_trap():
+    """An infinite output that the next layer saturates is the forward pass', though only the gradient is NaN."""
+    told = first(model(calling(lambda x: ops.exp(x * 1000)), lambda: layers.Activation("tanh")))
+    assert told.diagnosis.cause == "forward_domain" and told.diagnosis.culprit.endswith("odd")
+
+
+@pytest.mark.parametrize("name", [None, "age"])
+def test_data_has_the_name_that_the_user_gave(name):
+    """The input is `x`, or has the name of its `keras.Input`; nobody has called it `inputs`."""
+    x = X.copy()
+    x[21, 2] = np.nan
+    told = first(model(name=name), x)
+    shown = "x/age" if name else "x"
+    assert f"inputs {shown}: 1 NaN of 32" in str(told) and f"input_nonfinite in {shown!r}" in str(told)
+    evidence = " ".join(told.diagnosis.evidence)
+    assert f"comes with the batch, from {shown!r}." in evidence and f"{shown!r} holds 1 NaN, in the row at index 5." in evidence
+    assert told.diagnosis.advice[0].startswith(f"Clean {shown!r}") and "inputs" not in evidence
+
+
+def test_of_several_inputs_each_has_its_name():
+    keras.utils.set_random_seed(0)
+    age, unnamed = keras.Input((4,), name="age"), keras.Input((4,))
+    built = keras.Model([age, unnamed], layers.Dense(1)(layers.Concatenate()([age, unnamed])))
+    built.compile("sgd", "mse")
+    bad = X.copy()
+    bad[21, 2] = np.inf
+    assert "input_nonfinite in 'x/age'" in str(first(built, [bad, X]))
+    assert "input_nonfinite in 'x/1'" in str(first(built, [X, bad]))
+
+
+def test_targets_are_y():
+    y = Y.copy()
+    y[21] = np.nan
+    told = first(model(), X, y).diagnosis
+    assert "'y' holds 1 NaN, in the row at index 5." in told.evidence and told.advice[0].startswith("Clean 'y'")
+
+
+def test_nothing_learned_is_no_matter_of_the_rate():
+    """What overflows in the forward pass of the very first step is cured by no rate and no clipping."""
+    recurrent = layers.SimpleRNN(16, activation="relu", recurrent_initializer=keras.initializers.Constant(9.0))
+    keras.utils.set_random_seed(0)
+    built = keras.Sequential([keras.Input((60, 4)), recurrent, layers.Dense(1)])
+    built.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.abs(RNG.standard_normal((16, 60, 4))).astype("float32")
+    told = first(built, x, Y[:16]).diagnosis
+    if told.cause == "divergence":
+        assert not any("learning rate" in line or "Clip" in line for line in told.advice), told
+    assert zoo.bad_entries(built) == []
+
+
+def test_a_scalar_of_bfloat16_is_looked_at():
+    """An operation with a scalar operand in bfloat16 can be the one that overflows."""
+    told = first(model(calling(lambda x: x * 3e38 * 30.0), dtype="mixed_bfloat16")).diagnosis
+    assert told.culprit.endswith("odd") and told.cause != "unknown", told
+
+
+def test_weights_that_are_nan_have_not_grown():
+    """Weights that a callback writes NaN into are bad before the step; they have grown by no factor."""
+    if keras.backend.backend() == "jax":
+        pytest.skip("Keras reads no variable during a fit on JAX, so what a callback writes is without effect")
+    built = model()
+    nan = np.full((4, 4), np.nan)
+
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                built.layers[0].kernel.assign(nan)
+
+    guard = NanGuard(verbose=0)
+    built.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, Writes()])
+    told = guard.incidents[0]
+    assert (told.step, told.diagnosis.cause) == (5, "state_nonfinite") and "have grown" not in text(told)
+
+
+def test_no_step_is_said_to_be_run_again_outside_of_training():
+    built = model()
+    built.layers[0].kernel.assign(np.full((4, 4), 3e38))
+    guard = NanGuard(verbose=0)
+    built.predict(X, verbose=0, callbacks=[guard])
+    (told,) = guard.incidents
+    assert "Run again" not in text(told) and "It reaches an output" in text(told) and "step" not in str(told).partition("Cause")[0]
+
+
+def test_a_softmax_of_nothing_has_its_advice():
+    """A row that is all masked is advised on, whatever operations the backend makes a softmax of."""
+    told = first(model(lambda: layers.Lambda(masked), layers.Softmax)).diagnosis
+    assert (told.cause, told.culprit.rpartition("/")[2].partition("_")[0]) == ("forward_domain", "softmax")
+    assert "at least one entry that is not masked" in told.advice[0]

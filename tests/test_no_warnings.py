@@ -1,0 +1,108 @@
+"""The library's own NumPy arithmetic on NaN, Inf and huge numbers warns of nothing: a warning that a user reads is the user's."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_nanguard
+from keras_nanguard import NanGuard, replay
+from keras_nanguard.testing import inject
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((64, 4)).astype("float32")
+Y = X[:, :1]
+
+
+def model(optimizer=None, wide=False, dtype="float32", **compiled):
+    keras.utils.set_random_seed(0)
+    hidden = [layers.Dense(80 if wide else 4), layers.BatchNormalization(), layers.Dense(80 if wide else 4)]
+    built = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+    built.compile(optimizer or keras.optimizers.SGD(0.01), **{"loss": "mse", **compiled})
+    return built
+
+
+def large(part, value, wide=False):
+    """Return data that is bad, or so large that squares and sums of it overflow, with a model for it."""
+    x, y = X.copy(), Y.copy()
+    (x if part == "x" else y)[12] = value
+    return model(wide=wide), x, y
+
+
+PROGRAMS = {
+    "NaN in x": lambda: large("x", np.nan),
+    "Inf in x": lambda: large("x", [np.inf, -np.inf, 0, 1]),
+    "Inf and NaN in a wide model": lambda: large("x", [np.inf, np.nan, 0, 1], wide=True),
+    "huge x": lambda: large("x", 3e38),
+    "huge y": lambda: large("y", -3e38),
+    "a rate that diverges": lambda: (model(keras.optimizers.SGD(1e30), wide=True), X, Y),
+    "squares that overflow in float32": lambda: (model(loss_weights=1e30), X, Y),
+    "a rate of Inf": lambda: (model(keras.optimizers.SGD(float("inf"))), X, Y),
+}
+
+
+def silent(work):
+    """Do something where NumPy raises at each floating-point error that nobody has expected; return the warnings of NumPy."""
+    with warnings.catch_warnings(record=True) as seen, np.errstate(all="warn"):
+        warnings.simplefilter("always")
+        work()
+    return [str(w.message) for w in seen if issubclass(w.category, RuntimeWarning)]
+
+
+def lines(guard):
+    return [line for incident in guard.incidents for line in incident.diagnosis.evidence]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fit_with_incidents(name, tmp_path):
+    """Refusing, diagnosing, rolling back, validating and replaying."""
+    built, x, y = PROGRAMS[name]()
+    guard = NanGuard(verbose=0, directory=tmp_path)
+
+    def work():
+        built.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, validation_data=(x, y), callbacks=[guard])
+        bundles = [incident.bundle for incident in guard.incidents if incident.bundle]
+        for bundle in bundles[:1]:
+            replay(bundle, built, counterfactuals=True)
+
+    assert silent(work) == []
+    assert guard.incidents and not any("itself failed" in line for line in lines(guard))
+
+
+@pytest.mark.parametrize("site", ["gradients", "weights", "statistics", "slots"])
+@pytest.mark.parametrize("kind", ["nan", "overflow"])
+def test_injected(site, kind):
+    """Trouble in the state: read, reported and put right."""
+    built = model(keras.optimizers.Adam(1e-3), wide=True)
+    guard = NanGuard(verbose=0)
+
+    def work():
+        with inject(built, site=site, kind=kind, step=3):
+            built.fit(X, Y, batch_size=8, verbose=0, callbacks=[guard])
+
+    assert silent(work) == []
+    assert guard.incidents and not any("itself failed" in line for line in lines(guard))
+
+
+def test_functions():
+    """`diagnose`, `scan`, `lint`, `repair` and `recalibrate` of a model that is ruined."""
+    built = model(wide=True)
+    built.layers[0].kernel.assign(np.full((4, 80), 3e38))
+    built.layers[1].moving_variance.assign(np.full(80, np.inf))
+    built.layers[2].bias.assign(np.full(80, np.nan))
+
+    def work():
+        keras_nanguard.diagnose(built, X, Y)
+        keras_nanguard.scan(built)
+        keras_nanguard.lint(built)
+        keras_nanguard.repair(built)
+        with pytest.raises(keras_nanguard.GuardError, match="finite inputs"):
+            keras_nanguard.recalibrate(built, X)
+        built.evaluate(X, Y, verbose=0, callbacks=[NanGuard(verbose=0)])
+        built.predict(X, verbose=0, callbacks=[NanGuard(verbose=0)])
+
+    assert silent(work) == []
