@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _arguments, _processes, _state
+from keras_nanguard import _arguments, _internals, _processes, _state
 from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._errors import GuardInUseError
 from keras_nanguard._fit import _results
@@ -170,6 +170,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.detach()
+            _internals.begin_at(attachment.model, None)
         if self._firewall is not None:
             self._firewall.close()
         if self._fit is not None:
@@ -189,7 +190,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
-            _state.begin_at(self.model, self.session.resuming.epoch)
+            _internals.begin_at(self.model, self.session.resuming.epoch)
+            if self.session.resuming.leaves_nothing_of(self._epochs()):
+                self._restore_at_once()
 
     def start_counting(self, model: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
@@ -223,7 +226,18 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.resuming = found = find(self.directory, steps)
             _processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
             if found is not None and self.verbose:
-                _state.print_line(found.sentence())
+                _state.print_line(found.sentence(self._epochs()))
+
+    def _epochs(self) -> int | None:
+        """Return how many epochs the running fit has, `None` where that is not known."""
+        return (self.params or {}).get("epochs") if self._training else None
+
+    def _restore_at_once(self) -> None:
+        """Put the state to go on from in its place, where no step is to come that would do it."""
+        if self.session is not None and self.session.resuming is not None:
+            if self._attachment is not None:
+                self._attachment.prepare()
+            self.session.restore()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Do nothing: all is done right after the step. Keras looks at whether this is here; see `async_safe`."""
@@ -234,7 +248,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.skip_batches = self.session.resuming.batch
-                _state.begin_at(self.model, None)
+                _internals.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
         """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
@@ -274,6 +288,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
+        self._restore_at_once()
         self._print_counted()
         self._detach()
 
