@@ -52,7 +52,7 @@ class Explainer:
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults():
+            with without_faults(session.model):
                 return self._explained(session, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
