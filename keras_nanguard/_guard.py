@@ -56,6 +56,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     Attributes:
         incidents: list of `Incident`, in the order in which they happened.
 
+    A copy of a guard (`copy.deepcopy`, a pickle) has its settings and its incidents so far, and guards nothing.
+
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
         GuardError: if an argument is of the wrong type.
@@ -87,8 +89,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self.policy = _arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._said: set[str] = set()
-        self._unnamed = False
+        self._unnamed = self._resumed = False
         self._lines = console.Lines(every=verbose == 2)
+        self._counts = (0, 0, 0)
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -97,6 +100,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
         self._epoch_counts: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
+        unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
+        kept = ("resume", "functions", "diagnose", "incidents", "_said", "_lines")
+        own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
+        return {**unused, **own, "incidents": list(self.incidents), "_counts": self._counted(), "_watching": False}
 
     @property
     def async_safe(self) -> bool:
@@ -221,8 +231,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _resume(self, steps: int | None = None) -> None:
         """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
-        if self.resume and self.session is not None and self.directory is not None:
-            self.resume = False
+        if self.resume and not self._resumed and self.session is not None and self.directory is not None:
+            self._resumed = True
             self.session.resuming = found = find(self.directory, steps)
             _processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
             if found is not None and self.verbose:
@@ -357,9 +367,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""
+        return console.summary(self.incidents, *self._counted())
+
+    def _counted(self) -> tuple[int, int, int]:
         session = self.session
-        counts = (session.step, session.refused, session.overflows) if session is not None else (0, 0, 0)
-        return console.summary(self.incidents, *counts)
+        return (session.step, session.refused, session.overflows) if session is not None else self._counts
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write all incidents to a file and return its path.
