@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _arguments, _processes, _state
+from keras_nanguard import _arguments, _internals, _processes, _state
 from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._errors import GuardInUseError
 from keras_nanguard._fit import _results
@@ -56,6 +56,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     Attributes:
         incidents: list of `Incident`, in the order in which they happened.
 
+    A copy of a guard (`copy.deepcopy`, a pickle) has its settings and its incidents so far, and guards nothing.
+
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
         GuardError: if an argument is of the wrong type.
@@ -87,8 +89,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self.policy = _arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._said: set[str] = set()
-        self._unnamed = False
+        self._unnamed = self._resumed = False
         self._lines = console.Lines(every=verbose == 2)
+        self._counts = (0, 0, 0)
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -97,6 +100,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
         self._epoch_counts: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
+        unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
+        kept = ("resume", "functions", "diagnose", "incidents", "_said", "_lines")
+        own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
+        return {**unused, **own, "incidents": list(self.incidents), "_counts": self._counted(), "_watching": False}
 
     @property
     def async_safe(self) -> bool:
@@ -171,6 +181,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.detach()
+            _internals.begin_at(attachment.model, None)
         if self._firewall is not None:
             self._firewall.close()
         if self._fit is not None:
@@ -190,7 +201,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
-            _state.begin_at(self.model, self.session.resuming.epoch)
+            _internals.begin_at(self.model, self.session.resuming.epoch)
+            if self.session.resuming.leaves_nothing_of(self._epochs()):
+                self._restore_at_once()
 
     def start_counting(self, model: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
@@ -219,12 +232,23 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _resume(self, steps: int | None = None) -> None:
         """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
-        if self.resume and self.session is not None and self.directory is not None:
-            self.resume = False
+        if self.resume and not self._resumed and self.session is not None and self.directory is not None:
+            self._resumed = True
             self.session.resuming = found = find(self.directory, steps)
             _processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
             if found is not None and self.verbose:
-                _state.print_line(found.sentence())
+                _state.print_line(found.sentence(self._epochs()))
+
+    def _epochs(self) -> int | None:
+        """Return how many epochs the running fit has, `None` where that is not known."""
+        return (self.params or {}).get("epochs") if self._training else None
+
+    def _restore_at_once(self) -> None:
+        """Put the state to go on from in its place, where no step is to come that would do it."""
+        if self.session is not None and self.session.resuming is not None:
+            if self._attachment is not None:
+                self._attachment.prepare()
+            self.session.restore()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Do nothing: all is done right after the step. Keras looks at whether this is here; see `async_safe`."""
@@ -235,7 +259,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.skip_batches = self.session.resuming.batch
-                _state.begin_at(self.model, None)
+                _internals.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
         """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
@@ -275,6 +299,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
+        self._restore_at_once()
         self._print_counted()
         self._detach()
 
@@ -357,9 +382,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""
+        return console.summary(self.incidents, *self._counted())
+
+    def _counted(self) -> tuple[int, int, int]:
         session = self.session
-        counts = (session.step, session.refused, session.overflows) if session is not None else (0, 0, 0)
-        return console.summary(self.incidents, *counts)
+        return (session.step, session.refused, session.overflows) if session is not None else self._counts
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write all incidents to a file and return its path.

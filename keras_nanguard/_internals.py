@@ -1,4 +1,4 @@
-"""The half of `_state` that only replays need: layers, losses and policies as Keras keeps them inside.
+"""The half of `_state` that no step needs: layers, losses and policies as Keras keeps them inside, and the call that runs.
 
 Together with `_state` the only file that knows names private to Keras; each function says which, and why there is no
 public way. `tests/diagnosis/test_internals.py` fails when a release of Keras takes one of them away.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from types import FrameType
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from keras_nanguard import _native, _state
 
 __all__ = [
     "adds_losses",
+    "begin_at",
     "exchange",
     "exchange_policy",
     "generator_state",
@@ -30,9 +32,12 @@ __all__ = [
     "output_shapes",
     "path_of",
     "rate_before",
+    "running_data",
+    "running_spec",
     "set_generator_state",
     "snake_case",
     "symbolic_inputs",
+    "trains_on_arrays",
     "with_mask_of",
 ]
 
@@ -207,3 +212,59 @@ def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     if keras.backend.backend() == "torch":
         torch = sys.modules["torch"]
         torch.set_rng_state(torch.from_numpy(np.array(state)))
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Let `fit` begin with this epoch, as Keras' own `BackupAndRestore` does; `None` takes that back.
+
+    It comes before an `initial_epoch` that `fit` is given. `Model._initial_epoch` is private, and the only way.
+    """
+    if epoch is not None:
+        model._initial_epoch = _Epoch(epoch)
+    elif isinstance(getattr(model, "_initial_epoch", None), _Epoch):
+        model._initial_epoch = None
+
+
+class _Epoch(int):
+    """An epoch that counts as given also where it is 0: `fit` begins with `model._initial_epoch or initial_epoch`."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def running_data() -> Any:
+    """Return the data adapter of the innermost `evaluate` or `predict` that runs, `None` where it can be read only once."""
+    adapter = _adapter("evaluate", "predict")
+    return None if "Generator" in type(adapter).__name__ else adapter
+
+
+def running_spec() -> Any:
+    """Return the `element_spec` of the data that the innermost `fit` trains on, `None` where it has none.
+
+    `TFEpochIterator._distributed_dataset` is the `tf.data.Dataset` that it was given or has made.
+    """
+    iterator = _epoch_iterator("fit")
+    return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
+
+
+def trains_on_arrays() -> bool:
+    """Whether the innermost `fit` that runs takes its batches out of arrays, and not from code of the user's."""
+    return type(_adapter("fit")).__name__ == "ArrayDataAdapter"
+
+
+def _adapter(*calls: str) -> Any:
+    """Return the data adapter of the innermost of these calls that runs."""
+    return getattr(_epoch_iterator(*calls), "data_adapter", None)
+
+
+def _epoch_iterator(*calls: str) -> Any:
+    """Return the `EpochIterator` of the innermost of these calls that runs, `None` where there is none.
+
+    Trainers keep it in a local variable, `epoch_iterator`, and tell callbacks nothing of it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals["epoch_iterator"]
+        frame = frame.f_back
+    return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_nanguard import _overrides
 from keras_nanguard._attach import Attachment, attachment
 from keras_nanguard._guard import NanGuard
 
@@ -99,7 +100,8 @@ class NanGuardModel(keras.Model):
 
     Attributes:
         nanguard_policy: the policy, as `NanGuard` takes it; set it on the class or on the model before training.
-        nanguard: the `NanGuard` that holds incidents and summary, made on first use.
+        nanguard: the `NanGuard` that holds incidents and summary, made on first use. A model that is copied or loaded has one of
+            its own, with no incidents.
     """
 
     nanguard_policy: Any = "recover"
@@ -114,10 +116,12 @@ class NanGuardModel(keras.Model):
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
-        guard = self.__dict__.get("_nanguard")
-        if guard is None:
+        guard, wanted = self.__dict__.get("_nanguard"), (self.nanguard_policy, self.nanguard_verbose)
+        made_of = self.__dict__.get("_nanguard_made_of")
+        if guard is None or (guard.session is None and made_of != wanted):  # loading a model asks for it, before anyone can set them
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
-            object.__setattr__(self, "_nanguard", guard)
+            _overrides.set_instance(self, "_nanguard", guard)
+            _overrides.set_instance(self, "_nanguard_made_of", wanted)
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:

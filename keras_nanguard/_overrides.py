@@ -1,10 +1,15 @@
-"""Attributes set on one instance for a while, past Keras' attribute tracking, and given back."""
+"""Attributes set on one instance for a while, past Keras' attribute tracking, and given back.
+
+What all threads share, a class or a module, is overridden for those threads alone that ask for it.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Overrides", "set_instance", "unset_instance"]
+__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
 
 _ABSENT = object()
 
@@ -41,3 +46,65 @@ class Overrides:
 
     def __exit__(self, *details: Any) -> None:
         self.give_back()
+
+
+class ThreadOverrides:
+    """What stands in for functions of a class or a module in the threads that have entered, and in no other.
+
+    The first thread that enters puts it in place, the last one that leaves takes it off, in whatever order they do.
+
+    Args:
+        target: the class or module.
+        functions: by name, what is called in place of each: `function(real, inside, *args, **kwargs)` with what this thread has
+            entered with, in order.
+    """
+
+    def __init__(self, target: Any, functions: Mapping[str, Callable[..., Any]]):
+        self._target, self._functions = target, dict(functions)
+        self._lock = threading.Lock()
+        self._inside: dict[int, list[Any]] = {}
+        self._before: dict[str, tuple[Any, Any]] = {}
+
+    def enter(self, what: Any) -> None:
+        """Have the functions replaced in this thread until `leave`."""
+        with self._lock:
+            if not self._inside:
+                self._put()
+            self._inside.setdefault(threading.get_ident(), []).append(what)
+
+    def leave(self, what: Any) -> None:
+        """Undo `enter`, called in the same thread with the same object."""
+        with self._lock:
+            thread = threading.get_ident()
+            rest = [entry for entry in self._inside[thread] if entry is not what]
+            if rest:
+                self._inside[thread] = rest
+                return
+            del self._inside[thread]
+            if not self._inside:
+                self._take_off()
+
+    def _put(self) -> None:
+        for name, function in self._functions.items():
+            before, ours = vars(self._target).get(name, _ABSENT), self._hook(getattr(self._target, name), function)
+            self._before[name] = before, ours
+            setattr(self._target, name, ours)
+
+    def _take_off(self) -> None:
+        for name, (before, ours) in self._before.items():
+            if vars(self._target).get(name) is not ours:
+                continue  # someone else has put something around it since, which calls it and finds that it does nothing
+            if before is _ABSENT:
+                delattr(self._target, name)
+            else:
+                setattr(self._target, name, before)
+        self._before.clear()
+
+    def _hook(self, real: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        entered = self._inside
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            inside = entered.get(threading.get_ident())
+            return real(*args, **kwargs) if inside is None else function(real, inside, *args, **kwargs)
+
+        return hook

@@ -76,9 +76,11 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder such that it is never half there under its own name."""
+    """Remove a folder such that it is never half there under its own name; of a link to one, the link alone."""
     beside = path.with_name(BESIDE + path.name)
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(beside, ignore_errors=True)
         os.replace(path, beside)
         shutil.rmtree(beside, ignore_errors=True)
@@ -87,4 +89,5 @@ def remove(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what a process that died has left unfinished."""
     for path in folder.glob(BESIDE + "*"):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        is_folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ The only file that knows Keras internals. Names private to Keras that are used h
 - ``keras.src.utils.io_utils.print_msg``: prints where Keras prints, to the screen or to the log.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: what an optimizer was built for, and the
   averages that it keeps of that.
-- ``Model._initial_epoch``: the epoch that ``fit`` begins with, set by ``BackupAndRestore``.
 - ``Model._compile_config``: made anew by each ``compile``.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
 
@@ -17,11 +16,9 @@ The only file that knows Keras internals. Names private to Keras that are used h
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import keras
@@ -31,9 +28,9 @@ from keras.src.utils import io_utils
 from keras_nanguard import _native, _probes, _processes
 
 __all__ = [
-    *("Anatomy", "as_built", "averages_of", "begin_at", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
-    *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "running_data", "savers"),
-    *("scales_of", "seeds", "trained_by", "trains_on_arrays", "view", "write"),
+    *("Anatomy", "as_built", "averages_of", "built_in", "find_optimizers", "fresh_like", "inner", "is_loss_scaled"),
+    *("is_statistic", "layers_of", "learning_rate", "named_arrays", "print_line", "read", "savers"),
+    *("scales_of", "seeds", "trained_by", "view", "write"),
 ]
 
 FLOOR = 2.0**-14
@@ -79,30 +76,6 @@ def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
     return [(c, "_save_checkpoint") for c in callbacks if orbax is not None and isinstance(c, orbax)]
 
 
-def running_data() -> Any:
-    """Return the data adapter of the innermost `evaluate` or `predict` that runs, `None` where it can be read only once."""
-    adapter = _adapter("evaluate", "predict")
-    return None if "Generator" in type(adapter).__name__ else adapter
-
-
-def trains_on_arrays() -> bool:
-    """Whether the innermost `fit` that runs takes its batches out of arrays, and not from code of the user's."""
-    return type(_adapter("fit")).__name__ == "ArrayDataAdapter"
-
-
-def _adapter(*calls: str) -> Any:
-    """Return the data adapter of the innermost of these calls that runs.
-
-    Trainers keep it in a local variable, `epoch_iterator`, and tell callbacks nothing of it.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:
-            return getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
-        frame = frame.f_back
-    return None
-
-
 def layers_of(model: Any) -> list[Any]:
     """Return the model and all of its layers at any depth, in the order in which Keras lists them."""
     return list(model._flatten_layers(include_self=True, recursive=True))
@@ -145,11 +118,6 @@ def fresh_like(optimizer: Any) -> Any:
     fresh = type(optimizer).from_config(optimizer.get_config())
     fresh.build([_native.unwrapped(v) for v in trained_by(optimizer)])
     return fresh
-
-
-def begin_at(model: Any, epoch: int | None) -> None:
-    """Let `fit` begin with this epoch, as Keras' own `BackupAndRestore` does; `None` after it has begun."""
-    model._initial_epoch = epoch
 
 
 def is_loss_scaled(optimizer: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from keras_nanguard._errors import FileFormatError, GuardError
 from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._resume import find
 from keras_nanguard._fit._snapshot import Ring
-from keras_nanguard._fit._snapshot_disk import read, written
+from keras_nanguard._fit._snapshot_record import read, written
 from keras_nanguard._policy._policy import Policy
 
 DISK = {"storage": "disk", "every": 5, "good_after": 2}
@@ -162,6 +163,15 @@ def _compiled(model):
     return model
 
 
+class Weights(keras.callbacks.Callback):
+    """Keeps the weights that a callback sees when training begins."""
+
+    at_begin: list
+
+    def on_train_begin(self, logs=None):
+        self.at_begin = self.model.get_weights()
+
+
 class TestResume:
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
@@ -251,6 +261,69 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
+    @pytest.mark.parametrize("epochs", [4, 2])
+    @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
+    def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
+        """A script that is run again after it has finished, or with fewer epochs, ends with the state of the last snapshot."""
+        build, data, _ = RESUMED[case]
+        done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=4)
+        keras.utils.set_random_seed(77)
+        guard, callback = on_disk(tmp_path, resume=True), Weights()
+        guard.verbose = 1
+        before = sorted(tmp_path.rglob("*"))
+        again = zoo.run(build, data(), guard=guard, epochs=epochs, callbacks=[callback])
+        assert again.history == {} and again.guard.session.step == 0
+        pairs = zip(*([*run.model.variables, *run.model.optimizer.variables] for run in (again, done)), strict=True)
+        for one, other in pairs:
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other), err_msg=one.path)
+        for one, other in zip(callback.at_begin, done.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other, "callbacks have to see it, too")
+        assert f"epochs={epochs}" in capsys.readouterr().out
+        assert sorted(tmp_path.rglob("*")) == before
+        again.model.fit(data().x, data().y, batch_size=8, epochs=1, verbose=0)
+        assert again.model.history.epoch == [0], "the fit after it begins as it is told"
+
+    def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
+        """The same with a `CallbackList` of one's own, which knows no number of epochs."""
+        done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        other, data = zoo.plain(), zoo.regression()
+        other.set_weights([weight * 0 for weight in other.get_weights()])
+        callbacks = keras.callbacks.CallbackList([on_disk(tmp_path, resume=True)], add_history=True, model=other)
+        other.fit(data.x, data.y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+        for one, saved in zip(other.get_weights(), done.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, saved)
+
+    def test_loop_with_nothing_left(self, tmp_path):
+        """A loop of one's own that finds no step left to make ends with the state of the last snapshot, too."""
+        model = zoo.plain()
+        zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        other = zoo.plain()
+        other.set_weights([weight * 0 for weight in other.get_weights()])
+        with on_disk(tmp_path, resume=True).watch(other):
+            pass
+        for one, saved in zip(other.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, saved)
+
+    @pytest.mark.parametrize("cut", [2, 9])
+    def test_initial_epoch(self, cut, tmp_path, capsys):
+        """A run goes on in the epoch of its snapshot, the first one included, whatever `initial_epoch` says."""
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), cut)
+        guard = on_disk(tmp_path, resume=True)
+        run = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3, initial_epoch=2)
+        assert run.model.history.epoch == [0, 1, 2]
+        whole = zoo.run(zoo.plain, zoo.regression(), epochs=3)
+        for (path, one), (_, other) in zip(run.state, whole.state, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=path)
+
+    def test_killed_before_the_model_was_built(self, tmp_path, recwarn):
+        """A process that ends before the second snapshot of a model that its first step builds is gone on from, too."""
+        build, data, _ = RESUMED["unbuilt"]
+        interrupted(build, data(), on_disk(tmp_path), 2)
+        run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
+        assert run.guard.session.step == 12
+        warned = [str(w.message) for w in recwarn if "from before they were created" in str(w.message)]
+        assert len(warned) == (zoo.BACKEND == "tensorflow")
+
     def test_misuse(self, tmp_path):
         """Disk or resuming without a directory, and resuming from memory or nothing, are refused when the guard is made."""
         for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
@@ -307,8 +380,6 @@ class TestFiles:
     @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
     def test_broken(self, left, tmp_path, name, how):
         """Whatever is done to a file of the newest snapshot is found out, and the next older one is used, loudly."""
-        import shutil
-
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         *_, older, newest = written(tmp_path / "snapshots")
         file = tmp_path / "snapshots" / name if name == "course.json" else newest / name
@@ -324,13 +395,54 @@ class TestFiles:
 
     def test_all_broken(self, left, tmp_path):
         """Where no snapshot is whole the run does not silently start anew."""
-        import shutil
-
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         for path in written(tmp_path / "snapshots"):
             (path / "rest.npz").write_bytes(b"")
         with pytest.raises(GuardError, match="checksum"), pytest.warns(UserWarning):
             find(tmp_path, 12)
+
+    @pytest.mark.parametrize("resume", [True, False])
+    def test_what_is_not_ours(self, left, tmp_path, resume):
+        """Files and folders of other names among the snapshots are left alone, whatever they are called; so is what a link leads to."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        folder = tmp_path / "snapshots"
+        oldest, *_, newest = written(folder)
+        names = ("snapshot-old", "snapshot-00000003.bak", f"{newest.name} (copy)", "snapshot-", "step-000100 (copy)", "snapshot-٣٣٣٣٣٣٣٣")
+        for name in names:
+            shutil.copytree(newest, folder / name)
+        (folder / "snapshot-00000090").write_bytes(b"a file")
+        (folder / "snapshot-00000091").symlink_to(tmp_path / "gone")
+        oldest.rename(tmp_path / "elsewhere")
+        oldest.symlink_to(tmp_path / "elsewhere")
+        before = {name: sorted(p.name for p in (folder / name).iterdir()) for name in names}
+        guard = on_disk(tmp_path, resume=resume)
+        zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3)
+        assert guard.session.step == (36 - 20 if resume else 36)
+        assert {name: sorted(p.name for p in (folder / name).iterdir()) for name in names} == before
+        assert (folder / "snapshot-00000090").read_bytes() == b"a file"
+        assert (tmp_path / "elsewhere" / "snapshot.json").exists() and not oldest.is_symlink()
+        assert [int(p.name[9:]) > 91 for p in written(folder)] == [True, True]
+
+    def test_folder_that_cannot_be_read(self, tmp_path):
+        """Where it cannot be known whether there is a snapshot, the run does not silently start anew."""
+        (tmp_path / "snapshots").write_bytes(b"")
+        with pytest.raises(GuardError, match="cannot be read"):
+            zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, resume=True))
+
+    def test_file_that_cannot_be_read(self, left, tmp_path, monkeypatch):
+        """A snapshot that may not be read is passed over, loudly."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        *_, older, newest = written(tmp_path / "snapshots")
+        whole = _sealed.fingerprint
+
+        def forbidden(path):
+            if path.parent == newest:
+                raise PermissionError(13, "Permission denied", str(path))
+            return whole(path)
+
+        monkeypatch.setattr(_sealed, "fingerprint", forbidden)
+        with pytest.warns(UserWarning, match="cannot be read.*Permission denied"):
+            assert find(tmp_path, 12).path == older
 
     def test_rollback_past_a_broken_one(self, tmp_path):
         """A rollback in a running fit passes over a snapshot that has been broken on disk."""

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard import _state
+from keras_nanguard import _internals
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._errors import GuardError, NonFiniteError, expected
 from keras_nanguard._fit._session import Session
@@ -85,7 +85,7 @@ class ModelAttachment(Attachment):
         if old is not None:
             transaction.inherit(old)
         else:
-            self.on_arrays = _state.trains_on_arrays()
+            self.on_arrays = _internals.trains_on_arrays()
         session.transaction, self.outputs = transaction, transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run

@@ -75,6 +75,12 @@ class Attachment:
         self.model.train_function = function if compiled is _state.compiled_as(self.model) else None
         self.session.end()
 
+    def prepare(self) -> None:
+        """Have every variable that the first step would make, for a state that is put in place without a step.
+
+        Keras makes them before training on all backends but TensorFlow.
+        """
+
     def make_with(self, make: Callable[..., Any]) -> None:
         """Make the train function once with `make`, for a model that is guarded for good."""
         require_compiled(self.model)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard import _overrides, _state
+from keras_nanguard import _internals, _overrides, _state
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._fit._recent import held
 from keras_nanguard._fit._session import Session
@@ -130,7 +130,7 @@ class ModelAttachment(Attachment):
         try:
             if not session.calm:
                 if session.resuming is not None:
-                    self._trace(iterator)
+                    self._trace(getattr(iterator, "element_spec", None))
                 session.before()
                 if session.passes_by(iterator, self.model.steps_per_execution):
                     return session.shown or self.model.get_metrics_result()
@@ -148,11 +148,16 @@ class ModelAttachment(Attachment):
             raise
         return logs
 
-    def _trace(self, iterator: Any) -> None:
-        """Trace the step without running it, so that every variable that it makes is there to be written."""
-        while hasattr(iterator, "element_spec"):
+    def prepare(self) -> None:
+        """Have every variable that the first step would make."""
+        if not self._spread_out():
+            self._trace(_internals.running_spec())
+
+    def _trace(self, spec: Any) -> None:
+        """Trace the step for data like this without running it, so that every variable that it makes is there to be written."""
+        while spec is not None:
             try:
-                self.session.transaction.trace(iterator.element_spec)
+                self.session.transaction.trace(spec)
                 return
             except Retrace:
                 self._build()

@@ -59,7 +59,7 @@ class Explainer:
     def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults(), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
+            with without_faults(session.model), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
                 return self._explained(session, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))

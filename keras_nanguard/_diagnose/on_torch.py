@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from keras_nanguard._diagnose import instrument
 from keras_nanguard._diagnose.births_torch import Births, storage
+from keras_nanguard._overrides import ThreadOverrides
 from keras_nanguard._step._torch_intercept import Intercept, StandIns
 from keras_nanguard._step._torch_journal import Journal
 from keras_nanguard._step._torch_module import LIVE, TorchModule
@@ -94,27 +94,27 @@ def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Iterato
     The binary cross-entropy of torch raises where a prediction is NaN. In a replay it has to go on, so that what it was
     given can be followed back.
     """
-    functional = torch.nn.functional
-    real = functional.binary_cross_entropy
-    functional.binary_cross_entropy = _going_on(real)
+    entered = object()
+    _GOES_ON.enter(entered)
     try:
         with Intercept(StandIns(model, optimizers), lambda record: "now" if through else "never", {}) as seen:
             yield seen
     finally:
-        functional.binary_cross_entropy = real
+        _GOES_ON.leave(entered)
 
 
-def _going_on(real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def binary_cross_entropy(input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
-            return real(input, target, weight, *args, **kwargs)
-        losses = -(target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100))
-        losses = losses if weight is None else losses * weight
-        reduction = kwargs.get("reduction", "mean")
-        return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+def _binary_cross_entropy(
+    real: Callable[..., Any], _: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
+        return real(input, target, weight, *args, **kwargs)
+    losses = -(target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100))
+    losses = losses if weight is None else losses * weight
+    reduction = kwargs.get("reduction", "mean")
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
-    return binary_cross_entropy
+
+_GOES_ON = ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})
 
 
 @contextlib.contextmanager
@@ -123,7 +123,8 @@ def kept(variables: Sequence[Any]) -> Iterator[None]:
     natives = [getattr(v, "value", v) for v in variables]
     natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
     journal = Journal(natives, lambda variable: None)
-    states = [optimizer.held() for optimizer in LIVE]
+    ours = {id(tensor) for tensor in natives}
+    states = [optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)]  # and none of another thread's
     grads = [(t, t.grad) for t in natives]
     for tensor in natives:
         tensor.grad = None

@@ -75,6 +75,7 @@ class LoopMixin:
         self._watching = True
         try:
             yield self.session
+            self.session.restore()  # where the loop had no step left to make
         finally:
             self._watching = False
             self._print_counted()

@@ -1,14 +1,13 @@
 """The batches of the last committed steps: references that are let go again as others come.
 
-Remembering a batch costs an append. What one array of it takes is asked for once in a while, so that the batches never
-hold on to more than a fixed number of bytes. Which state they go on from is asked for when something has gone wrong.
+Remembering a batch costs an append, and a look at the shapes of its arrays: batches of any size may come, and those that
+are remembered never take more than a fixed number of bytes. Which state they go on from is asked for when something has gone wrong.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,13 @@ import numpy as np
 
 from keras_nanguard._fit._snapshot import Snapshot
 
-__all__ = ["MOST", "Approach", "Recent", "held", "owned", "room"]
+__all__ = ["MOST", "Approach", "Recent", "bytes_of", "held", "owned"]
 
 MOST = 128
 """Batches that are remembered: a few more than lie between two snapshots by default."""
 
 MOST_BYTES = 64 << 20
 """Bytes of batches that are remembered; a batch larger than that is not."""
-
-AGAIN = 64
-"""Steps after which the size of a batch is looked at again."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +46,33 @@ class Recent:
     """What the last committed steps were given."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, Any]] = deque(maxlen=MOST)
+        self._entries: deque[tuple[int, Any]] = deque()
+        self._sizes: deque[int] = deque()  # of the last entry of those that share what they were given, 0 of the others
+        self._bytes = self._since = 0
+        self._cut = False
         self._origin: Snapshot | None = None
-        self._since = self._look_in = 0
 
     def push(self, step: int, given: Any) -> None:
         """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""
+        if hasattr(given, "part"):
+            given = given.part(step)
+        if self._entries and self._entries[-1][1] is given:
+            size, self._sizes[-1] = self._sizes[-1], 0
+        else:
+            size = bytes_of(getattr(given, "tensors", given))
+            self._bytes += size
         self._entries.append((step, given))
-        self._look_in -= 1
-        if self._look_in < 0:
-            self._fit(given)
-
-    def _fit(self, given: Any) -> None:
-        """Make the room as large as the bytes of a batch let it be."""
-        self._look_in = AGAIN - 1
-        most = room(keras.tree.flatten(getattr(given, "tensors", given)))
-        if most != self._entries.maxlen:
-            self._entries = deque(self._entries, maxlen=most)
+        self._sizes.append(size)
+        while self._entries and (self._bytes > MOST_BYTES or len(self._entries) > MOST):
+            self._entries.popleft()
+            self._bytes -= self._sizes.popleft()
+            self._cut = True
 
     def restart(self, step: int, origin: Snapshot | None = None) -> None:
         """Forget everything: the steps from this one on go on from another state, that of a snapshot or one of no name."""
         self._entries.clear()
+        self._sizes.clear()
+        self._bytes, self._cut = 0, False
         self._origin, self._since = origin, step
 
     def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
@@ -92,7 +94,7 @@ class Recent:
         known = found[gone + 1 :]
         if not known:
             return None
-        cut = gone >= 0 or len(found) == self._entries.maxlen
+        cut = gone >= 0 or self._cut
         first = known[0][0] if cut else self._since
         since = [s for s in snapshots if s.step >= first]
         if since and any(step >= since[0].step for step, _ in known):
@@ -115,13 +117,21 @@ def owned(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
 
 
-def room(leaves: Iterable[Any]) -> int:
-    """Return how many batches of these arrays may be remembered."""
-    size = sum(_bytes(leaf) for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    return min(MOST, MOST_BYTES // max(size, 1))
-
-
-def _bytes(leaf: Any) -> int:
-    if hasattr(leaf, "nbytes"):
-        return int(leaf.nbytes)
-    return math.prod(int(n) for n in leaf.shape) * int(getattr(leaf.dtype, "size", None) or 16)
+def bytes_of(value: Any) -> int:
+    """Return how many bytes the arrays in a structure take. Runs in every step."""
+    if isinstance(value, (tuple, list)):
+        total = 0
+        for part in value:
+            total += bytes_of(part)
+        return total
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
+    count = getattr(shape, "num_elements", None)
+    if count is None:
+        return int(value.nbytes)
+    number = count()  # of TensorFlow
+    if number is None or not hasattr(value, "device"):  # ragged, or sparse
+        names = ("flat_values", "nested_row_splits") if hasattr(value, "flat_values") else ("values", "indices")
+        return sum(bytes_of(getattr(value, name, None)) for name in names)
+    return int(number) * (int(value.dtype.size or 0) or 16)

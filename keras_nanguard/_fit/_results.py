@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _probes, _state
+from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._incident import Diagnosis, Finding
 
 __all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
@@ -66,12 +66,12 @@ def _diagnosed(model: Any) -> Diagnosis | None:
 
 def one_batch() -> tuple[Any, Any, Any] | None:
     """Return `(x, y, sample_weight)` of the first batch of the `evaluate` that runs, `None` where workers prepare the data."""
-    adapter = _state.running_data()
+    adapter = _internals.running_data()
     return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
 
 
 def _batches() -> Iterator[tuple[Any, Any, Any]]:
-    adapter = _state.running_data()
+    adapter = _internals.running_data()
     if adapter is None:
         return
     for data in adapter.get_numpy_iterator():

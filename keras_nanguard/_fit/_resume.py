@@ -10,7 +10,8 @@ from typing import Any
 from keras_nanguard import _internals, _sealed, _state
 from keras_nanguard._errors import FileFormatError, GuardError, expected
 from keras_nanguard._fit._course import Course
-from keras_nanguard._fit._snapshot_disk import COURSE, Record, build_optimizers, folder_of, load, read, variables_of, written
+from keras_nanguard._fit._snapshot_disk import build_optimizers, load, signature, variables_of
+from keras_nanguard._fit._snapshot_record import COURSE, Record, folder_of, read, written
 
 __all__ = ["Resumed", "find"]
 
@@ -36,12 +37,21 @@ class Resumed:
     def restore(self, session: Any) -> None:
         """Write the state into the model of a session that has not begun, and what the policy remembers.
 
-        The metrics of an epoch that is half through go on; those of a new epoch begin anew.
+        The metrics of an epoch that is half through go on; those of a new epoch begin anew. Where the process ended before its
+        second snapshot, and the first was taken before the model had its variables, training begins with those that it has now.
 
         Raises:
             GuardError: if the model is another one, or is not built.
         """
         build_optimizers(session.anatomy(), self.record.optimizers)
+        if self.record.untrained and self.record.signature != signature(variables_of(session.anatomy())):
+            text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."
+            warnings.warn(text, stacklevel=2)
+        else:
+            self._write(session)
+        self.course.apply(session, write=True)
+
+    def _write(self, session: Any) -> None:
         anatomy = session.anatomy()
         fresh = [(metric, _state.read(metric)) for metric in anatomy.metrics]
         try:
@@ -53,11 +63,17 @@ class Resumed:
             _state.write(metric, value)
         if drawn is not None:
             _internals.set_generator_state(drawn)
-        self.course.apply(session, write=True)
 
-    def sentence(self) -> str:
-        """Return the line that is printed."""
-        return f"NanGuard: goes on from {self.path}: epoch {self.epoch + 1}, after {self.batch} of its batches."
+    def leaves_nothing_of(self, epochs: int | None) -> bool:
+        """Whether a fit of so many epochs has nothing left to train."""
+        return epochs is not None and self.epoch >= epochs
+
+    def sentence(self, epochs: int | None = None) -> str:
+        """Return the line that is printed, for a fit of so many epochs."""
+        place = f"{self.path}: epoch {self.epoch + 1}, after {self.batch} of its batches"
+        if self.leaves_nothing_of(epochs):
+            return f"NanGuard: restores {place}. Nothing is left to train: fit has epochs={epochs}."
+        return f"NanGuard: goes on from {place}."
 
 
 def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
@@ -71,11 +87,11 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
         Where the run goes on; `None` where there is no snapshot at all.
 
     Raises:
-        GuardError: if there are snapshots and none of them can be used.
+        GuardError: if there are snapshots and none of them can be used, or if that cannot be known.
     """
     folder = folder_of(directory)
     faults: list[str] = []
-    for path in reversed(written(folder)):
+    for path in reversed(_written(folder)):
         try:
             record = read(path)
             if not record.verified:
@@ -93,6 +109,13 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
         remedy = f"Start anew without resume=True, or after removing {folder}."
         raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))
     return None
+
+
+def _written(folder: Path) -> list[Path]:
+    try:
+        return written(folder)
+    except FileFormatError as error:
+        raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
 
 
 def _course(folder: Path, record: Record) -> Course:

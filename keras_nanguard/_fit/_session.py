@@ -104,19 +104,24 @@ class Session:
 
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or say at once that it is bad."""
-        self.began, resumed, self.resuming = True, self.resuming, None
-        if resumed is not None:
-            resumed.restore(self)
+        self.began, resumed = True, self.restore()
         anatomy = self.anatomy()
         tolerated = [v for v in anatomy.constants if not (_probes.is_finite(_state.view(v)) or has_nan(v))]
         self.tolerated = {id(v) for v in tolerated}
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if tolerated and (resumed is not None or self.transaction.served):
+            if tolerated and (resumed or self.transaction.served):
                 self.rebuild()
         bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
             raise_incident(self, self.step, self.scan("state"), refused=False, report=None, values={})
+
+    def restore(self) -> bool:
+        """Put the state to go on from in its place, once; returns whether there was one."""
+        resumed, self.resuming = self.resuming, None
+        if resumed is not None:
+            resumed.restore(self)
+        return resumed is not None
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""

@@ -18,7 +18,6 @@ import hashlib
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,89 +25,16 @@ import keras
 import numpy as np
 
 from keras_nanguard import _internals, _sealed, _state
-from keras_nanguard._errors import FileFormatError, expected
+from keras_nanguard._errors import FileFormatError
 from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._snapshot import Ring, Snapshot, first_bad
+from keras_nanguard._fit._snapshot_record import COURSE, REST, WEIGHTS, Record, folder_of, next_number, read, written
 from keras_nanguard._version import __version__
 
-__all__ = ["COURSE", "DiskRing", "Record", "build_optimizers", "folder_of", "load", "read", "variables_of", "written"]
-
-FORMAT = 1
-"""Number of the form of `snapshot.json`."""
+__all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
 
 GENERATOR = "generator"
 """In `rest.npz`, on PyTorch: the state of its generator."""
-
-FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weights.h5", "rest.npz", "snapshot.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What `snapshot.json` tells.
-
-    Attributes:
-        step: number of steps that were complete, in the fit that took it.
-        epoch, batch: the epoch, and how many batches of it were through.
-        verified: whether enough good steps have followed.
-        files: SHA-256 of each file beside.
-        signature: SHA-256 of the shapes and dtypes of all variables, in their order.
-        rest: `[number, path, dtype]` of each variable in `rest.npz`.
-        metrics: how many variables of metrics are there besides.
-        optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
-        course: what the policy had changed, as `Course.to_dict()`.
-        measured: learning rates and loss scales at that time, for whoever reads the file.
-        versions: of Keras, its backend, NumPy and this library.
-    """
-
-    step: int
-    epoch: int
-    batch: int
-    verified: bool
-    files: dict[str, str]
-    signature: str
-    rest: tuple[tuple[int, str, str], ...]
-    metrics: int
-    optimizers: tuple[tuple[int, ...] | None, ...]
-    course: dict[str, Any]
-    measured: dict[str, Any]
-    versions: dict[str, str]
-
-    def write(self, folder: Path) -> None:
-        """Write it into the folder of its snapshot."""
-        _sealed.write_json(folder / RECORD, {"format": FORMAT, **asdict(self)})
-
-
-def folder_of(directory: str | Path) -> Path:
-    """Return where the snapshots of a guard's directory are."""
-    return Path(directory) / FOLDER
-
-
-def written(folder: Path) -> list[Path]:
-    """Return the snapshots in a folder, oldest first, broken ones included."""
-    return sorted(path for path in folder.glob("snapshot-*") if path.is_dir())
-
-
-def read(path: Path) -> Record:
-    """Return the record of a snapshot, with every file of it checked.
-
-    Raises:
-        FileFormatError: if a file is missing, cut short, changed, or of another format.
-    """
-    data = _sealed.read_json(path / RECORD)
-    if data.pop("format", None) != FORMAT:
-        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it."))
-    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
-    try:
-        record = Record(**given)
-    except TypeError as error:
-        raise FileFormatError(f"{path / RECORD} has a malformed field: {error}") from error
-    for name, fingerprint in record.files.items():
-        if name not in (WEIGHTS, REST) or not (path / name).is_file():
-            raise FileFormatError(f"{path / name} is missing")
-        if _sealed.fingerprint(path / name) != fingerprint:
-            raise FileFormatError(f"{path / name} is not as it was written: its checksum does not fit")
-    return record
-
 
 def variables_of(anatomy: _state.Anatomy) -> list[Any]:
     """Return everything that a snapshot on disk holds, in its order, but the metrics."""
@@ -200,8 +126,7 @@ class DiskRing(Ring):
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
         _sealed.sweep(self.folder)
-        last = max((int(p.name.split("-")[1]) for p in written(self.folder)), default=0)
-        path = self.folder / f"snapshot-{last + 1:08d}"
+        path = self.folder / f"snapshot-{next_number(self.folder):08d}"
         beside = self.folder / f"{_sealed.BESIDE}{path.name}"
         beside.mkdir()
         record = self._write(beside, step, verified)

@@ -14,9 +14,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._fit._recent import MOST, room
+from keras_nanguard._fit import _recent
 
 __all__ = ["Execution", "Layouts", "Stored"]
+
+BYTES = 2
+"""Place of the size of a batch in the head of its tuple, after the numbers of its layout and of its step."""
 
 NONE = -1
 """Number of the layout of what is no batch."""
@@ -43,10 +46,9 @@ class Execution:
         place = len(self.batches) - 1 - (self.last - step)
         return self.batches[place] if 0 <= place < len(self.batches) else None
 
-    @property
-    def tensors(self) -> Any:
-        """What takes memory."""
-        return self.batches
+    def part(self, step: int) -> Any:
+        """Return what is remembered of this step: what it was given, and not what the others were."""
+        return self.batch(step)
 
 
 class Layouts:
@@ -83,7 +85,7 @@ class Stored:
         """Keep the batch of the step of this number."""
         number, leaves = self._layouts.flat(args)
         with tf.device("CPU:0"):
-            head = tf.stack([tf.constant(number, tf.int64), tf.cast(step, tf.int64)])
+            head = tf.stack([tf.constant(number, tf.int64), tf.cast(step, tf.int64), _bytes(leaves)])
             dtypes = (head.dtype, *(leaf.dtype for leaf in leaves))
             if dtypes not in self._areas:
                 self._areas[dtypes] = _Area(dtypes)
@@ -93,21 +95,19 @@ class Stored:
         """Return the batch of the step of this number, `None` where it is not kept any more."""
         for area in self._areas.values():
             for back in range(area.size()):
-                (number, own), *leaves = area.peek(back)
+                (number, own, _), *leaves = area.peek(back)
                 if number != NONE and own == step:
                     return self._layouts.packed(int(number), leaves)
         return None
 
     def shrink(self, steps: int) -> None:
-        """Keep no more from now on than there may be bytes of them, judged by the last batch.
+        """Release the oldest ones where all of them take more bytes than they may.
 
         Args:
             steps: steps of one execution.
         """
         for area in self._areas.values():
-            (number, _), *leaves = area.peek(0)
-            if number != NONE:
-                area.drop_to(max(room(leaves), min(steps, FEWEST)))
+            area.shrink(_recent.MOST_BYTES, min(steps, FEWEST))
 
     def fill(self) -> None:
         """Begin anew after `clear`."""
@@ -117,28 +117,36 @@ class Stored:
     def clear(self) -> None:
         """Release everything. An execution after that takes out what it has put in."""
         for area in self._areas.values():
-            _clear(area.name, area.dtypes)
+            area.clear()
 
 
 class _Area:
-    """A staging area that always holds as many tuples; one that starts with `NONE` is no batch."""
+    """A staging area that always holds as many tuples; one that starts with `NONE` is no batch.
+
+    Attributes:
+        bytes: what the batches in it take, counted by the steps.
+    """
 
     def __init__(self, dtypes: Sequence[Any]):
         self.dtypes, self.name = list(dtypes), f"nanguard_batches_{next(_numbers)}"
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.bytes = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.fill()
         weakref.finalize(self, _clear, self.name, self.dtypes).atexit = False
 
     def fill(self) -> None:
         """Put in as many tuples as it holds, each of which is no batch."""
         with tf.init_scope(), tf.device("CPU:0"):
-            empty = [tf.constant([NONE, NONE], tf.int64), *(tf.zeros([0], dtype) for dtype in self.dtypes[1:])]
-            for _ in range(MOST):
+            empty = [tf.constant([NONE, NONE, 0], tf.int64), *(tf.zeros([0], dtype) for dtype in self.dtypes[1:])]
+            for _ in range(_recent.MOST):
                 tf.raw_ops.Stage(values=empty, shared_name=self.name)
+            self.bytes.assign(0)
 
     def exchange(self, items: Sequence[Any]) -> None:
         """Put a tuple in, and take the oldest one out."""
         with tf.control_dependencies([tf.raw_ops.Stage(values=items, shared_name=self.name)]):
-            tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
+            oldest, *_ = tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
+        self.bytes.assign_add(items[0][BYTES] - oldest[BYTES])
 
     def size(self) -> int:
         """Return how many tuples there are."""
@@ -146,19 +154,38 @@ class _Area:
             return int(tf.raw_ops.StageSize(dtypes=self.dtypes, shared_name=self.name))
 
     def peek(self, back: int) -> tuple[Any, ...]:
-        """Return the tuple so many before the last one, its head as two numbers; `NONE` where there is none."""
+        """Return the tuple so many before the last one, its head as numbers; `NONE` where there is none."""
         place = self.size() - 1 - back
         if not 0 <= back <= place + back:
-            return (NONE, NONE), *((),) * (len(self.dtypes) - 1)
+            return (NONE, NONE, 0), *((),) * (len(self.dtypes) - 1)
         with tf.device("CPU:0"):
             head, *leaves = tf.raw_ops.StagePeek(index=place, dtypes=self.dtypes, shared_name=self.name)
         return tuple(head.numpy().tolist()), *leaves
 
-    def drop_to(self, count: int) -> None:
-        """Hold so many from now on: take out the oldest."""
+    def shrink(self, most: int, fewest: int) -> None:
+        """Take out the oldest until the others take no more than so many bytes, or are as few as this; hold as many from now on."""
+        held = int(self.bytes)
+        if held <= most:
+            return
         with tf.device("CPU:0"):
-            for _ in range(self.size() - count):
-                tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
+            for _ in range(self.size() - fewest):
+                head, *_ = tf.raw_ops.Unstage(dtypes=self.dtypes, shared_name=self.name)
+                held -= int(head[BYTES])
+                if held <= most:
+                    break
+        self.bytes.assign(held)
+
+    def clear(self) -> None:
+        """Release what it holds."""
+        _clear(self.name, self.dtypes)
+        with tf.init_scope():
+            self.bytes.assign(0)
+
+
+def _bytes(leaves: Sequence[Any]) -> Any:
+    """Return how many bytes tensors of a graph take."""
+    sizes = [tf.size(leaf, tf.int64) * (leaf.dtype.size or 16) for leaf in leaves]
+    return tf.add_n(sizes) if sizes else tf.constant(0, tf.int64)
 
 
 def _clear(name: str, dtypes: Sequence[Any]) -> None:

@@ -25,10 +25,10 @@ class FaultHook:
 
     Attributes:
         reached: whether a step that was traced (or run) has a place for the fault.
-        paused: more than 0 while a step is run again, which a fault is no part of.
+        run_again: the models of which a step is run again.
     """
 
-    paused: ClassVar[int] = 0
+    run_again: ClassVar[dict[object, Any]] = {}
 
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
@@ -36,6 +36,11 @@ class FaultHook:
         self._inside = 0
         self._overrides = Overrides()
         _kept.forget(model)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a step of the model is run again, which a fault is no part of."""
+        return any(model is self.model for model in list(self.run_again.values()))
 
     def remove(self) -> None:
         """Leave the model as it was; the next fit makes its train function without the fault."""
@@ -101,10 +106,11 @@ class FaultHook:
 
 
 @contextlib.contextmanager
-def without_faults() -> Iterator[None]:
-    """Run a step again as it would have been: where the host asks within the step, the fault of that step is over."""
-    FaultHook.paused += 1
+def without_faults(model: Any) -> Iterator[None]:
+    """Run a step of a model again as it would have been: where the host asks within the step, the fault of that step is over."""
+    entered = object()
+    FaultHook.run_again[entered] = model
     try:
         yield
     finally:
-        FaultHook.paused -= 1
+        del FaultHook.run_again[entered]

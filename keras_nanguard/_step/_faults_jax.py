@@ -114,7 +114,7 @@ class Hook(FaultHook):
     def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
-            if not self._inside or FaultHook.paused or loss is None:
+            if not self._inside or self.paused or loss is None:
                 return loss
             self.reached = True
             loss = jnp.asarray(loss)
@@ -130,7 +130,7 @@ class Hook(FaultHook):
         bad = np.asarray(self.fault.factor(np.dtype(dtype)), dtype)
 
         def now() -> Any:
-            return bad if self._inside and not FaultHook.paused and self.seen - 1 in self.fault.steps else np.ones((), dtype)
+            return bad if self._inside and not self.paused and self.seen - 1 in self.fault.steps else np.ones((), dtype)
 
         return jax.pure_callback(now, jax.ShapeDtypeStruct((), dtype))
 

@@ -2,7 +2,8 @@
 
 An eager step cannot be read beforehand, so it is watched while it runs. Every write to a Keras variable, listed
 anywhere or not, passes through `Variable._direct_assign`; while a step runs, that method first copies what it is about
-to overwrite. A healthy step so copies its small state (statistics, seeds, metrics), each once, and nothing else.
+to overwrite, in the thread of that step alone. A healthy step so copies its small state (statistics, seeds, metrics),
+each once, and nothing else.
 
 What does not pass through it is written in place by torch itself: the updates of optimizers, which the transaction
 calls itself; buffers of torch modules and torch's own random generators, which are kept before each step; and what a
@@ -15,12 +16,13 @@ value of a variable on this backend; there is no public hook.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import keras
 import torch
+
+from keras_nanguard import _state
+from keras_nanguard._overrides import ThreadOverrides
 
 __all__ = ["Journal", "generators"]
 
@@ -42,7 +44,6 @@ class Journal:
         self.uncounted = {id(tensor) for tensor in uncounted}
         self.old: dict[int, tuple[Any, Any, Any]] = {}
         self.owner: dict[int, Any] = {}
-        self._thread = threading.get_ident()
         self._generators = generators()
         self.keep([*uncounted, *kept])
 
@@ -60,37 +61,20 @@ class Journal:
         return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
 
     def __enter__(self) -> Journal:
-        cls = keras.Variable
-        self._assign, self._initialize = cls._direct_assign, cls._initialize
         if self.watch:
-            cls._direct_assign, cls._initialize = self._noting(self._assign), self._bearing(self._initialize)
+            _WRITES.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
-        keras.Variable._direct_assign, keras.Variable._initialize = self._assign, self._initialize
+        if self.watch:
+            _WRITES.leave(self)
 
-    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        old, owner, thread = self.old, self.owner, self._thread
-
-        def _direct_assign(variable: Any, value: Any) -> Any:
-            tensor = variable.value
-            if id(tensor) not in owner and threading.get_ident() == thread and not tensor.is_meta:
-                owner[id(tensor)] = variable
-                if id(tensor) not in old:
-                    with torch.no_grad():
-                        old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
-            return real(variable, value)
-
-        return _direct_assign
-
-    def _bearing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def _initialize(variable: Any, value: Any) -> Any:
-            result = real(variable, value)
-            if threading.get_ident() == self._thread:
-                self.born(variable)
-            return result
-
-        return _initialize
+    def note(self, variable: Any) -> None:
+        """Keep the value of a variable that is about to be written."""
+        tensor = variable.value
+        if id(tensor) not in self.owner and not tensor.is_meta:
+            self.owner[id(tensor)] = variable
+            self.keep([tensor])
 
     def give_back(self, unseen: bool = False) -> None:
         """Undo every write; `unseen` also such as torch does not count (fused ones, under a mode that watches them)."""
@@ -100,6 +84,22 @@ class Journal:
                     tensor.copy_(value)
         for give, state in self._generators:
             give(state)
+
+
+def _direct_assign(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
+    for journal in journals:
+        journal.note(variable)
+    return real(variable, value)
+
+
+def _initialize(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
+    result = real(variable, value)
+    for journal in journals:
+        journal.born(variable)
+    return result
+
+
+_WRITES = ThreadOverrides(_state.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
 
 
 def generators() -> list[tuple[Callable[[Any], None], Any]]:

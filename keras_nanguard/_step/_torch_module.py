@@ -5,7 +5,7 @@ optimizer of Keras': what the rest of the library asks of them, and no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import keras
@@ -111,7 +111,7 @@ class Rate:
 
 
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every `TorchOptimizer` that there is: a replay has to leave their states as they were."""
+"""Every `TorchOptimizer` that there is: a replay has to leave the states of those that train its model as they were."""
 
 
 class TorchOptimizer:
@@ -144,6 +144,10 @@ class TorchOptimizer:
                         known = self._known[id(tensor)] = TensorVariable(tensor, path)
                     found.append(known)
         return found
+
+    def trains_any(self, tensors: Container[int]) -> bool:
+        """Whether the `id` of a parameter that it trains is among these."""
+        return any(id(p) in tensors for group in self.of.param_groups for p in group["params"])
 
     def held(self) -> Callable[[], None]:
         """Return what puts the state back as it is now, numbers that are no tensors and missing entries included."""
