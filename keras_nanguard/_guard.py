@@ -234,6 +234,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.skip_batches = self.session.resuming.batch
+                self.session.epoch_passed = -self.session.resuming.batch  # the metrics hold them
                 _state.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
@@ -242,13 +243,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             return
         self.session.settle()
         if self.session.idle and isinstance(logs, dict):
-            shown: dict[str, Any] = self.session.shown or {}
-            logs.update({k: v for k, v in shown.items() if k in logs})
+            logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
 
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
         self.before_epoch_end(logs)
-        with shielded(self._fit.callbacks if self._fit is not None and self.policy.refuse else (), logs):
+        callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
+        with shielded(callbacks, logs, self.session.logs.unmeasured if self.session is not None else ()):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -262,7 +263,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if logs is not None and any(self._epoch_counts):
             self._backfill()
             logs[REFUSED] = count
-        text = console.epoch_line(epoch, count, self.session.step - self.session.epoch_start, self._lines.counted())
+        unmeasured = sorted(self.session.logs.unmeasured)
+        text = console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured)
         if text and self.verbose:
             _state.print_line("\n" + text)
 

@@ -1,4 +1,4 @@
-"""The half of `_state` that only replays need: layers, losses and policies as Keras keeps them inside.
+"""The half of `_state` that is seldom needed, for replays most of all: layers, losses, metrics and policies as Keras keeps them inside.
 
 Together with `_state` the only file that knows names private to Keras; each function says which, and why there is no
 public way. `tests/diagnosis/test_internals.py` fails when a release of Keras takes one of them away.
@@ -29,6 +29,7 @@ __all__ = [
     "output_shapes",
     "path_of",
     "rate_before",
+    "rising",
     "set_generator_state",
     "snake_case",
     "symbolic_inputs",
@@ -196,3 +197,9 @@ def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     if keras.backend.backend() == "torch":
         torch = sys.modules["torch"]
         torch.set_rng_state(torch.from_numpy(np.array(state)))
+
+
+def rising(model: Any) -> set[str]:
+    """Return the names of the metrics that are to grow; `Metric._direction` says it, which Keras' own callbacks ask, too."""
+    found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
+    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, nan, sqrt
 from typing import Any
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._fit._aftercare import Aftercare
 from keras_nanguard._fit._course import Course
-from keras_nanguard._fit._epoch_logs import stand_in
+from keras_nanguard._fit._epoch_logs import Logs
 from keras_nanguard._fit._history import History
 from keras_nanguard._fit._monitors import Monitors
 from keras_nanguard._fit._raising import raise_incident
@@ -70,7 +70,7 @@ class Session:
         self.ring, self.recent = Ring(policy.snapshot.keep, policy.snapshot.good_after), Recent()
         self.rates: dict[int, Rate] = {}
         self.step = self.refused = self.overflows = self.good = self.streak = 0
-        self.epoch = self.epoch_start = self.epoch_refused = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.rollbacks = self.skip_batches = 0
         self.stopped = self.began = self.last_refused = False
         self.aftercare = Aftercare()
         self.course: Course | None = None
@@ -85,8 +85,7 @@ class Session:
         self.tolerated: set[int] = set()
         self._births: dict[int, Any] | None = {}
         self._anatomy: _state.Anatomy | None = None
-        self.logs: Any = None
-        self.shown: Any = None
+        self.logs = Logs(model)
         self.attentive, self.healed, self.told_later = True, False, False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
@@ -120,7 +119,7 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
-        self.epoch, self.epoch_start, self.epoch_refused = epoch, self.step, 0
+        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
 
     def born(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
@@ -145,6 +144,7 @@ class Session:
             next(iterator)
             self.skip_batches = max(self.skip_batches - 1, 0)
             self.epoch_start -= 1
+            self.epoch_passed += 1
         return True
 
     @property
@@ -170,8 +170,7 @@ class Session:
     @property
     def far(self) -> bool:
         """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
-        committed = self.step - self.epoch_start > self.epoch_refused
-        return self.told_later and committed and self._undisturbed and not self.attentive and self.step + 1 < self._due
+        return self.told_later and not self.idle and self._undisturbed and not self.attentive and self.step + 1 < self._due
 
     def after(self, row: Any, *, last: bool = True) -> bool:
         """Read the row of the last step and act on it.
@@ -252,17 +251,20 @@ class Session:
         self._keep()
 
     @property
-    def idle(self) -> bool:
-        """Whether every step of this epoch was refused so far, so that its metrics hold nothing."""
-        return 0 < self.step - self.epoch_start <= self.epoch_refused
+    def epoch_committed(self) -> int:
+        """How many steps of this epoch have committed."""
+        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
 
-    def honest(self, logs: Any, loss: float) -> Any:
-        """Return the logs of the last step, of this loss, as other callbacks may see them."""
-        if self.idle and isinstance(logs, dict):
-            self.shown = stand_in(logs, self.logs, loss)
-        else:
-            self.logs = self.shown = logs
-        return self.shown
+    @property
+    def idle(self) -> bool:
+        """Whether no step of this epoch has committed so far, so that its metrics hold nothing."""
+        return self.epoch_committed <= 0
+
+    def honest(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
+        """Return the logs of the last step, of this loss, as callbacks may see them; `refused` where they are what it computed."""
+        if (self.idle or refused) and isinstance(logs, dict):
+            return self.logs.stand_in(logs, loss)
+        return self.logs.measured(logs)
 
     def _left_out(self, steps: int) -> None:
         self.refused += steps
