@@ -161,8 +161,10 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             kept = self.policy.snapshot
             session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
         earlier = self.session
-        if earlier is not None and earlier.model is model and earlier.course is not None:
-            earlier.course.apply(session, write=False)
+        if earlier is not None and earlier.model is model:
+            session.tolerated, session.marks = set(earlier.tolerated), set(earlier.marks)
+            if earlier.course is not None:
+                earlier.course.apply(session, write=False)
         return session
 
     def _detach(self) -> None:

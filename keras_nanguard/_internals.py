@@ -32,6 +32,7 @@ __all__ = [
     "rising",
     "set_generator_state",
     "snake_case",
+    "states_of_own_layers",
     "symbolic_inputs",
     "with_mask_of",
 ]
@@ -203,3 +204,15 @@ def rising(model: Any) -> set[str]:
     """Return the names of the metrics that are to grow; `Metric._direction` says it, which Keras' own callbacks ask, too."""
     found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
     return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}
+
+
+def states_of_own_layers(model: Any) -> set[int]:
+    """Return the `id` of each variable that a layer of the user's own has made to be no weight, and of each buffer of PyTorch.
+
+    Only those may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be numbers. Only
+    `Layer._non_trainable_variables` tells them from frozen weights.
+    """
+    own = [layer for layer in _state.layers_of(model) if not type(layer).__module__.startswith("keras.")]
+    found = {id(v) for layer in own for v in getattr(layer, "_non_trainable_variables", ())}
+    native = [v for v in model.non_trainable_variables if not isinstance(v, _state.VARIABLE)]
+    return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

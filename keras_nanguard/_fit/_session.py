@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
-from keras_nanguard import _probes, _state
+from keras_nanguard import _state
 from keras_nanguard._fit._aftercare import Aftercare
 from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._epoch_logs import Logs
@@ -21,7 +21,7 @@ from keras_nanguard._fit._monitors import Monitors
 from keras_nanguard._fit._raising import raise_incident
 from keras_nanguard._fit._rates import Rate
 from keras_nanguard._fit._recent import Recent
-from keras_nanguard._fit._sightings import bad_state, has_nan, in_batch, values
+from keras_nanguard._fit._sightings import bad_state, in_batch, tolerate, values
 from keras_nanguard._fit._snapshot import Ring
 from keras_nanguard._fit._trend import Trend
 from keras_nanguard._incident import Finding, Incident
@@ -50,6 +50,7 @@ class Session:
         stopped: whether the policy has ended training.
         attentive: whether the next step is looked at more closely than a healthy one needs.
         told_later: whether callbacks are told of a step in another thread, so that none of them acts before the next step.
+        tolerated, marks: the `id` of each variable that may be infinite or NaN, as it was at first, and of each that may be NaN.
         healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
     """
 
@@ -83,6 +84,7 @@ class Session:
         self.readable: Callable[[], Any] = nullcontext  # in which they read as that state
         self.settle: Callable[[], None] = lambda: None  # reads the verdict on a step that was started, if it was not read yet
         self.tolerated: set[int] = set()
+        self.marks: set[int] = set()
         self._births: dict[int, Any] | None = {}
         self._anatomy: _state.Anatomy | None = None
         self.logs = Logs(model)
@@ -107,8 +109,7 @@ class Session:
         if resumed is not None:
             resumed.restore(self)
         anatomy = self.anatomy()
-        tolerated = [v for v in anatomy.constants if not (_probes.is_finite(_state.view(v)) or has_nan(v))]
-        self.tolerated = {id(v) for v in tolerated}
+        tolerated = tolerate(self, anatomy)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
             if tolerated and (resumed is not None or self.transaction.served):
@@ -340,7 +341,10 @@ class Session:
 
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""
-        return bad_state(self.anatomy(), site, self.tolerated, self.policy)
+        anatomy = self.anatomy()
+        if not self.began:
+            tolerate(self, anatomy)
+        return bad_state(anatomy, site, self.tolerated, self.marks, self.policy)
 
     def _keep(self) -> None:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
