@@ -172,8 +172,10 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             kept = self.policy.snapshot
             session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
         earlier = self.session
-        if earlier is not None and earlier.model is model and earlier.course is not None:
-            earlier.course.apply(session, write=False)
+        if earlier is not None and earlier.model is model:
+            session.tolerated, session.marks = set(earlier.tolerated), set(earlier.marks)
+            if earlier.course is not None:
+                earlier.course.apply(session, write=False)
         return session
 
     def _detach(self) -> None:
@@ -259,6 +261,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.skip_batches = self.session.resuming.batch
+                self.session.epoch_passed = -self.session.resuming.batch  # the metrics hold them
                 _internals.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
@@ -267,13 +270,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             return
         self.session.settle()
         if self.session.idle and isinstance(logs, dict):
-            shown: dict[str, Any] = self.session.shown or {}
-            logs.update({k: v for k, v in shown.items() if k in logs})
+            logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
 
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
         self.before_epoch_end(logs)
-        with shielded(self._fit.callbacks if self._fit is not None and self.policy.refuse else (), logs):
+        callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
+        with shielded(callbacks, logs, self.session.logs.unmeasured if self.session is not None else ()):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -287,7 +290,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if logs is not None and any(self._epoch_counts):
             self._backfill()
             logs[REFUSED] = count
-        text = console.epoch_line(epoch, count, self.session.step - self.session.epoch_start, self._lines.counted())
+        unmeasured = sorted(self.session.logs.unmeasured)
+        text = console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured)
         if text and self.verbose:
             _state.print_line("\n" + text)
 

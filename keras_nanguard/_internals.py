@@ -1,4 +1,4 @@
-"""The half of `_state` that no step needs: layers, losses and policies as Keras keeps them inside, and the call that runs.
+"""The half of `_state` that is seldom needed, for replays most of all: layers, losses, metrics and policies as Keras keeps them inside.
 
 Together with `_state` the only file that knows names private to Keras; each function says which, and why there is no
 public way. `tests/diagnosis/test_internals.py` fails when a release of Keras takes one of them away.
@@ -32,10 +32,12 @@ __all__ = [
     "output_shapes",
     "path_of",
     "rate_before",
+    "rising",
     "running_data",
     "running_spec",
     "set_generator_state",
     "snake_case",
+    "states_of_own_layers",
     "symbolic_inputs",
     "trains_on_arrays",
     "with_mask_of",
@@ -268,3 +270,21 @@ def _epoch_iterator(*calls: str) -> Any:
             return frame.f_locals["epoch_iterator"]
         frame = frame.f_back
     return None
+
+
+def rising(model: Any) -> set[str]:
+    """Return the names of the metrics that are to grow; `Metric._direction` says it, which Keras' own callbacks ask, too."""
+    found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
+    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}
+
+
+def states_of_own_layers(model: Any) -> set[int]:
+    """Return the `id` of each variable that a layer of the user's own has made to be no weight, and of each buffer of PyTorch.
+
+    Only those may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be numbers. Only
+    `Layer._non_trainable_variables` tells them from frozen weights.
+    """
+    own = [layer for layer in _state.layers_of(model) if not type(layer).__module__.startswith("keras.")]
+    found = {id(v) for layer in own for v in getattr(layer, "_non_trainable_variables", ())}
+    native = [v for v in model.non_trainable_variables if not isinstance(v, _state.VARIABLE)]
+    return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 from keras.src.utils import io_utils
 
-from keras_nanguard import _state
+from keras_nanguard import _internals, _state
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +124,11 @@ def test_the_epoch_that_fit_begins_with(model):
     model.compile("sgd", "mse")
     model.fit(np.ones((4, *model.input_shape[1:])), np.ones((4, *model.output_shape[1:])), epochs=4, verbose=0, callbacks=[Begin()])
     assert begun == [2, 3]
+
+
+def test_a_metric_says_whether_it_is_to_grow():
+    """`Metric._direction`, by the names under which metrics are logged."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score(name="r2"), "binary_accuracy"])
+    model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+    assert _internals.rising(model) == {"r2", "binary_accuracy"}

@@ -183,23 +183,6 @@ def test_no_output_stream_is_left_open():
     assert "0 steps" in stream.getvalue()
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_epoch_without_a_good_step_is_no_best(tmp_path, steps):
-    """An epoch whose every step was refused passes neither for the best one nor for a loss of 0."""
-    data = zoo.poison(zoo.regression(), 0)
-    data.x[...] = np.nan
-    x, y = data.x[: zoo.BATCH * steps], data.y[: zoo.BATCH * steps]
-    recorder = Recorder()
-    best = keras.callbacks.ModelCheckpoint(tmp_path / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True)
-    stop = keras.callbacks.EarlyStopping("loss", patience=9, mode="min")
-    model = zoo.plain()
-    history = model.fit(
-        x, y, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[recorder, best, stop, NanGuard(verbose=0)]
-    ).history
-    assert all(v > 1e30 and math.isfinite(v) for v in (*history["loss"], best.best, stop.best)), history
-    assert [logs["loss"] for logs in recorder.batches] == [history["loss"][0]] * len(recorder.batches)
-
-
 def test_epoch_without_a_good_step_repeats_the_last_one():
     """After a good epoch, one whose every step was refused shows what the good one ended with."""
     recorder, model = Recorder(), zoo.plain()

@@ -33,13 +33,11 @@ class ModelAttachment(Attachment):
     them so.
 
     Attributes:
-        logs: the logs of the last committed step, `None` before there is one.
         on_arrays: whether `fit` trains on arrays.
         batches: those that are taken ahead, of the epoch that runs; `None` where none are.
         pending: the step whose verdict is still to be read; `None` where all were.
     """
 
-    logs: Any = None
     batches: Any = None
     pending: Started | None = None
     on_arrays = False
@@ -126,7 +124,7 @@ class ModelAttachment(Attachment):
         if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
             self.settle()
         elif session.transaction.late and (session.far or self.pending is not None) and self._goes_on(data):
-            return self.logs, custody.take()
+            return session.logs.shown, custody.take()
         if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
             session.reach()
             session.before()
@@ -135,10 +133,7 @@ class ModelAttachment(Attachment):
         state, logs, row = session.transaction(custody.take(), _factors(session), data)
         custody.hold(state)
         session.after(row)
-        if row[0] and not self.outputs.lasting:  # no metric holds them: those of the last committed step
-            logs = self.logs if self.logs is not None else jax.tree_util.tree_map(lambda a: a * 0, logs)
-        self.logs = logs = session.honest(logs, row[1])
-        return logs, custody.take()
+        return session.honest(logs, row[1], bool(row[0])), custody.take()
 
     def _goes_on(self, data: Any) -> bool:
         """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
@@ -160,7 +155,7 @@ class ModelAttachment(Attachment):
             return False
         else:
             session.after(row)
-        self.logs = session.honest(started.outputs, 0.0)
+        session.honest(started.outputs)
         return True
 
     def settle(self) -> None:
@@ -180,11 +175,11 @@ class ModelAttachment(Attachment):
         super().detach()
 
     def _logs(self) -> Any:
-        """Return the logs of the last step, those of fresh metrics where there was none."""
-        if self.logs is None:
+        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
+        if self.session.logs.shown is None:
             self.custody.reach()
-            self.logs = self.model.get_metrics_result()
-        return self.logs
+            self.session.honest(self.model.get_metrics_result())
+        return self.session.logs.shown
 
 
 def _factors(session: Session) -> dict[int, Any]:

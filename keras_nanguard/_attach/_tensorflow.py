@@ -133,9 +133,9 @@ class ModelAttachment(Attachment):
                     self._trace(getattr(iterator, "element_spec", None))
                 session.before()
                 if session.passes_by(iterator, self.model.steps_per_execution):
-                    return session.shown or self.model.get_metrics_result()
+                    return session.logs.shown or session.honest(self.model.get_metrics_result())
                 if session.stopped:
-                    return self._without_effect(iterator)
+                    return session.honest(self._without_effect(iterator))
             logs, row = self._execute(iterator)
             session.after(row)
             logs = session.honest(logs, row[1])

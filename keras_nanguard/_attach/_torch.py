@@ -91,23 +91,26 @@ class ModelAttachment(Attachment):
 
     def run(self, data: Any) -> Any:
         """Stand in for the train function: one step, then the host's look at its verdict."""
+        session = self.session
         try:
-            self.session.before()
-            if self.session.passes_by(iter(data), 1):
-                return self.session.shown or self.model.get_metrics_result()
-            if self.session.stopped:
-                return self._without_effect(data)
+            session.before()
+            if session.passes_by(iter(data), 1):
+                return session.logs.shown or session.honest(self.model.get_metrics_result())
+            if session.stopped:
+                return session.honest(self._without_effect(data))
             logs, row = self._execute(data)
-            self.session.after(row)
-            logs = self.session.honest(logs, row[1])
+            session.after(row)
+            logs = session.honest(logs, row[1], bool(row[0]))
         except BaseException as error:
-            self.session.raised(error)
+            session.raised(error)
             self.detach()
             raise
         return logs
 
     def _execute(self, data: Any) -> tuple[Any, Any]:
         logs = self.inner(data)
+        if logs is None:  # it has ended in an exception
+            logs = self.session.logs.known or self.model.get_metrics_result()
         return logs, self.session.transaction.row
 
 

@@ -103,7 +103,8 @@ def _culprit(e: Evidence) -> str:
 
 def _bad_state(e: Evidence) -> Verdict | None:
     if not e.state:
-        return None
+        read = e.birth is not None and e.birth.source == "variable" and e.first == "loss"  # a mark of NaN, taken for a number
+        return Verdict("state_nonfinite", e.birth.op, confidence=0.9, because="state") if read and e.birth is not None else None
     path, _ = e.state[0]
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)

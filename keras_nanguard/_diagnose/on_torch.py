@@ -84,7 +84,7 @@ def body_of(model: Any) -> Any:
 
 def losses_of(model: Any) -> Any:
     """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
-    return LogOutputs(model).losses
+    return LogOutputs().losses
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Step:
         saving: the step needs its updates at once (it reads its weights after an update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
         strays: variables that Keras lists nowhere and the step writes.
-        tolerated: variables that may be infinite.
+        tolerated: variables that may be infinite or NaN.
     """
 
     def __init__(
@@ -173,7 +173,9 @@ class _Pass:
         )
 
     def _births(self, args: Sequence[Any]) -> Any:
-        return births_of(args, self.anatomy.everything, self.step.tolerated)
+        tolerated = [v for v in self.anatomy.everything if id(v) in self.step.tolerated]
+        infinite = {id(v) for v in tolerated if not _probes.counts(_state.view(v))[0]}  # NaN is to blame where it gets into the loss
+        return births_of(args, self.anatomy.everything, infinite)
 
     def _judge(self, births: Any) -> tuple[str, str, Birth | None] | None:
         """Return the first bad site, its path and its birth, in causal order."""

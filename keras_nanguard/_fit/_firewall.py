@@ -8,14 +8,14 @@ and no number is ever less than NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_nanguard import _state
+from keras_nanguard._fit._epoch_logs import numbers
 from keras_nanguard._fit._session import Session
 from keras_nanguard._overrides import Overrides
 
@@ -35,10 +35,14 @@ class Firewall:
         self._overrides = Overrides()
         if not session.policy.refuse:
             return
+        callbacks = list(callbacks)
         for target, name in [(session.model, "save"), (session.model, "save_weights"), *_state.savers(callbacks)]:
             if not hasattr(target, name):  # a trainer that is no `keras.Model`
                 continue
             self._overrides.set(target, name, self._looked_at(getattr(target, name)))
+        for callback in callbacks:
+            if getattr(callback, "save_best_only", False) and getattr(callback, "save_freq", "epoch") != "epoch":
+                self._overrides.set(callback, "on_train_batch_end", _by_batches(callback, session))
 
     def close(self) -> None:
         """Give every method back."""
@@ -59,12 +63,13 @@ class Firewall:
 
 
 @contextmanager
-def shielded(callbacks: Iterable[Any], logs: Any) -> Iterator[None]:
-    """Hide a metric that is not finite from the callbacks that would compare it with the best one so far.
+def shielded(callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()) -> Iterator[None]:
+    """Let no callback take for the best value so far what is not finite, or what no step has measured (`unmeasured`).
 
-    They say by themselves that they miss it, and keep what they know. All others, and History, see it as it is.
+    Those that compare go by what they know: the ones that keep the best model find no better one, the others say that they miss
+    the metric. All others, and History, see the logs as they are.
     """
-    bad = {k for k, v in (logs or {}).items() if np.ndim(v) == 0 and not math.isfinite(float(v))}
+    bad = {key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured}
     with Overrides() as overrides:
         for callback in callbacks if bad else ():
             if hasattr(callback, "monitor_op") and getattr(callback, "monitor", None) in bad and "on_epoch_end" not in vars(callback):
@@ -73,9 +78,41 @@ def shielded(callbacks: Iterable[Any], logs: Any) -> Iterator[None]:
 
 
 def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]:
-    seen = callback.on_epoch_end
+    real = callback.on_epoch_end
 
     def on_epoch_end(epoch: int, logs: Any = None) -> Any:
-        return seen(epoch, {k: v for k, v in (logs or {}).items() if k != key})
+        logs = {} if logs is None else logs
+        if getattr(callback, "save_best_only", False):
+            return _never_best(callback, key, logs, lambda seen: real(epoch, seen))
+        seen = {k: v for k, v in logs.items() if k != key}
+        result = real(epoch, seen)
+        logs.update({k: v for k, v in seen.items() if k not in logs})  # ReduceLROnPlateau adds its rate for those that come after it
+        return result
 
     return on_epoch_end
+
+
+def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
+    """Return `on_train_batch_end` of a callback that keeps the best model and looks within an epoch."""
+    real = callback.on_train_batch_end
+
+    def on_train_batch_end(batch: int, logs: Any = None) -> Any:
+        if callback.monitor in session.logs.unmeasured:
+            return _never_best(callback, callback.monitor, logs or {}, lambda seen: real(batch, seen))
+        return real(batch, logs)
+
+    return on_train_batch_end
+
+
+def _never_best(callback: Any, key: str, logs: Any, run: Callable[[Any], Any]) -> Any:
+    """Run a callback that keeps the best model so that it finds no better one; its file name may hold the metric.
+
+    Without the metric it would save in any case; so it would with NaN where it has no best value yet.
+    """
+    comparison, best = callback.monitor_op, callback.best
+    callback.monitor_op = lambda value, other: False
+    callback.best = math.nan if best is None else best
+    try:
+        return run({**logs, key: math.nan})
+    finally:
+        callback.monitor_op, callback.best = comparison, best

@@ -20,6 +20,7 @@ import numpy as np
 
 from keras_nanguard import _probes, _state
 from keras_nanguard._fit._aftercare import learning
+from keras_nanguard._fit._epoch_logs import numbers
 from keras_nanguard._incident import Diagnosis, Finding
 
 __all__ = ["Lagging"]
@@ -69,7 +70,7 @@ class Lagging:
             remaining: train steps that the fit has still to make.
         """
         layers = learning(session.model)
-        trained, loss = _trained(session), (logs or {}).get("loss", math.nan)
+        trained, loss = _trained(session), numbers(logs).get("loss", math.nan)
         if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(session.model):
             return None
         if not self._looks and remaining:

@@ -7,6 +7,7 @@ that shows it; a healthy call costs nothing. Data from a generator can be read o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 
 from keras_nanguard import _internals, _probes, _state
+from keras_nanguard._fit._epoch_logs import numbers
 from keras_nanguard._incident import Diagnosis, Finding
 
 __all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
@@ -24,8 +26,7 @@ BATCHES = 64
 
 def bad_metrics(logs: Any) -> list[Finding]:
     """Return a finding for each metric of an evaluation that is not finite."""
-    values = {k: float(v) for k, v in (logs or {}).items() if np.ndim(v) == 0}
-    return [Finding("validation", "nonfinite", k, value=v) for k, v in values.items() if not np.isfinite(v)]
+    return [Finding("validation", "nonfinite", k, value=v) for k, v in numbers(logs).items() if not math.isfinite(v)]
 
 
 def bad_arrays(logs: Any) -> list[Finding]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, nan, sqrt
 from typing import Any
 
-from keras_nanguard import _probes, _state
+from keras_nanguard import _state
 from keras_nanguard._fit._aftercare import Aftercare
 from keras_nanguard._fit._course import Course
-from keras_nanguard._fit._epoch_logs import stand_in
+from keras_nanguard._fit._epoch_logs import Logs
 from keras_nanguard._fit._history import History
 from keras_nanguard._fit._monitors import Monitors
 from keras_nanguard._fit._raising import raise_incident
 from keras_nanguard._fit._rates import Rate
 from keras_nanguard._fit._recent import Recent
-from keras_nanguard._fit._sightings import bad_state, has_nan, in_batch, values
+from keras_nanguard._fit._sightings import bad_state, in_batch, tolerate, values
 from keras_nanguard._fit._snapshot import Ring
 from keras_nanguard._fit._trend import Trend
 from keras_nanguard._incident import Finding, Incident
@@ -50,6 +50,7 @@ class Session:
         stopped: whether the policy has ended training.
         attentive: whether the next step is looked at more closely than a healthy one needs.
         told_later: whether callbacks are told of a step in another thread, so that none of them acts before the next step.
+        tolerated, marks: the `id` of each variable that may be infinite or NaN, as it was at first, and of each that may be NaN.
         healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
     """
 
@@ -70,7 +71,7 @@ class Session:
         self.ring, self.recent = Ring(policy.snapshot.keep, policy.snapshot.good_after), Recent()
         self.rates: dict[int, Rate] = {}
         self.step = self.refused = self.overflows = self.good = self.streak = 0
-        self.epoch = self.epoch_start = self.epoch_refused = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.rollbacks = self.skip_batches = 0
         self.stopped = self.began = self.last_refused = False
         self.aftercare = Aftercare()
         self.course: Course | None = None
@@ -83,10 +84,10 @@ class Session:
         self.readable: Callable[[], Any] = nullcontext  # in which they read as that state
         self.settle: Callable[[], None] = lambda: None  # reads the verdict on a step that was started, if it was not read yet
         self.tolerated: set[int] = set()
+        self.marks: set[int] = set()
         self._births: dict[int, Any] | None = {}
         self._anatomy: _state.Anatomy | None = None
-        self.logs: Any = None
-        self.shown: Any = None
+        self.logs = Logs(model)
         self.attentive, self.healed, self.told_later = True, False, False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
@@ -106,8 +107,7 @@ class Session:
         """Look at the state before the first step: keep it, or say at once that it is bad."""
         self.began, resumed = True, self.restore()
         anatomy = self.anatomy()
-        tolerated = [v for v in anatomy.constants if not (_probes.is_finite(_state.view(v)) or has_nan(v))]
-        self.tolerated = {id(v) for v in tolerated}
+        tolerated = tolerate(self, anatomy)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
             if tolerated and (resumed or self.transaction.served):
@@ -125,7 +125,7 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
-        self.epoch, self.epoch_start, self.epoch_refused = epoch, self.step, 0
+        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
 
     def born(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
@@ -150,6 +150,7 @@ class Session:
             next(iterator)
             self.skip_batches = max(self.skip_batches - 1, 0)
             self.epoch_start -= 1
+            self.epoch_passed += 1
         return True
 
     @property
@@ -175,8 +176,7 @@ class Session:
     @property
     def far(self) -> bool:
         """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
-        committed = self.step - self.epoch_start > self.epoch_refused
-        return self.told_later and committed and self._undisturbed and not self.attentive and self.step + 1 < self._due
+        return self.told_later and not self.idle and self._undisturbed and not self.attentive and self.step + 1 < self._due
 
     def after(self, row: Any, *, last: bool = True) -> bool:
         """Read the row of the last step and act on it.
@@ -257,17 +257,20 @@ class Session:
         self._keep()
 
     @property
-    def idle(self) -> bool:
-        """Whether every step of this epoch was refused so far, so that its metrics hold nothing."""
-        return 0 < self.step - self.epoch_start <= self.epoch_refused
+    def epoch_committed(self) -> int:
+        """How many steps of this epoch have committed."""
+        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
 
-    def honest(self, logs: Any, loss: float) -> Any:
-        """Return the logs of the last step, of this loss, as other callbacks may see them."""
-        if self.idle and isinstance(logs, dict):
-            self.shown = stand_in(logs, self.logs, loss)
-        else:
-            self.logs = self.shown = logs
-        return self.shown
+    @property
+    def idle(self) -> bool:
+        """Whether no step of this epoch has committed so far, so that its metrics hold nothing."""
+        return self.epoch_committed <= 0
+
+    def honest(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
+        """Return the logs of the last step, of this loss, as callbacks may see them; `refused` where they are what it computed."""
+        if (self.idle or refused) and isinstance(logs, dict):
+            return self.logs.stand_in(logs, loss)
+        return self.logs.measured(logs)
 
     def _left_out(self, steps: int) -> None:
         self.refused += steps
@@ -343,7 +346,10 @@ class Session:
 
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""
-        return bad_state(self.anatomy(), site, self.tolerated, self.policy)
+        anatomy = self.anatomy()
+        if not self.began:
+            tolerate(self, anatomy)
+        return bad_state(anatomy, site, self.tolerated, self.marks, self.policy)
 
     def _keep(self) -> None:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""

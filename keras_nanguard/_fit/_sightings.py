@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from keras_nanguard import _probes, _state
+from keras_nanguard import _internals, _probes, _state
 from keras_nanguard._data_names import input_names, named
 from keras_nanguard._errors import GuardError
 from keras_nanguard._incident import Finding
 from keras_nanguard._step._verdict import Report, Verdict
 
-__all__ = ["bad_state", "has_nan", "in_batch", "require_compiled", "values"]
+__all__ = ["bad_state", "in_batch", "require_compiled", "tolerate", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
@@ -21,8 +21,10 @@ HUGE = 1e30
 """Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
 
 
-def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int], policy: Any) -> list[Finding]:
-    """Read the whole state; returns a finding for each variable that is not finite.
+def bad_state(
+    anatomy: _state.Anatomy, site: str, tolerated: Container[int], marks: Container[int], policy: Any
+) -> list[Finding]:
+    """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
 
     With site `state` all of them are told as trouble that was there before the step, finite numbers included that are
     so large that sums over them are not; else each is told under its own site.
@@ -32,9 +34,9 @@ def bad_state(anatomy: _state.Anatomy, site: str, tolerated: Container[int], pol
     for own, variables in groups.items():
         for variable in variables:
             nan, inf, size = _probes.counts(_state.view(variable))
-            if nan or (inf and id(variable) not in tolerated):
+            if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
                 findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
-            elif site == "state" and not inf and (own != "statistics" or _state.is_statistic(variable)):
+            elif site == "state" and not (nan or inf) and (own != "statistics" or _state.is_statistic(variable)):
                 limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
                 largest = _probes.largest(_state.view(variable))
                 if largest > limit:
@@ -52,9 +54,13 @@ def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
     return told
 
 
-def has_nan(variable: Any) -> bool:
-    """Whether an entry of the variable is NaN."""
-    return _probes.counts(_state.view(variable))[0] > 0
+def tolerate(session: Any, anatomy: _state.Anatomy) -> list[Any]:
+    """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
+    bad = [v for v in anatomy.constants if not _probes.is_finite(_state.view(v))]
+    nan = {id(v) for v in bad if _probes.counts(_state.view(v))[0]}
+    session.marks |= nan & _internals.states_of_own_layers(session.model) if nan else set()
+    session.tolerated |= session.marks | {id(v) for v in bad} - nan
+    return [v for v in anatomy.constants if id(v) in session.tolerated]
 
 
 def in_batch(report: Report | None, model: Any = None) -> list[Finding]:

@@ -188,7 +188,7 @@ class Transaction:
         if self.turns:
             self._turn(state, new, bool(row[0]))
         if row[0]:
-            new, outputs = self.given_back(state, learned, outputs)
+            new = self.given_back(state, learned)
         return new, outputs, row
 
     def start(self, state: Any, factors: dict[int, Any], *args: Any, after: Started | None = None) -> tuple[Any, Started]:
@@ -269,14 +269,12 @@ class Transaction:
         numbers = array[: self.told].tolist()
         return numbers[: len(FIELDS)], self.outputs.split(outputs, numbers[len(FIELDS) :])
 
-    def given_back(self, state: Any, learned: dict[int, Any], outputs: Any) -> tuple[Any, Any]:
-        """Return the old state with the learned loss scale, and its logs."""
+    def given_back(self, state: Any, learned: dict[int, Any]) -> Any:
+        """Return the old state with the learned loss scale."""
         leaves, tree = jax.tree_util.tree_flatten(opened(state))
         for place, value in learned.items():
             leaves[place] = value
-        values = dict(zip(map(id, self.variables()), leaves))
-        metrics = [(v, values[id(v)]) for v in self.anatomy().metrics if id(v) in values]
-        return jax.tree_util.tree_unflatten(tree, leaves), self.outputs.results(outputs, metrics)
+        return jax.tree_util.tree_unflatten(tree, leaves)
 
     # What is compiled
 

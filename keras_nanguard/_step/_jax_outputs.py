@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from keras_nanguard._errors import GuardError, expected
+from keras_nanguard._overrides import Overrides
 from keras_nanguard._step import _jax_sums as _sums
 from keras_nanguard._step._verdict import logged_losses
 
@@ -50,6 +54,13 @@ class PlainOutputs:
         """Return the scalars among the outputs."""
         return _scalars(outputs)
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Nothing has to be known of how they come about."""
+        return nullcontext()
+
+    def note(self, outputs: Any) -> None:
+        """Nothing has to be known of them."""
+
     def results(self, outputs: Any, metrics: Any) -> Any:
         """Return the outputs as they are."""
         return outputs
@@ -67,7 +78,7 @@ class LogOutputs(PlainOutputs):
     """For a Keras train step: a dict of logs.
 
     Attributes:
-        lasting: whether every log is the result of a metric, and so finite even when the step is refused.
+        lasting: whether every log is the result of a metric, and so that of the restored one where the step is refused.
         keys: the logs that leave the step as numbers in one vector; `None` where they do not.
     """
 
@@ -75,29 +86,60 @@ class LogOutputs(PlainOutputs):
         self.model = model
         self.lasting = False
         self.keys: tuple[str, ...] | None = None
+        self._results: dict[int, tuple[Any, Any, int]] = {}
+        self._held: list[tuple[Any, int] | None] = []
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the logs that are losses."""
         return _scalars(logged_losses(outputs))
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the body of a step runs, note the results of metrics: a log that is one of them is known again."""
+        self._results = {}
+        with Overrides() as overrides:
+            for metric in self.model.metrics:
+                overrides.set(metric, "result", self._noting(metric, metric.result))
+            yield
+        self._results = {}
+
+    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            found = real()
+            for place, leaf in enumerate(jax.tree_util.tree_leaves(found)):
+                self._results[id(leaf)] = leaf, metric, place
+            return found
+
+        return result
+
+    def note(self, outputs: Any) -> None:
+        """Find the logs among the results that were noted."""
+        known = [self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs)]
+        self._held = [None if found is None else found[1:] for found in known]
+        self.lasting = None not in self._held
+
     def results(self, outputs: Any, metrics: Any) -> Any:
-        """Return the results of the metrics with these values, where they are what the step logs."""
-        self.lasting = False
-        if not isinstance(outputs, dict):
-            return outputs
+        """Return the logs with those that are results of metrics taken from these values of the metrics."""
+        leaves, tree = jax.tree_util.tree_flatten(outputs)
+        now: dict[int, list[Any]] = {}
         with keras.StatelessScope(state_mapping=metrics):
-            found = self.model.get_metrics_result()
-        self.lasting = set(found) == set(outputs)
-        return {key: found[key] for key in outputs} if self.lasting else outputs
+            for i, held in enumerate(self._held):
+                if held is not None:
+                    metric, part = held
+                    if id(metric) not in now:
+                        now[id(metric)] = jax.tree_util.tree_leaves(metric.result())
+                    leaves[i] = now[id(metric)][part]
+        return jax.tree_util.tree_unflatten(tree, leaves)
 
     def join(self, outputs: Any, dtype: Any) -> tuple[Any, list[Any]]:
         """Put all logs into the vector, where each is a scalar of its dtype: reading one array is cheaper than several."""
-        arrays = {k: jnp.asarray(v) for k, v in outputs.items()} if isinstance(outputs, dict) else {}
-        if self.apart or not arrays or any(a.ndim or a.dtype != dtype for a in arrays.values()):
+        values = list(outputs.values()) if isinstance(outputs, dict) else []
+        arrays = [jnp.asarray(v) for v in values if isinstance(v, (float, jax.Array, np.ndarray, np.generic))]
+        if self.apart or not values or len(arrays) < len(values) or any(a.ndim or a.dtype != dtype for a in arrays):
             self.keys = None
             return outputs, []
-        self.keys = tuple(arrays)
-        return None, list(arrays.values())
+        self.keys = tuple(outputs)
+        return None, arrays
 
     def split(self, outputs: Any, numbers: list[float]) -> Any:
         """Return the logs."""

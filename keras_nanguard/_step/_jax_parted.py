@@ -86,7 +86,7 @@ class Parted:
         row, outputs = owner.parted(owner.read(vector, state, args), outputs)
         if row[0]:
             owner.files.put(row, lambda: owner.count(state, factors, *args), args)
-            return *owner.given_back(state, learned, outputs), row
+            return owner.given_back(state, learned), outputs, row
         leaves, tree = jax.tree_util.tree_flatten(state)
         held, others = ([leaves[i] for i in chosen] for chosen in (self.split.wanted, self.split.others))
         updated, ends = self._second(held, others, carried, vector, factors)

@@ -44,10 +44,12 @@ class Run:
     def _call(self, leaves: Sequence[Any], args: Sequence[Any], holders: Any, trace: Any) -> tuple[Any, Any, Any, Any]:
         """Run the body; returns what was seen, its outputs, the flat new state and its tree."""
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
-        with Intercept(self.owner.model, self.anatomy.optimizers, holders, trace) as seen:
-            outputs, new = self.owner.outputs.parted(self.owner.body(state, *args))
+        told = self.owner.outputs
+        with told.watched(), Intercept(self.owner.model, self.anatomy.optimizers, holders, trace) as seen:
+            outputs, new = told.parted(self.owner.body(state, *args))
+            told.note(outputs)
         flat, tree = jax.tree_util.tree_flatten(new)
-        self.owner.outputs.check(tree, self.tree)
+        told.check(tree, self.tree)
         return seen, outputs, flat, tree
 
     # What the body told

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._overrides import Overrides
@@ -29,6 +30,10 @@ def _flat(outputs: Any) -> list[Any]:
 
 def _scalars(leaves: list[Any]) -> list[Any]:
     return [t for t in leaves if tf.is_tensor(t) and t.dtype.is_floating and t.shape.rank == 0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return tf.is_tensor(value) or isinstance(value, (float, np.generic))
 
 
 class PlainOutputs:
@@ -66,7 +71,7 @@ class LogOutputs:
     """For a Keras train step: a dict of logs.
 
     Attributes:
-        last: what the last committed step logged of what no metric holds; in a graph a variable for each of those logs.
+        last: what the last committed step logged of what no metric holds; in a graph two variables for each of those logs.
     """
 
     def __init__(self, model: Any):
@@ -103,9 +108,11 @@ class LogOutputs:
             if id(leaf) in self._results:
                 continue
             if tf.executing_eagerly():
-                self.last[place] = leaf
+                self.last[place] = tf.identity(leaf)
             else:
-                self._remembered(place, leaf).assign(leaf)
+                kept, is_known = self._remembered(place, tf.convert_to_tensor(leaf))
+                kept.assign(leaf)
+                is_known.assign(True)
         return [tf.identity(leaf) for leaf in _leaves(outputs)]
 
     def refused(self, outputs: Any) -> list[Any]:
@@ -115,7 +122,7 @@ class LogOutputs:
         for place, leaf in enumerate(_leaves(outputs)):
             _, metric, part = self._results.get(id(leaf), (None, None, 0))
             if metric is None:
-                found.append(self._last(place, tf.convert_to_tensor(leaf)))
+                found.append(self._last(place, leaf))
                 continue
             if id(metric) not in now:
                 now[id(metric)] = tf.nest.flatten(metric.result())
@@ -127,19 +134,22 @@ class LogOutputs:
         rest = iter(flat)
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
 
-    def _last(self, place: int, value: Any) -> Any:
+    def _last(self, place: int, leaf: Any) -> Any:
+        """Return one log of the last committed step, this step's own where none has committed; the host replaces that."""
+        value = tf.convert_to_tensor(leaf)
         if tf.executing_eagerly():
-            known = self.last.get(place)
-            return known if known is not None and known.shape == value.shape else tf.zeros_like(value)
-        return self._remembered(place, value).read_value()
+            return self.last.get(place, value)
+        kept, is_known = self._remembered(place, value)
+        return tf.cond(is_known, kept.read_value, lambda: value)
 
-    def _remembered(self, place: int, value: Any) -> Any:
-        """Return the variable for one log, made outside of the graph on first use."""
+    def _remembered(self, place: int, value: Any) -> tuple[Any, Any]:
+        """Return the variable for one log, and one that says whether it holds something, made outside of the graph on first use."""
         known = self.last.get(place)
-        if not isinstance(known, tf.Variable) or known.dtype != value.dtype:
+        if known is None or known[0].dtype != value.dtype or not known[0].shape.is_compatible_with(value.shape):
             with tf.init_scope():
                 zeros = tf.zeros([d or 0 for d in value.shape], value.dtype)
-                known = self.last[place] = tf.Variable(zeros, shape=value.shape, trainable=False)
+                known = tf.Variable(zeros, shape=value.shape, trainable=False), tf.Variable(False, trainable=False)
+                self.last[place] = known
         return known
 
     def join(self, outputs: Any, row: Any) -> Any:
@@ -149,8 +159,8 @@ class LogOutputs:
         small model; one vector for all logs pays for the row, too.
         """
         flat = _flat(outputs)
-        plain = isinstance(outputs, dict) and 0 < len(flat) == len(outputs)
-        if not plain or any(t.shape.rank != 0 or t.dtype != row.dtype for t in flat):
+        plain = isinstance(outputs, dict) and all(map(_is_tensor, outputs.values()))
+        if not (plain and flat) or any(t.shape.rank != 0 or t.dtype != row.dtype for t in flat):
             self.order = None
             return outputs, row
         places = {key: place for place, key in enumerate(sorted(outputs), int(row.shape[0]))}

@@ -69,7 +69,7 @@ class Transaction:
         body: the step, `body(*args) -> outputs`.
         anatomy: callable that returns the current `Anatomy`.
         model: the model whose `compute_loss` tells the loss, or `None`.
-        logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
+        logs: the body returns Keras logs.
         stock: the body is Keras' own train step, after whose update nothing can go wrong.
         jit: compile the body, once it is known what it writes.
         compiled: the body as an earlier run has compiled it.
@@ -107,7 +107,7 @@ class Transaction:
         self.stock, self.born, self.refuse, self.agree = stock, born, refuse, agree
         self.jit, self.compiled = jit, compiled
         self.files = Files()
-        self.outputs = _torch_outputs.LogOutputs(model) if logs else _torch_outputs.PlainOutputs()
+        self.outputs = _torch_outputs.LogOutputs() if logs else _torch_outputs.PlainOutputs()
         self.tolerated: set[int] = set()
         self.strays: dict[int, Any] = {}
         self.saving = False
@@ -314,13 +314,13 @@ class _Run:
             if self.seen.records and owner.refuse:
                 self._note_ends()
             owner.row = self._row(False)
-            return owner.outputs.committed(outputs)
+            return outputs
         self.seen.give_back()
         self.journal.give_back()
         self._clear_gradients()
         self._learn_scale()
         owner.row = self._row(True)
-        return owner.outputs.refused(outputs)
+        return outputs
 
     def _note_ends(self) -> None:
         """Read them: at once, or, where the host would have to wait for a device once more, with the verdict of the next step."""

@@ -56,11 +56,24 @@ def incident_line(incident: Incident) -> str:
     return f"NanGuard: {incident}"
 
 
-def epoch_line(epoch: int, refused: int, steps: int, counted: str = "") -> str:
-    """Return the line at the end of an epoch, with what `Lines.counted` says; `""` where there is nothing to say."""
-    left = steps - refused
-    means = f"the means are over the other {left}" if left else "there is no step to take the means over"
-    told = [f"{refused} of {steps} steps were left out; {means}." if refused else "", counted]
+def epoch_line(epoch: int, refused: int, committed: int, counted: str = "", unmeasured: Sequence[str] = ()) -> str:
+    """Return the line at the end of an epoch, `""` where there is nothing to say.
+
+    Args:
+        epoch: the epoch.
+        refused, committed: how many steps of it were refused, and how many not.
+        counted: what `Lines.counted` says.
+        unmeasured: names of logs that no step of this fit has measured.
+    """
+    means = f"the means are over the other {committed}."
+    if not committed and unmeasured:
+        means = (
+            f"there is nothing to take a mean over. In the logs 3.4e+38 (-3.4e+38 for what is to grow) stands for {', '.join(unmeasured)}; "
+            f"callbacks that look for the best value pass over it."
+        )
+    elif not committed:
+        means = "the logs are those of the last step that was not."
+    told = [f"{refused} of {refused + committed} steps were left out; {means}" if refused else "", counted]
     return f"NanGuard: epoch {epoch + 1}: {' '.join(filter(None, told))}" if any(told) else ""
 
 
