@@ -15,6 +15,7 @@ from keras_nanguard import _arguments, _internals, _processes, _state
 from keras_nanguard._attach import Attachment, attachment, waits_for_steps
 from keras_nanguard._errors import GuardInUseError
 from keras_nanguard._fit import _results
+from keras_nanguard._fit._epoch_logs import backfill
 from keras_nanguard._fit._firewall import Firewall, shielded
 from keras_nanguard._fit._lagging import Lagging
 from keras_nanguard._fit._loop import LoopMixin
@@ -224,9 +225,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._unnamed = not getattr(self.session.model, "built", True)
         setting = Setting(self.directory is not None, self.functions, self.diagnose)
         for line in policy_lines(self.policy, setting, self.session.model, self.session.optimizers):
-            if line not in self._said:
-                self._said.add(line)
-                _state.print_line(line)
+            self._print_once(line)
 
     def _note_callbacks(self) -> None:
         if self.session is not None:
@@ -288,23 +287,16 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         count = self.session.epoch_refused
         self._epoch_counts.append(count)
         if logs is not None and any(self._epoch_counts):
-            self._backfill()
+            backfill(self.model, REFUSED, len(self._epoch_counts) - 1)
             logs[REFUSED] = count
         unmeasured = sorted(self.session.logs.unmeasured)
-        text = console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured)
-        if text and self.verbose:
-            _state.print_line("\n" + text)
-
-    def _backfill(self) -> None:
-        """Give the epochs before the first refused step their 0, so that every list in History has one length."""
-        history = getattr(getattr(self.model, "history", None), "history", None)
-        if isinstance(history, dict) and REFUSED not in history:
-            history[REFUSED] = [0] * (len(self._epoch_counts) - 1)
+        self._print(console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
-        self._print_counted()
+        if counted := self._lines.counted():
+            self._print(f"NanGuard: {counted}")
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -321,14 +313,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._leave()
 
     def _look_for_lag(self, logs: Any) -> None:
-        session, plan = self.session, self.params or {}
-        if session is None or not self.diagnose or not self.policy.checks.statistics.enabled:
+        if self.session is None or not self.diagnose or not self.policy.checks.statistics.enabled:
             return
-        steps = plan.get("steps") or session.step - session.epoch_start
-        remaining = steps * max((plan.get("epochs") or 1) - session.epoch - 1, 0)
-        found = self._lagging.look(session, logs, _results.one_batch, remaining)
+        found = self._lagging.look(self.session, logs, _results.one_batch, self.params or {})
         if found is not None:
-            session.seen_outside(*found)
+            self.session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """See predictions that are not finite; the first ones are told when the call ends."""
@@ -362,9 +351,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def _tell(self, incident: Incident) -> None:
         self.incidents.append(incident)
         self._note(lambda directory: log.add(directory, incident))
-        text = self._lines.line(incident)
-        if text and self.verbose:
-            _state.print_line("\n" + text)
+        self._print(self._lines.line(incident))
 
     def _note(self, write: Callable[[str], None]) -> None:
         """Write to the directory; training goes on where that fails, and one line says so."""
@@ -374,15 +361,16 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         try:
             write(directory)
         except OSError as error:
-            line = f"NanGuard: {log.NAME} cannot be written: {error}."
-            if line not in self._said:
-                self._said.add(line)
-                _state.print_line(line)
+            self._print_once(f"NanGuard: {log.NAME} cannot be written: {error}.")
 
-    def _print_counted(self) -> None:
-        text = self._lines.counted()
+    def _print(self, text: str) -> None:
         if text and self.verbose:
-            _state.print_line(f"\nNanGuard: {text}")
+            _state.print_line("\n" + text)
+
+    def _print_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            _state.print_line(line)
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_nanguard import _internals, _probes
 
-__all__ = ["HUGEST", "Logs", "numbers"]
+__all__ = ["HUGEST", "Logs", "backfill", "numbers"]
 
 HUGEST = 3.4028234663852886e38
 """The largest number of float32: finite, as TerminateOnNaN wants it, and no measurement that anybody takes for one."""
@@ -28,6 +28,13 @@ def numbers(logs: Any) -> dict[str, float]:
             except (TypeError, ValueError):  # text in a tensor, `None`, an object of the user's
                 continue
     return found
+
+
+def backfill(model: Any, name: str, epochs: int) -> None:
+    """Give the epochs of a fit before the first that has a log of this name a 0, so that all lists in History have one length."""
+    history = getattr(getattr(model, "history", None), "history", None)
+    if isinstance(history, dict) and name not in history:
+        history[name] = [0] * epochs
 
 
 class Logs:

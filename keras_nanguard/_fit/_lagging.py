@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +60,17 @@ class Lagging:
         self._looks, self._done = LOOKS, False
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def look(self, session: Any, logs: Any, batch: Callable[[], Any], remaining: int) -> tuple[list[Finding], Diagnosis] | None:
+    def look(self, session: Any, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
         """Return what a validation shows, `None` where it shows nothing. Never raises.
 
         Args:
             session: the session of the fit.
             logs: of the validation.
             batch: returns `(x, y, sample_weight)` of one batch of it, `None` where none can be had.
-            remaining: train steps that the fit has still to make.
+            plan: how many `epochs` the fit has, and `steps` each of them, where that is known.
         """
+        steps = plan.get("steps") or session.step - session.epoch_start
+        remaining = steps * max((plan.get("epochs") or 1) - session.epoch - 1, 0)
         layers = learning(session.model)
         trained, loss = _trained(session), numbers(logs).get("loss", math.nan)
         if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(session.model):

@@ -306,13 +306,9 @@ class Session:
         raise_incident(self, self.step, findings, refused=True, report=report, values=self._values(verdict))
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
-        """Whether dynamic loss scaling deals with this by itself: a short streak of overflows above the lowest scale."""
-        check = self.policy.checks.loss_scale
-        if not self.anatomy().scales or not verdict.only_gradients:
-            self.streak = 0
-            return False
-        self.streak += 1
-        return self.streak <= check.patience and check.min_value <= verdict.scale * 0.5 <= check.max_value
+        """Whether dynamic loss scaling deals with this by itself."""
+        self.streak = self.streak + 1 if self.anatomy().scales and verdict.only_gradients else 0
+        return self.streak > 0 and self.policy.checks.loss_scale.leaves(self.streak, verdict.scale)
 
     def _unrefused(self, verdict: Verdict, reports: list[Report]) -> None:
         """A bad step that was committed: by an update that overflowed, or because nothing refuses here."""

@@ -76,6 +76,10 @@ class LossScaleCheck:
     def __post_init__(self) -> None:
         check(self)
 
+    def leaves(self, streak: int, scale: float) -> bool:
+        """Whether the last of so many overflows in a row, at this scale, is left to dynamic scaling, which halves the scale."""
+        return streak <= self.patience and self.min_value <= scale * 0.5 <= self.max_value
+
 
 @dataclass(frozen=True, slots=True)
 class TrendCheck:
