@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,6 +29,9 @@ __all__ = ["STALL_SECONDS", "isolated"]
 STALL_SECONDS = 30.0
 """Seconds without a sign of life after which the child is taken for hung. It gives one twice a second between any two
 calls into a C library, each of which reads 4 MiB at most; a disk that takes 30 s for that is broken."""
+
+KILL_SECONDS = 5.0
+"""Seconds in which a killed child has to be gone. One that waits for a disk that does not answer cannot be ended; it is left behind."""
 
 _BEAT_SECONDS = 0.5
 
@@ -138,4 +142,6 @@ def _reap(child: int) -> None:
     with contextlib.suppress(ChildProcessError):  # someone else waits for all children, as some servers do
         if os.waitpid(child, os.WNOHANG) == (0, 0):  # it is there and it is ours: its number cannot be another's
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            until = time.monotonic() + KILL_SECONDS
+            while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+                time.sleep(0.001)
