@@ -6,12 +6,17 @@ What all threads share, a class or a module, is overridden for those threads alo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
+__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance", "without_warnings"]
 
 _ABSENT = object()
+
+_FILTERS = threading.RLock()
+"""Held by the one thread that has changed the filters of `warnings`, which belong to the whole process."""
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
@@ -22,6 +27,14 @@ def set_instance(target: Any, name: str, value: Any) -> None:
 def unset_instance(target: Any, name: str) -> None:
     """Remove an attribute set by `set_instance`, if it is still there."""
     target.__dict__.pop(name, None)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Issue no warning meanwhile. One thread after the other: the last to leave would put back what another had changed, for good."""
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Overrides:

@@ -17,12 +17,12 @@ import select
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from keras_nanguard._errors import FileFormatError
+from keras_nanguard._overrides import without_warnings
 
 __all__ = ["STALL_SECONDS", "isolated"]
 
@@ -59,8 +59,7 @@ def isolated(work: Work, progress: Progress | None, name: str) -> dict[str, Any]
         with work(progress or (lambda done, total: None)) as answer:
             return answer
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads at a fork: the child runs h5py and NumPy only, never a backend
+    with without_warnings():  # of threads at a fork: the child runs h5py and NumPy only, never a backend
         child = os.fork()
     if child == 0:
         os.close(reading)
