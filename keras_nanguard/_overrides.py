@@ -77,6 +77,7 @@ class ThreadOverrides:
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
         self._before: dict[str, tuple[Any, Any]] = {}
+        self._hooks: dict[str, tuple[Any, Any]] = {}  # the last ones, each with what it stands for
 
     def enter(self, what: Any) -> None:
         """Have the functions replaced in this thread until `leave`."""
@@ -89,9 +90,9 @@ class ThreadOverrides:
         """Undo `enter`, called in the same thread with the same object."""
         with self._lock:
             thread = threading.get_ident()
-            rest = [entry for entry in self._inside[thread] if entry is not what]
-            if rest:
-                self._inside[thread] = rest
+            inside = self._inside[thread]
+            if len(inside) > 1:
+                self._inside[thread] = [entry for entry in inside if entry is not what]
                 return
             del self._inside[thread]
             if not self._inside:
@@ -99,9 +100,11 @@ class ThreadOverrides:
 
     def _put(self) -> None:
         for name, function in self._functions.items():
-            before, ours = vars(self._target).get(name, _ABSENT), self._hook(getattr(self._target, name), function)
-            self._before[name] = before, ours
-            setattr(self._target, name, ours)
+            real, known = getattr(self._target, name), self._hooks.get(name)
+            if known is None or known[0] is not real:
+                known = self._hooks[name] = real, self._hook(real, function)
+            self._before[name] = vars(self._target).get(name, _ABSENT), known[1]
+            setattr(self._target, name, known[1])
 
     def _take_off(self) -> None:
         for name, (before, ours) in self._before.items():
