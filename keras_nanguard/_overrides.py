@@ -6,12 +6,17 @@ What all threads share, a class or a module, is overridden for those threads alo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance"]
+__all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance", "without_warnings"]
 
 _ABSENT = object()
+
+_FILTERS = threading.RLock()
+"""Held by the one thread that has changed the filters of `warnings`, which belong to the whole process."""
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
@@ -22,6 +27,14 @@ def set_instance(target: Any, name: str, value: Any) -> None:
 def unset_instance(target: Any, name: str) -> None:
     """Remove an attribute set by `set_instance`, if it is still there."""
     target.__dict__.pop(name, None)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Issue no warning meanwhile. One thread after the other: the last to leave would put back what another had changed, for good."""
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Overrides:
@@ -64,6 +77,7 @@ class ThreadOverrides:
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
         self._before: dict[str, tuple[Any, Any]] = {}
+        self._hooks: dict[str, tuple[Any, Any]] = {}  # the last ones, each with what it stands for
 
     def enter(self, what: Any) -> None:
         """Have the functions replaced in this thread until `leave`."""
@@ -76,9 +90,9 @@ class ThreadOverrides:
         """Undo `enter`, called in the same thread with the same object."""
         with self._lock:
             thread = threading.get_ident()
-            rest = [entry for entry in self._inside[thread] if entry is not what]
-            if rest:
-                self._inside[thread] = rest
+            inside = self._inside[thread]
+            if len(inside) > 1:
+                self._inside[thread] = [entry for entry in inside if entry is not what]
                 return
             del self._inside[thread]
             if not self._inside:
@@ -86,9 +100,11 @@ class ThreadOverrides:
 
     def _put(self) -> None:
         for name, function in self._functions.items():
-            before, ours = vars(self._target).get(name, _ABSENT), self._hook(getattr(self._target, name), function)
-            self._before[name] = before, ours
-            setattr(self._target, name, ours)
+            real, known = getattr(self._target, name), self._hooks.get(name)
+            if known is None or known[0] is not real:
+                known = self._hooks[name] = real, self._hook(real, function)
+            self._before[name] = vars(self._target).get(name, _ABSENT), known[1]
+            setattr(self._target, name, known[1])
 
     def _take_off(self) -> None:
         for name, (before, ours) in self._before.items():

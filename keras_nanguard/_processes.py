@@ -7,7 +7,10 @@ guard's directory; the others run the same code with a folder of their own that 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import numpy as np
 
 from keras_nanguard._errors import GuardError, expected
 
-__all__ = ["agreed", "as_array", "count", "folder", "index", "whole"]
+__all__ = ["agreed", "as_array", "count", "folder", "index", "waiting_for", "whole"]
 
 
 def count() -> int:
@@ -48,12 +51,35 @@ def whole(value: Any) -> Any:
         return value
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(value, tiled=True)
+    with waiting_for("an array that is spread over them"):
+        return multihost_utils.process_allgather(value, tiled=True)
 
 
 def as_array(value: Any) -> np.ndarray[Any, Any]:
     """Return a tensor or array of any backend as a NumPy array, in its own memory where that can be read."""
     return np.asarray(value.numpy() if hasattr(value, "numpy") else whole(value))
+
+
+@contextlib.contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Say what was waited for, and how long, where another process is gone or does not answer.
+
+    The backend has the limit: that of the process group on PyTorch, that of its coordination service on JAX. It ends the wait with
+    a `RuntimeError` that says neither.
+
+    Args:
+        what: what the processes exchange, in words.
+
+    Raises:
+        GuardError: in place of that.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = f"after {time.monotonic() - began:.1f} s of waiting for {what}: {str(error).strip().partition(chr(10))[0]}"
+        remedy = "Look at the output of the other processes: one has ended, or makes another number of steps. Then start all of them again."
+        raise GuardError(expected(f"an answer of all {count()} processes", f"none {seconds}", remedy)) from error
 
 
 def folder(directory: Path | None) -> tuple[Path | None, Any]:
@@ -79,12 +105,14 @@ def agreed(number: int, what: str) -> None:
     if keras.backend.backend() == "jax":
         from jax.experimental import multihost_utils
 
-        found = np.ravel(multihost_utils.process_allgather(np.asarray(number))).tolist()
+        with waiting_for(what):
+            found = np.ravel(multihost_utils.process_allgather(np.asarray(number))).tolist()
     else:
         import torch.distributed
 
         found = [0] * count()
-        torch.distributed.all_gather_object(found, number)
+        with waiting_for(what):
+            torch.distributed.all_gather_object(found, number)
     if len(set(found)) > 1:
         remedy = "Give all of them the same directory, on a file system that they share."
         raise GuardError(expected(f"all processes to find the same {what}", f"{found}, by process", remedy))

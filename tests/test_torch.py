@@ -482,6 +482,60 @@ def test_processes_decide_together(tmp_path):
         assert unequal(guarded[rank], oracle[rank]) == []
 
 
+LOST = """
+import datetime, os, sys, time
+import torch
+from keras_nanguard import NanGuard
+from keras_nanguard.errors import GuardError
+rank, how = int(sys.argv[1]), sys.argv[3]
+limit = datetime.timedelta(seconds=5)
+torch.distributed.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=limit)
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+guard = NanGuard(verbose=0)
+def train(x):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+with guard.watch(net, optimizer):
+    step = guard.step(train)
+    for i in range(6):
+        if rank == 1 and i == 4:
+            if how == "gone":
+                os._exit(0)
+            time.sleep(30)  # as one that makes fewer steps and does something else
+            os._exit(0)
+        before = net.weight.detach().clone()
+        try:
+            step(torch.ones(8, 6))
+        except GuardError as error:
+            assert i == 4 and bool((net.weight == before).all()), i
+            print(error, flush=True)
+            os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_process_that_does_not_answer(tmp_path, how):
+    """Where another process is gone, or silent for as long as the process group allows, the step ends and says what it waited for."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    meeting = f"file://{tmp_path / 'meet'}"
+    workers = [
+        subprocess.Popen([sys.executable, "-c", LOST, str(rank), meeting, how], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        said, _ = workers[0].communicate(timeout=120)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate(timeout=60)
+    assert workers[0].returncode == 7, said
+    assert "an answer of all 2 processes" in said and "s of waiting for their verdict on a step" in said
+
+
 # Devices that the host has to wait for
 
 

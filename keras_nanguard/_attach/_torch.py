@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from keras_nanguard import _processes
 from keras_nanguard._attach._shared import Attachment
 from keras_nanguard._fit._session import Session
 from keras_nanguard._overrides import Overrides
@@ -115,14 +116,19 @@ class ModelAttachment(Attachment):
 
 
 def _agree(fine: bool) -> bool:
-    """Return whether a step is fine for every process: one number is exchanged, and all decide the same."""
+    """Return whether a step is fine for every process: one number is exchanged, and all decide the same.
+
+    Raises:
+        GuardError: if another process is gone, or did not answer within the limit of the process group.
+    """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return fine
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    flag = torch.tensor(float(fine), device=device)
-    distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
-    return bool(flag.item() > 0)
+    with _processes.waiting_for("their verdict on a step"):
+        flag = torch.tensor(float(fine), device=device)
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
+        return bool(flag.item() > 0)
 
 
 class LoopStep:

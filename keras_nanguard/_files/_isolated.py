@@ -16,18 +16,22 @@ import os
 import select
 import signal
 import threading
-import warnings
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from keras_nanguard._errors import FileFormatError
+from keras_nanguard._overrides import without_warnings
 
 __all__ = ["STALL_SECONDS", "isolated"]
 
 STALL_SECONDS = 30.0
 """Seconds without a sign of life after which the child is taken for hung. It gives one twice a second between any two
 calls into a C library, each of which reads 4 MiB at most; a disk that takes 30 s for that is broken."""
+
+KILL_SECONDS = 5.0
+"""Seconds in which a killed child has to be gone. One that waits for a disk that does not answer cannot be ended; it is left behind."""
 
 _BEAT_SECONDS = 0.5
 
@@ -63,8 +67,7 @@ def isolated(work: Work, progress: Progress | None, name: str, size: int = 0) ->
         with work(progress or (lambda done, total: None)) as answer:
             return answer
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads at a fork: the child runs h5py and NumPy only, never a backend
+    with without_warnings():  # of threads at a fork: the child runs h5py and NumPy only, never a backend
         child = os.fork()
     if child == 0:
         os.close(reading)
@@ -161,4 +164,6 @@ def _reap(child: int) -> None:
     with contextlib.suppress(ChildProcessError):  # someone else waits for all children, as some servers do
         if os.waitpid(child, os.WNOHANG) == (0, 0):  # it is there and it is ours: its number cannot be another's
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            until = time.monotonic() + KILL_SECONDS
+            while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+                time.sleep(0.001)

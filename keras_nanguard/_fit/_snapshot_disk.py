@@ -29,6 +29,7 @@ from keras_nanguard._errors import FileFormatError
 from keras_nanguard._fit._course import Course
 from keras_nanguard._fit._snapshot import Ring, Snapshot, first_bad
 from keras_nanguard._fit._snapshot_record import COURSE, REST, WEIGHTS, Record, folder_of, next_number, read, written
+from keras_nanguard._overrides import without_warnings
 from keras_nanguard._version import __version__
 
 __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
@@ -70,8 +71,7 @@ def load(
         raise FileFormatError(f"{path} belongs to another model: its variables have other shapes or dtypes")
     try:
         if WEIGHTS in record.files:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 model.load_weights(path / WEIGHTS)
         with np.load(path / REST, allow_pickle=False) as arrays:
             for number, _, dtype in record.rest:
@@ -232,8 +232,7 @@ class DiskRing(Ring):
         """
         key = tuple(id(v) for v in variables)
         if self._left_out[0] != key:
-            with _left_as_they_are(variables) as before, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with _left_as_they_are(variables) as before, without_warnings():
                 for variable, value in zip(variables, before):
                     _state.write(variable, (value == 0).astype(value.dtype))
                 self.session.model.load_weights(weights)

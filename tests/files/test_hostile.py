@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import time
 import zipfile
 
 import h5py
@@ -342,3 +343,22 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == _archives.BOMB_FLOOR
     assert saving_lib._H5_DATASET_MAX_EXPANSION == _hdf5._MOST_EXPANSION
     assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == _archives._MOST_EXPANSION
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no child process")
+def test_a_child_that_cannot_be_ended(monkeypatch):
+    """A child that hangs on a dead disk, where even killing it has no effect, is left behind; the caller goes on."""
+    monkeypatch.setattr(_isolated, "KILL_SECONDS", 0.2)
+    asked, real = [], os.waitpid
+    monkeypatch.setattr(os, "waitpid", lambda child, options: asked.append((child, options)) or (0, 0))
+
+    @contextlib.contextmanager
+    def work(progress):
+        yield {"found": 1}
+
+    began = time.monotonic()
+    assert _isolated.isolated(work, None, "a file") == {"found": 1}
+    assert time.monotonic() - began < 30
+    assert asked and all(options == os.WNOHANG for _, options in asked), "nothing that waits without an end"
+    monkeypatch.undo()
+    real(asked[0][0], 0)
