@@ -41,6 +41,7 @@ PROGRAMS = {
     "huge y": lambda: large("y", -3e38),
     "a rate that diverges": lambda: (model(keras.optimizers.SGD(1e30), wide=True), X, Y),
     "squares that overflow in float32": lambda: (model(loss_weights=1e30), X, Y),
+    "finite losses whose sum overflows": lambda: (model(), X, Y * 0 + 1.5e19),
     "a rate of Inf": lambda: (model(keras.optimizers.SGD(float("inf"))), X, Y),
 }
 
