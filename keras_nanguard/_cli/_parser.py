@@ -116,8 +116,11 @@ def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command = _command(commands, "repair", says, _commands.repair)
     command.add_argument("path", metavar="FILE", help=_FILES)
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.EXT)")
-    command.add_argument("--statistics", choices=("initial", "source", "keep"), help="what replaces bad moving statistics (default: initial)")
-    command.add_argument("--weights", choices=("initial", "zeros", "ones", "source", "keep"), help="what replaces bad weights (default: keep)")
+    for name, default, kinds in (
+        ("statistics", "initial", ("initial", "source", "keep")),
+        ("weights", "keep", ("initial", "zeros", "ones", "source", "keep")),
+    ):
+        command.add_argument(f"--{name}", choices=kinds, help=f"what replaces bad {name} (default: {default})")
     command.add_argument("--slots", choices=("reset", "source", "keep"), help="what is done about bad optimizer slots (default: reset)")
     command.add_argument("--source", metavar="FILE", help="good file of the same model; with it, statistics and weights default to source")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only variables whose path matches: '*bn*'")
@@ -206,7 +209,8 @@ def _completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _limits(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=float, metavar="NUMBER", help="magnitude that no value may exceed")
-    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help="magnitude that no moving statistic may exceed (default: 1e6)")
+    says = "magnitude that no moving statistic may exceed (default: 1e6)"
+    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=says)
 
 
 def _json(command: argparse.ArgumentParser) -> None:
