@@ -97,7 +97,7 @@ class _Version(argparse.Action):
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, says: str, run: _commands.Command
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=says, description=f"{says}.", epilog=_EXIT_CODES, allow_abbrev=False)
+    command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", epilog=_EXIT_CODES, allow_abbrev=False)
     command.set_defaults(run=run, command=command)
     return command
 
@@ -106,7 +106,7 @@ def _scan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     says = "find NaN, Inf and values out of range in model files, without building the model"
     command = _command(commands, "scan", says, _commands.scan)
     command.add_argument("paths", nargs="+", metavar="FILE", help=_FILES)
-    command.add_argument("--notes", action="store_true", help="list harmless oddities too")
+    command.add_argument("--notes", action="store_true", help="list harmless oddities too, such as kernels that are all zero")
     _limits(command)
     _json(command)
 
@@ -116,16 +116,19 @@ def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command = _command(commands, "repair", says, _commands.repair)
     command.add_argument("path", metavar="FILE", help=_FILES)
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.EXT)")
-    command.add_argument("--statistics", choices=("initial", "source", "keep"), help="for bad statistics (initial)")
-    command.add_argument("--weights", choices=("initial", "zeros", "ones", "source", "keep"), help="for bad weights (keep)")
-    command.add_argument("--slots", choices=("reset", "source", "keep"), help="for bad optimizer slots (reset)")
-    command.add_argument("--source", metavar="FILE", help="a good file of the same model; statistics and weights come from it by default")
+    for name, default, kinds in (
+        ("statistics", "initial", ("initial", "source", "keep")),
+        ("weights", "keep", ("initial", "zeros", "ones", "source", "keep")),
+    ):
+        command.add_argument(f"--{name}", choices=kinds, help=f"what replaces bad {name} (default: {default})")
+    command.add_argument("--slots", choices=("reset", "source", "keep"), help="what is done about bad optimizer slots (default: reset)")
+    command.add_argument("--source", metavar="FILE", help="good file of the same model; with it, statistics and weights default to source")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only variables whose path matches: '*bn*'")
     _limits(command)
     command.add_argument("--in-place", action="store_true", help="replace the file; the old one stays as FILE.bak")
     command.add_argument("--dry-run", action="store_true", help="list what would change and write nothing")
-    command.add_argument("--overwrite", action="store_true", help="allow the output to exist")
-    command.add_argument("--seed", type=int, metavar="NUMBER", help="seed for what initialisers draw")
+    command.add_argument("--overwrite", action="store_true", help="replace the output where it exists")
+    command.add_argument("--seed", type=int, metavar="NUMBER", help="seed for weights that --weights initial draws")
     _json(command)
 
 
@@ -135,10 +138,10 @@ def _recalibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file with the inputs (x)")
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.keras)")
-    command.add_argument("--batches", type=int, metavar="NUMBER", help="batches to run (all there are)")
-    command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="rows in a batch (32)")
+    command.add_argument("--batches", type=int, metavar="NUMBER", help="number of batches to run (default: all)")
+    command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="rows in a batch (default: 32)")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only layers whose path matches: '*bn*'")
-    command.add_argument("--overwrite", action="store_true", help="allow the output to exist")
+    command.add_argument("--overwrite", action="store_true", help="replace the output where it exists")
     _json(command)
 
 
@@ -156,7 +159,7 @@ def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command = _command(commands, "diagnose", says, _commands.diagnose)
     command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file: inputs (x), targets (y)")
-    command.add_argument("--rows", type=int, default=32, metavar="NUMBER", help="rows of the data to run (32)")
+    command.add_argument("--rows", type=int, default=32, metavar="NUMBER", help="number of rows of the data to run (default: 32)")
     _json(command)
 
 
@@ -180,7 +183,7 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"run it in {mode} mode")
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
     command.add_argument("--device", metavar="NAME", help="where to run: CPU:0, GPU:0")
-    command.add_argument("--plain", action="store_true", help="leave out the trials with one thing changed")
+    command.add_argument("--plain", action="store_true", help="only run the step, without the trials in which one thing is changed")
     _json(command)
 
 
@@ -206,8 +209,9 @@ def _completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _limits(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=float, metavar="NUMBER", help="magnitude that no value may exceed")
-    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help="magnitude that no moving statistic may exceed (1e6)")
+    says = "magnitude that no moving statistic may exceed (default: 1e6)"
+    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=says)
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON, one document a line")
+    command.add_argument("--json", action="store_true", help="print JSON, one document per line")

@@ -19,10 +19,21 @@ from keras_nanguard._files._stored import readable
 MEMORY = 1 << 30
 """Bytes that a process may take which scans, repairs and names one of these files; the largest of them has 2 MB."""
 
-SECONDS = 60
+SECONDS = 180
 
-PROGRAM = """
-import json, resource, sys
+MEASURED = """
+import re, resource, sys
+
+def memory():
+    # Linux counts in `ru_maxrss` what the process held that started this one.
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "linux":
+        own = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+    return max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+"""
+
+PROGRAM = MEASURED + """
+import json
 from keras_nanguard._errors import FileFormatError
 from keras_nanguard._files._model_names import model_names
 from keras_nanguard._files._repair import repair
@@ -39,8 +50,7 @@ for name, do in {
         found[name] = ["result", do()[:2000]]
     except FileFormatError as error:
         found[name] = ["refused", str(error)]
-most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-print(json.dumps({"found": found, "memory": most * (1 if sys.platform == "darwin" else 1024)}))
+print(json.dumps({"found": found, "memory": memory()}))
 """
 
 
@@ -76,8 +86,8 @@ def _samples(folder):
 
 SOUND = ("big-endian", "layer of fill value", "values in Fortran's order", "initialiser of NaN", "attributes of other kinds")
 
-CAMPAIGN = """
-import json, os, random, resource, sys
+CAMPAIGN = MEASURED + """
+import json, random
 from keras_nanguard._errors import FileFormatError
 from keras_nanguard._files import _isolated
 from keras_nanguard._files._repair import repair
@@ -105,8 +115,7 @@ for number in range(int(count)):
     except BaseException:
         print(f"file {number} of seed {seed}", file=sys.stderr)
         raise
-most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-print(json.dumps({**told, "memory": most * (1 if sys.platform == "darwin" else 1024)}))
+print(json.dumps({**told, "memory": memory()}))
 """
 
 
