@@ -34,10 +34,18 @@ class Journal:
             own batch normalization.
         born: called with each Keras variable that comes into being meanwhile.
         watch: whether writes of Keras are noted; a compiled step makes them in its own way.
+        writes: called with each tensor that Keras is about to write.
     """
 
-    def __init__(self, kept: Iterable[Any], born: Callable[[Any], None], uncounted: Iterable[Any] = (), watch: bool = True):
-        self.born, self.watch = born, watch
+    def __init__(
+        self,
+        kept: Iterable[Any],
+        born: Callable[[Any], None],
+        uncounted: Iterable[Any] = (),
+        watch: bool = True,
+        writes: Callable[[Any], None] | None = None,
+    ):
+        self.born, self.watch, self.writes = born, watch, writes
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
         self.old: dict[int, tuple[Any, Any, Any]] = {}
@@ -70,10 +78,12 @@ class Journal:
         keras.Variable._direct_assign, keras.Variable._initialize = self._assign, self._initialize
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        old, owner, thread = self.old, self.owner, self._thread
+        old, owner, thread, writes = self.old, self.owner, self._thread, self.writes
 
         def _direct_assign(variable: Any, value: Any) -> Any:
             tensor = variable.value
+            if writes is not None and threading.get_ident() == thread:
+                writes(tensor)
             if id(tensor) not in owner and threading.get_ident() == thread and not tensor.is_meta:
                 owner[id(tensor)] = variable
                 if id(tensor) not in old:
