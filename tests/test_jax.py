@@ -682,3 +682,15 @@ def test_tiny_steps_stay_on_one_thread(monkeypatch):
     monkeypatch.setattr(_jax, "TINY", -1)
     runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
     assert zoo.differences(*runs) == []
+
+
+def test_a_step_logs_its_own_loss(way):
+    """In whatever way steps are refused, a committed one logs what it returned, and a refused one what the last committed one did."""
+    from test_logs_of_steps import Noisy, fitted, own
+
+    stock = fitted(lambda: own(Noisy), zoo.regression())
+    guarded = fitted(lambda: own(Noisy), zoo.regression(), NanGuard(verbose=0))
+    left_out = fitted(lambda: own(Noisy), zoo.poison(zoo.regression(), 3), NanGuard(verbose=0, diagnose=False))
+    for one, other in zip(stock.batches, guarded.batches):
+        assert one == pytest.approx(other)
+    assert left_out.batches[3] == left_out.batches[2] == pytest.approx(stock.batches[2])

@@ -607,3 +607,34 @@ def test_an_update_that_overflows(request, later):
     assert (incident.step, incident.refused, incident.sites[0]) == (5, False, "weights")
     assert incident.diagnosis.cause == "optimizer_domain" and guard.session.refused == later
     assert zoo.bad_entries(done.model) == []
+
+
+class RateOfItsOwn(keras.Model):
+    """Its optimizer reads a rate that the step halves after the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1, kernel_initializer="ones")
+        self.rate = self.add_weight(shape=(), initializer=keras.initializers.Constant(0.1), trainable=False, name="rate")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.rate.assign(self.rate * 0.5)
+        return logs
+
+
+def test_an_update_reads_its_rate_before_the_step_writes_it():
+    """A healthy run is that of stock Keras, and a refused step gives the rate back."""
+    data, bad = zoo.regression(batches=4), zoo.poison(zoo.regression(batches=4), 2)
+    ends = []
+    for given, callbacks in ((data, []), (data, [NanGuard(verbose=0)]), (bad, [NanGuard(verbose=0, diagnose=False)])):
+        model = RateOfItsOwn()
+        model.compile(keras.optimizers.SGD(lambda model=model: model.rate + 0.0), "mse")
+        model.fit(given.x, given.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        ends.append((float(model.rate), *model.dense.get_weights()))
+    for one, other in zip(ends[0], ends[1]):
+        np.testing.assert_array_equal(one, other)
+    assert [end[0] for end in ends] == pytest.approx([0.1 / 16, 0.1 / 16, 0.1 / 8])

@@ -188,6 +188,7 @@ class _Run:
         self.ends = [0.0, 0.0]
         self.late = False
         self.compiled: Any = None
+        self.seen: Any = None
 
     def complete(self, args: Sequence[Any]) -> Any:
         owner, parts = self.owner, self.parts
@@ -199,7 +200,8 @@ class _Run:
             self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.anatomy.optimizers)
             self.journal = Journal((), self._born, [*parts.unlisted, *parts.light, *kept], watch=False)
         else:
-            self.journal = Journal(kept, self._born, parts.unlisted)
+            writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
+            self.journal = Journal(kept, self._born, parts.unlisted, writes=writes)
         before = [(t, t._version) for t in (parts.light if owner.stock else parts.all)]
         grads = [t for t in parts.heavy if t.grad is not None]
         self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []

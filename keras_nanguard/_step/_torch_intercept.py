@@ -8,7 +8,7 @@ update reads or writes, and has the update made before it, with the old values k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import keras
@@ -199,6 +199,11 @@ class Intercept:
             if keep:
                 self.undo.append(record.undo())
             record.run()
+
+    def before_write(self, tensor: Any, unread: Container[int]) -> None:
+        """Make the updates that wait before a tensor is written that they may read: a rate of the user's own. None reads `unread`."""
+        if self.waiting and id(tensor) not in unread:
+            self.make()
 
     def give_back(self) -> None:
         """Undo the updates that were made."""

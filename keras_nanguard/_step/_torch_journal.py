@@ -36,10 +36,18 @@ class Journal:
             own batch normalization.
         born: called with each Keras variable that comes into being meanwhile.
         watch: whether writes of Keras are noted; a compiled step makes them in its own way.
+        writes: called with each tensor that Keras is about to write.
     """
 
-    def __init__(self, kept: Iterable[Any], born: Callable[[Any], None], uncounted: Iterable[Any] = (), watch: bool = True):
-        self.born, self.watch = born, watch
+    def __init__(
+        self,
+        kept: Iterable[Any],
+        born: Callable[[Any], None],
+        uncounted: Iterable[Any] = (),
+        watch: bool = True,
+        writes: Callable[[Any], None] | None = None,
+    ):
+        self.born, self.watch, self.writes = born, watch, writes
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
         self.old: dict[int, tuple[Any, Any, Any]] = {}
@@ -72,6 +80,8 @@ class Journal:
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that is about to be written."""
         tensor = variable.value
+        if self.writes is not None:
+            self.writes(tensor)
         if id(tensor) not in self.owner and not tensor.is_meta:
             self.owner[id(tensor)] = variable
             self.keep([tensor])
