@@ -295,8 +295,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
-        if counted := self._lines.counted():
-            self._print(f"NanGuard: {counted}")
+        self._print_counted()
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:

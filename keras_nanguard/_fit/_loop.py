@@ -19,6 +19,7 @@ class LoopMixin:
     """The part of `NanGuard` for hand-written loops."""
 
     session: Session | None
+    _lines: Any
     _watching: bool = False
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -30,8 +31,12 @@ class LoopMixin:
     def _print_policy_warnings(self) -> None:
         raise NotImplementedError
 
-    def _print_counted(self) -> None:
+    def _print(self, text: str) -> None:
         raise NotImplementedError
+
+    def _print_counted(self) -> None:
+        if counted := self._lines.counted():
+            self._print(f"NanGuard: {counted}")
 
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
