@@ -104,6 +104,12 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
         pytest.skip("on torch to compile one step takes ten seconds: test_torch_compiled does it")
 
 
+def once() -> None:
+    """Skip a module on all backends but one, because nothing in it asks for a backend."""
+    if BACKEND != "tensorflow":
+        pytest.skip("nothing in it asks for a backend: once is enough", allow_module_level=True)
+
+
 def tensorflow_only(what: str) -> None:
     """Skip a test of something that the other backends do not have."""
     if BACKEND != "tensorflow":

@@ -8,10 +8,13 @@ import zipfile
 
 import numpy as np
 import pytest
+import zoo
 
 from keras_nanguard._cli._parser import MISUSE, main
 from keras_nanguard._errors import FileFormatError, GuardError
 from keras_nanguard._files._repair import repair
+
+zoo.once()
 
 
 def _missing(folder):

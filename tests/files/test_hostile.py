@@ -12,6 +12,7 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
+import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from keras_nanguard._files import _archives, _hdf5, _isolated
 from keras_nanguard._files._repair import repair
 from keras_nanguard._files._scan import scan
 from keras_nanguard._files._stored import plain_text
+
+zoo.once()
 
 
 def refusal(path):

@@ -8,17 +8,16 @@ import subprocess
 import sys
 
 import h5py
-import keras
 import numpy as np
 import pytest
+import zoo
 from wrong_files import WRONG
 
 from keras_nanguard._errors import FileFormatError
 from keras_nanguard._files import _isolated
 from keras_nanguard._files._stored import readable
 
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("what reads files asks for no backend: once is enough", allow_module_level=True)
+zoo.once()
 
 MEMORY = 1 << 30
 """Bytes that a process may take which scans, repairs and names one of these files; the largest of them has 2 MB."""
