@@ -13,46 +13,45 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._version import __version__
 
 if TYPE_CHECKING:
+    from keras_nanguard._core.errors import BundleError as BundleError
+    from keras_nanguard._core.errors import FileFormatError as FileFormatError
+    from keras_nanguard._core.errors import GuardError as GuardError
+    from keras_nanguard._core.errors import GuardInUseError as GuardInUseError
+    from keras_nanguard._core.errors import NanGuardError as NanGuardError
+    from keras_nanguard._core.errors import NonFiniteError as NonFiniteError
+    from keras_nanguard._core.errors import PolicyError as PolicyError
+    from keras_nanguard._core.incident import Decision as Decision
+    from keras_nanguard._core.incident import Diagnosis as Diagnosis
+    from keras_nanguard._core.incident import Finding as Finding
+    from keras_nanguard._core.incident import Incident as Incident
+    from keras_nanguard._core.incident import Outcome as Outcome
     from keras_nanguard._diagnose.examine import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
-    from keras_nanguard._errors import BundleError as BundleError
-    from keras_nanguard._errors import FileFormatError as FileFormatError
-    from keras_nanguard._errors import GuardError as GuardError
-    from keras_nanguard._errors import GuardInUseError as GuardInUseError
-    from keras_nanguard._errors import NanGuardError as NanGuardError
-    from keras_nanguard._errors import NonFiniteError as NonFiniteError
-    from keras_nanguard._errors import PolicyError as PolicyError
-    from keras_nanguard._files._reestimate import recalibrate as recalibrate
-    from keras_nanguard._files._repair import repair as repair
-    from keras_nanguard._files._scan import scan as scan
-    from keras_nanguard._guard import NanGuard as NanGuard
-    from keras_nanguard._incident import Decision as Decision
-    from keras_nanguard._incident import Diagnosis as Diagnosis
-    from keras_nanguard._incident import Finding as Finding
-    from keras_nanguard._incident import Incident as Incident
-    from keras_nanguard._incident import Outcome as Outcome
+    from keras_nanguard._files.recalibrate import recalibrate as recalibrate
+    from keras_nanguard._files.repair import repair as repair
+    from keras_nanguard._files.scan import scan as scan
     from keras_nanguard._lint import lint as lint
-    from keras_nanguard._model import NanGuardModel as NanGuardModel
-    from keras_nanguard._policy._policy import Policy as Policy
+    from keras_nanguard._policy.policy import Policy as Policy
+    from keras_nanguard.guard import NanGuard as NanGuard
+    from keras_nanguard.model import NanGuardModel as NanGuardModel
 
 _HOMES = {
-    "NanGuard": "_guard",
-    "NanGuardModel": "_model",
-    "Policy": "_policy._policy",
-    "Incident": "_incident",
-    "Finding": "_incident",
-    "Diagnosis": "_incident",
-    "Decision": "_incident",
-    "Outcome": "_incident",
-    **dict.fromkeys(
-        ("BundleError", "FileFormatError", "GuardError", "GuardInUseError", "NanGuardError", "NonFiniteError", "PolicyError"), "_errors"
-    ),
+    "NanGuard": "guard",
+    "NanGuardModel": "model",
+    "Policy": "_policy.policy",
+    "Incident": "_core.incident",
+    "Finding": "_core.incident",
+    "Diagnosis": "_core.incident",
+    "Decision": "_core.incident",
+    "Outcome": "_core.incident",
+    **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"),
+    **dict.fromkeys(("NanGuardError", "NonFiniteError", "PolicyError"), "_core.errors"),
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
-    "recalibrate": "_files._reestimate",
-    "repair": "_files._repair",
+    "recalibrate": "_files.recalibrate",
+    "repair": "_files.repair",
     "replay": "_diagnose.replay",
-    "scan": "_files._scan",
+    "scan": "_files.scan",
 }
 
 __all__ = ["__version__", *_HOMES]

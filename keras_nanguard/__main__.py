@@ -2,6 +2,6 @@
 
 import sys
 
-from keras_nanguard._cli._parser import main
+from keras_nanguard._cli.parser import main
 
 sys.exit(main())

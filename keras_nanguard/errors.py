@@ -8,7 +8,7 @@ All of them are a `NanGuardError`, and each also is the built-in error that fits
 
 from __future__ import annotations
 
-from keras_nanguard._errors import (
+from keras_nanguard._core.errors import (
     BundleError,
     FileFormatError,
     GuardError,

@@ -16,18 +16,19 @@ What depends on the backend stands in one file for each, beside the transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
-import keras
 import numpy as np
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._errors import GuardError, expected
-from keras_nanguard._policy._settings import on_path
+from keras_nanguard._backends import current
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._policy.settings import on_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 
@@ -174,7 +175,7 @@ class Injection:
             raise GuardError(
                 expected("an injection that was not used before", "one that was", "Call inject(...) for each context.")
             )
-        self._hook = _backend()(self.model, self.fault)
+        self._hook = current.faults().Hook(self.model, self.fault)
         self._hook.install()
         return self
 
@@ -185,26 +186,6 @@ class Injection:
             why = ran if self._hook.reached or not self.seen else f"{ran}, and none of them called model.compute_loss"
             fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} that happens"
             raise GuardError(expected(fault, why, "Train the model inside of the context, for more steps than that."))
-
-
-def _backend() -> Callable[[Any, Fault], Any]:
-    """Return the part of the running backend."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        from keras_nanguard._step._faults import Hook
-
-        return Hook
-    if backend == "jax":
-        from keras_nanguard._step import _faults_jax
-
-        return _faults_jax.Hook
-    if backend == "torch":
-        from keras_nanguard._step import _faults_torch
-
-        return _faults_torch.Hook
-    raise GuardError(
-        expected("the TensorFlow backend", f"backend={backend!r}", "Set KERAS_BACKEND=tensorflow to inject faults.")
-    )
 
 
 def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6) -> None:
@@ -229,16 +210,16 @@ def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnit
     ```
     """
     _check("kind", kind, KINDS)
-    if not isinstance(variable, _state.VARIABLE) or not _probes.is_float(variable.dtype):
+    if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(variable.dtype):
         received = f"variable={getattr(variable, 'path', variable)!r} of dtype {getattr(variable, 'dtype', None)}"
         raise GuardError(expected("a keras.Variable of a float dtype", received, "Choose a weight, statistic or slot."))
-    array = _state.read(variable)
+    array = keras_variables.read(variable)
     flat = array.reshape(-1)
     fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
     value = fault.value(array.dtype)
-    wide = _probes.widen(flat[:entries])
+    wide = finiteness.widen(flat[:entries])
     flat[:entries] = np.where(wide == 0, magnitude, wide * magnitude) if value is None else value
-    _state.write(variable, array)
+    keras_variables.write(variable, array)
 
 
 def _largest(dtype: Any) -> float:

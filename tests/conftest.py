@@ -25,6 +25,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import pytest  # noqa: E402
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave a test out on the backends that it does not name: `@pytest.mark.requires_backend("torch", reason="...")`."""
+    for marker in item.iter_markers("requires_backend"):
+        if os.environ["KERAS_BACKEND"] not in marker.args:
+            pytest.skip(marker.kwargs["reason"])
+
+
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest):
     """Give every test that trains a model the float32 policy and fresh layer names, and take away what it left."""

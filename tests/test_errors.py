@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import keras
 import numpy as np
 import pytest
-import zoo
+from support import zoo
 
 import keras_nanguard
 from keras_nanguard import NanGuard, Policy, diagnose, errors, lint, recalibrate

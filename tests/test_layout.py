@@ -1,7 +1,4 @@
-"""The architecture, read off the imports: no cycles, no backend at the bottom, Keras' insides in a few files.
-
-Modules are named by how their names end, so that one may move into a package of its own.
-"""
+"""The architecture, read off the imports: strictly downward, lazy ones included; one room knows Keras, one package each backend."""
 
 from __future__ import annotations
 
@@ -13,41 +10,35 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "keras_nanguard"
 
-BOTTOM = (
-    *("errors", "incident", "actions", "probes", "_step.verdict", "reports.console", "fields", "trend", "documents"),
-    *("policy", "rules", "conditions", "settings", "ledger", "ending", "config", "rule_files", "schema", "explain"),
+ORDER = (
+    ("_version",),
+    ("_core",),
+    ("_policy",),
+    ("_keras",),
+    ("_backends",),
+    ("_files",),
+    ("_diagnose",),
+    ("_lint",),
+    ("_report",),
+    ("_fit",),
+    ("errors", "actions", "guard", "model", "testing"),
+    ("_cli",),
+    ("__main__",),
 )
-"""Modules that know neither Keras nor a backend; those of policy also where they stand in a package of that name."""
+"""The packages from the bottom to the top: each may import what stands before it, and nothing that stands after it."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
-HOMES = {
-    "tensorflow": ("_step.*", "_attach.*", "_diagnose.*", "replay"),
-    "torch": ("reestimate", "processes", "_step.*", "_attach.*", "_diagnose.*"),
-    "jax": ("processes", "_step.*", "_attach.*", "_diagnose.*"),
-}
-"""Where a backend may be imported."""
+WITHIN_BACKENDS = (("interface", "current"), ("processes",), ("shared",), BACKENDS)
+"""The same within `_backends`. The packages of two backends know nothing of one another."""
 
-PRIVATE = ("state", "internals", "_step.faults", "_step.faults_jax", "_step.jax_trainer", "_step.torch_journal")
-"""Where names private to Keras belong."""
-
-DEBT = {
-    "live": {"_flatten_layers"},
-    "rates": {"_get_current_learning_rate", "_learning_rate"},
-    "counterfactuals": {"_get_current_learning_rate"},
-    "_diagnose.facts": {"_trainable_variables"},
-    "_lint.*": {
-        *("_compile_metrics", "_fn_kwargs", "_functional", "_inbound_nodes", "_keras_history"),
-        *("_learning_rate", "_user_metrics"),
-    },
-}
-"""Names private to Keras that are used elsewhere today. Shorten it; nothing may be added."""
+KNOW_NO_KERAS = ("_version", "_core", "_policy", "_report", "errors", "actions")
+"""What can be loaded and used where neither Keras nor a backend is installed."""
 
 NOT_OF_KERAS = {
     *("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_actions"),  # Python
@@ -61,17 +52,12 @@ LINES = 400
 VAGUE = {"utils", "util", "base", "manager", "helpers", "common", "misc"}
 
 
-class Import(NamedTuple):
-    name: str
-    at_load: bool
-
-
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Return every module by its dotted name."""
+    """Return every module by its name within the package: `_fit.session`; `""` is the package itself."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -81,104 +67,77 @@ def tree(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
-def _nodes(node: ast.AST, at_load: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node with whether it runs as the module is loaded."""
-    for child in ast.iter_child_nodes(node):
-        here = at_load and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            here = False
-        yield child, here
-        yield from _nodes(child, here)
-
-
 @functools.cache
-def imports(module: str) -> tuple[Import, ...]:
-    """Return all imports of a module, with the full names of what they bring."""
-    found = []
-    package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
-    for node, at_load in _nodes(tree(module)):
+def imports(module: str) -> frozenset[str]:
+    """Return the full names of all that a module imports, at load or within a function."""
+    found = set()
+    name = f"keras_nanguard.{module}".rstrip(".")
+    package = name if modules()[module].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
-            found += [Import(alias.name, at_load) for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                full = f"{source}.{alias.name}"
-                found.append(Import(full if full in modules() else source, at_load))
-    return tuple(found)
+            found |= {f"{source}.{alias.name}" if _is_ours(f"{source}.{alias.name}") else source for alias in node.names}
+    return frozenset(found)
 
 
-def tail(module: str) -> str:
-    """Return the name after the package's, with no underscore before its last part."""
-    parts = module.split(".")[1:] or [""]
-    return ".".join([*parts[:-1], parts[-1].lstrip("_")])
+def _is_ours(name: str) -> bool:
+    return name.startswith("keras_nanguard.") and name.removeprefix("keras_nanguard.") in modules()
 
 
-def is_one_of(module: str, names: tuple[str, ...] | dict) -> bool:
-    return any(_fits(module, name) for name in names)
+def edges(module: str) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    return {name.removeprefix("keras_nanguard.") for name in imports(module) if _is_ours(name)} - {module}
 
 
-def _fits(module: str, name: str) -> bool:
-    if name.endswith(".*"):
-        return name[1:-2].lstrip("_") in [part.lstrip("_") for part in module.split(".")]
-    mine, wanted = f".{tail(module)}", name.split(".")
-    return mine.replace("._", ".").endswith("." + ".".join(part.lstrip("_") for part in wanted))
+def rank(name: str, order: tuple[tuple[str, ...], ...]) -> int:
+    return next(place for place, names in enumerate(order) if name in names)
 
 
-def bottom() -> list[str]:
-    """Return the modules that may know no backend."""
-    return [m for m in modules() if is_one_of(m, BOTTOM) or ".policy." in m or "._policy." in m]
+def test_every_module_has_its_place():
+    """Every package and every backend that the order names is there, and nothing else is."""
+    tops = {module.partition(".")[0] for module in modules()} - {""}
+    assert tops == {name for names in ORDER for name in names}
+    inside = {module.split(".")[1] for module in modules() if module.startswith("_backends.")}
+    assert inside == {name for names in WITHIN_BACKENDS for name in names}
 
 
-def test_the_rules_find_modules():
-    """Every rule of this file is about a module that is there: none has lost its subject in a move."""
-    for name in {*BOTTOM, *PRIVATE, *DEBT, *HOMES["tensorflow"]}:
-        found = [m for m in modules() if _fits(m, name)]
-        assert found or name in {"policy", "rules"}, f"no module is called {name}"
+@pytest.mark.parametrize("module", sorted(set(modules()) - {""}))
+def test_imports_go_down(module):
+    """A module imports nothing that stands above it; only the package itself, which hands names out on first use, may."""
+    own = rank(module.partition(".")[0], ORDER)
+    assert [other for other in edges(module) if other and rank(other.partition(".")[0], ORDER) > own] == []
+    assert "" not in edges(module), "nothing inside imports the package itself"
+    if module.startswith("_backends."):
+        room = module.split(".")[1]
+        others = [other.split(".")[1] for other in edges(module) if other.startswith("_backends.")]
+        above = [other for other in others if rank(other, WITHIN_BACKENDS) > rank(room, WITHIN_BACKENDS)]
+        beside = [other for other in others if other in BACKENDS and other != room]
+        assert above + beside == []
 
 
-def test_no_cycles():
-    """No module needs, to be loaded, a module that needs it; imports within functions are no part of that."""
-    edges = {m: {i.name for i in imports(m) if i.at_load and i.name in modules()} - {m} for m in modules()}
+def test_no_circles():
+    """No module imports a module that imports it, lazily or not, at any distance."""
     done: set[str] = set()
-    cycles: list[str] = []
+    circles: list[str] = []
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         if module in path:
-            cycles.append(" -> ".join([*path[path.index(module) :], module]))
+            circles.append(" -> ".join([*path[path.index(module) :], module]))
         elif module not in done:
-            for other in sorted(edges[module]):
+            for other in sorted(edges(module)):
                 visit(other, (*path, module))
             done.add(module)
 
-    for module in edges:
+    for module in modules():
         visit(module, ())
-    assert cycles == []
+    assert circles == []
 
 
-def test_bottom_imports_nothing_above():
-    """The bottom imports neither Keras nor a backend, and of our own modules only such as do not either."""
-    above: dict[str, str] = {}
-
-    def reaches(module: str, seen: set[str]) -> str:
-        for name, at_load in imports(module):
-            if at_load and name.partition(".")[0] in ("keras", *BACKENDS):
-                return f"{module} imports {name}"
-            if at_load and name in modules() and name not in seen:
-                seen.add(name)
-                if found := reaches(name, seen):
-                    return found
-        return ""
-
-    for module in ["keras_nanguard", *bottom()]:
-        if found := reaches(module, {module}):
-            above[module] = found
-    assert above == {}
-
-
-@pytest.mark.parametrize("what", ["package", "bottom"])
-def test_loads_no_backend(what):
-    """Loading the package, or all of its bottom, loads no Keras and no backend."""
-    names = ["keras_nanguard"] if what == "package" else bottom()
+def test_loads_no_backend():
+    """Loading the package, or all that needs no Keras, loads neither Keras nor a backend."""
+    names = [f"keras_nanguard.{m}".rstrip(".") for m in modules() if m.partition(".")[0] in ("", *KNOW_NO_KERAS)]
     code = (
         f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"
         "print([m for m in ('keras', 'tensorflow', 'jax', 'torch') if m in sys.modules])"
@@ -189,28 +148,36 @@ def test_loads_no_backend(what):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_stay_at_home(backend):
-    """A backend is imported only where its part of the step, of the diagnosis or of the loop is."""
-    found = [m for m in modules() for i in imports(m) if i.name.partition(".")[0] == backend]
-    assert [m for m in found if not is_one_of(m, HOMES[backend])] == []
+    """A backend is imported in its own package, and where Keras keeps what only this backend has."""
+    at_home = (f"_backends.{backend}.", "_keras.")
+    found = [m for m in modules() if any(name.partition(".")[0] == backend for name in imports(m))]
+    assert [m for m in found if not m.startswith(at_home)] == []
 
 
-def _keras_src(module: str) -> bool:
-    used = any(i.name.startswith("keras.src") for i in imports(module))
-    spelled = (n for n, _ in _nodes(tree(module)) if isinstance(n, ast.Attribute) and n.attr == "src")
-    return used or any(isinstance(n.value, ast.Name) and n.value.id == "keras" for n in spelled)
+def test_one_place_asks_which_backend_runs():
+    """Nothing but `_backends.current` calls `keras.backend.backend()`."""
+    asking = [m for m in modules() for n in ast.walk(tree(m)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "keras.backend.backend"]
+    assert asking == ["_backends.current"]
+
+
+def _uses_keras_src(module: str) -> bool:
+    spelled = (n for n in ast.walk(tree(module)) if isinstance(n, ast.Attribute) and n.attr == "src")
+    return any(name.startswith("keras.src") for name in imports(module)) or any(
+        isinstance(n.value, ast.Name) and n.value.id == "keras" for n in spelled
+    )
 
 
 def test_keras_src():
-    """`keras.src` is used only in the files that know Keras' insides."""
-    assert [m for m in modules() if _keras_src(m) and not is_one_of(m, PRIVATE)] == []
+    """`keras.src` is used only in the room that knows Keras' insides."""
+    assert [m for m in modules() if _uses_keras_src(m) and not m.startswith("_keras.")] == []
 
 
 def _private(module: str) -> set[str]:
     """Return the names with one underscore before them that a module reads from other objects than its own."""
     names = set()
-    aliases = {i.name.rpartition(".")[2] for i in imports(module) if i.name in modules()}
-    defined = {n.name for n, _ in _nodes(tree(module)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for node, _ in _nodes(tree(module)):
+    aliases = {name.rpartition(".")[2] for name in edges(module)}
+    defined = {n.name for n in ast.walk(tree(module)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if owner not in {"self", "cls", *aliases}:
@@ -222,13 +189,9 @@ def _private(module: str) -> set[str]:
 
 
 def test_names_private_to_keras():
-    """No module uses a name private to Keras but the files that know its insides, and what is listed as debt."""
-    found = {}
-    for module in modules():
-        allowed = set().union(*(names for name, names in DEBT.items() if _fits(module, name)))
-        if not is_one_of(module, PRIVATE) and (more := _private(module) - allowed):
-            found[module] = sorted(more)
-    assert found == {}
+    """No module uses a name private to Keras but those in the room that knows its insides."""
+    found = {module: sorted(names) for module in modules() if not module.startswith("_keras.") and (names := _private(module))}
+    assert found == {}, found
 
 
 def test_length():
@@ -237,6 +200,12 @@ def test_length():
     assert {m: n for m, n in lengths.items() if n > LINES} == {}
 
 
+def _words(module: str) -> Iterator[str]:
+    return (part.lstrip("_") for part in module.split("."))
+
+
 def test_names_that_say_nothing():
-    """No module is called after nothing in particular."""
-    assert [m for m in modules() if set(m.replace("._", ".").split(".")) & VAGUE] == []
+    """No module is called after nothing in particular, and only packages carry an underscore."""
+    assert [m for m in modules() if set(_words(m)) & VAGUE] == []
+    underscored = [m for m, path in modules().items() if m.rpartition(".")[2].startswith("_") and path.name != "__init__.py"]
+    assert underscored == ["__main__", "_version"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from keras_nanguard._data_names import shown
+from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.causes import Verdict, kind
-from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.words import at_rows
 
 __all__ = ["ADVICE", "advice"]

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._diagnose.evidence import OptimizerFacts
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import OptimizerFacts
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
 
 __all__ = ["must_stay_finite"]
 
@@ -34,9 +36,9 @@ def must_stay_finite(
         variables: weights and slots as they are now; entries that are not finite are what is in question, and are left out.
         norm: global gradient norm of the step.
     """
-    if not (norm <= MODERATE and all(_known(_state.inner(o), f) for o, f in zip(optimizers, facts))):
+    if not (norm <= MODERATE and all(_known(keras_optimizers.inner(o), f) for o, f in zip(optimizers, facts))):
         return False
-    return all(_largest_finite(_state.view(v)) <= MODERATE for v in variables)
+    return all(_largest_finite(keras_variables.view(v)) <= MODERATE for v in variables)
 
 
 def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
@@ -52,7 +54,7 @@ def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
 
 
 def _largest_finite(array: Any) -> float:
-    wide = _probes.widen(array)
+    wide = finiteness.widen(array)
     if wide.dtype.kind not in "fc" or not wide.size:
         return 0.0
     finite = np.abs(wide[np.isfinite(wide)])

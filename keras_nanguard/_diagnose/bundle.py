@@ -30,13 +30,16 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard import _probes, _processes, _sealed, _state
-from keras_nanguard._diagnose.evidence import Evidence, Growth
+from keras_nanguard._backends import current
+from keras_nanguard._core import atomic_files, finiteness
+from keras_nanguard._core.errors import BundleError, FileFormatError, expected
+from keras_nanguard._core.evidence import Evidence, Growth
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._diagnose.words import table
-from keras_nanguard._errors import BundleError, FileFormatError, expected
-from keras_nanguard._files import _archives
-from keras_nanguard._files._stored import MOST_UNBACKED, READ_FAULTS, plain_text
-from keras_nanguard._incident import Incident
+from keras_nanguard._files import archives
+from keras_nanguard._files.stored import MOST_UNBACKED, READ_FAULTS, plain_text
+from keras_nanguard._keras import spread_arrays
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._version import __version__
 
 __all__ = ["FORMAT", "Bundle", "read", "write"]
@@ -96,12 +99,12 @@ def write(directory: str | Path, session: Any, incident: Incident, batch: Any, e
     folder = Path(directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     name = _free_name(folder, incident.step)
-    beside = folder / f"{_sealed.BESIDE}{name}"
+    beside = folder / f"{atomic_files.BESIDE}{name}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
         _fill(beside, session, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
-        _sealed.put(beside, folder / name)
+        atomic_files.put(beside, folder / name)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     _drop_oldest(folder)
@@ -128,7 +131,7 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: 
     variables = [v for v in anatomy.everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     left -= _save(folder / "batch.npz", arrays)
-    state = [_state.view(v) for v in variables]
+    state = [keras_variables.view(v) for v in variables]
     notes, before = [], None
     fits = sum(a.nbytes for a in state) <= left
     if not fits:
@@ -202,7 +205,7 @@ def _flattened(value: Any) -> tuple[Any, list[np.ndarray[Any, Any]]]:
             return {"dict": {str(key): describe(child) for key, child in item.items()}}
         if isinstance(item, (list, tuple)):
             return {"tuple" if isinstance(item, tuple) else "list": [describe(child) for child in item]}
-        array = _processes.as_array(item)
+        array = spread_arrays.as_array(item)
         if array.dtype.kind == "O" or not hasattr(array, "dtype"):
             return {"left_out": str(getattr(item, "dtype", type(item).__name__))}
         arrays.append(array)
@@ -229,7 +232,7 @@ def _configuration(model: Any) -> str:
 def _versions() -> dict[str, str]:
     import keras
 
-    backend = keras.backend.backend()
+    backend = current.name()
     module = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}.get(backend, backend)
     version = str(getattr(__import__(module), "__version__", "?"))
     return {
@@ -343,7 +346,7 @@ def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
         raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
     if not dtypes:
         return []
-    contents = _archives.read_archive(str(path))
+    contents = archives.read_archive(str(path))
     try:
         stored = {array.location: array for array in contents.arrays}
         if sum(array.nbytes for array in stored.values()) > 2 * MOST_BYTES:
@@ -357,7 +360,7 @@ def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
 
 
 def _typed(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    if array.dtype.name == name or not _probes.is_float(name):
+    if array.dtype.name == name or not finiteness.is_float(name):
         return array
     import ml_dtypes
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keras_nanguard._diagnose.evidence import BACKWARD, Birth, Evidence
-from keras_nanguard._fit._history import JUMP, RISE
+from keras_nanguard._core.evidence import BACKWARD, Birth, Evidence
+from keras_nanguard._core.history import JUMP, RISE
 
 __all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.words import sentences
-from keras_nanguard._incident import Diagnosis
 
 __all__ = ["conclude"]
 

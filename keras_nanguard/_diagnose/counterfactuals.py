@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_nanguard import _probes, _state
-from keras_nanguard._diagnose import batches
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.replay import Step, preserved
+from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.rerun import Step, preserved
 from keras_nanguard._diagnose.trials import standardised
 from keras_nanguard._diagnose.words import at_rows
-from keras_nanguard._overrides import Overrides
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.train_state import Anatomy
 
 __all__ = ["Anew", "tried"]
 
@@ -111,23 +114,22 @@ def _outcome(
 
 def _bad_weight(step: Step) -> str:
     """Return the path of the first weight that is not finite, `""` where all are."""
-    weights = _state.Anatomy.of(step.model, step.optimizers).trainable
-    return next((str(v.path) for v in weights if not _probes.is_finite(_state.view(v))), "")
+    weights = Anatomy.of(step.model, step.optimizers).trainable
+    return next((str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), "")
 
 
 @contextlib.contextmanager
 def _rates(step: Step, factor: float) -> Iterator[None]:
     with Overrides() as overrides:
-        for optimizer in map(_state.inner, step.optimizers):
-            real: Callable[[], Any] = optimizer._get_current_learning_rate
-            overrides.set(optimizer, "_get_current_learning_rate", lambda real=real: real() * factor)
+        for optimizer in map(keras_optimizers.inner, step.optimizers):
+            keras_optimizers.set_rate(optimizer, lambda rate: rate() * factor, overrides)
         yield
 
 
 @contextlib.contextmanager
 def _clipped(step: Step) -> Iterator[None]:
     with Overrides() as overrides:
-        for optimizer in map(_state.inner, step.optimizers):
+        for optimizer in map(keras_optimizers.inner, step.optimizers):
             for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):
                 overrides.set(optimizer, name, value)
         yield

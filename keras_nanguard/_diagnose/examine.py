@@ -11,20 +11,23 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _internals, _probes, _state
-from keras_nanguard._diagnose import batches
+from keras_nanguard._backends import current
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.replay import Run, Step, births_of, preserved
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import no_model
+from keras_nanguard._core.evidence import Evidence, LayerRow
+from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.backend import here
 from keras_nanguard._diagnose.causes import Verdict, decide
-from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.rerun import Run, Step, births_of, preserved
 from keras_nanguard._diagnose.trials import with_names
 from keras_nanguard._diagnose.words import sentences, table
-from keras_nanguard._errors import no_model
-from keras_nanguard._files._stored import plain_text
-from keras_nanguard._incident import Diagnosis
+from keras_nanguard._files.stored import plain_text
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
 
 __all__ = ["Examination", "diagnose"]
 
@@ -125,15 +128,15 @@ class _Examiner:
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None):
         self.model, self.x = model, x
         self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
-        self.anatomy = _state.Anatomy.of(model)
+        self.anatomy = Anatomy.of(model)
         self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.anatomy.optimizers)
 
     def examined(self) -> Examination:
         roles = {id(v): "weights" for v in self.anatomy.trainable} | {id(v): "slots" for v in self.anatomy.slots}
         state = [
-            (v.path, roles.get(id(v), "statistics" if _state.is_statistic(v) else "weights"))
+            (v.path, roles.get(id(v), "statistics" if keras_variables.is_statistic(v) else "weights"))
             for v in (*self.anatomy.trainable, *self.anatomy.statistics, *self.anatomy.slots)
-            if not _probes.is_finite(_state.view(v))
+            if not finiteness.is_finite(keras_variables.view(v))
         ]
         inference, _ = self._forward(False)
         training, far = self._forward(True)
@@ -202,7 +205,7 @@ class _Examiner:
 
     def _target_fault(self) -> Any:
         targets = [part.array for part in batches.parts(self.batch) if part.role == "targets"]
-        widths = [int(shape[-1] or 0) if shape else 0 for shape in _internals.output_shapes(self.model)]
+        widths = [int(shape[-1] or 0) if shape else 0 for shape in keras_layers.output_shapes(self.model)]
         return target_fault(self.model, targets, widths)
 
     def _step(self) -> Run | None:
@@ -224,22 +227,22 @@ class _Examiner:
     def _forward(self, training: bool) -> tuple[Run, list[str]]:
         """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
         births = births_of(self.batch, self.anatomy.everything)
-        instrument = here().Instrument(self.model, births)
-        layers = [layer for layer in _state.batchnorms(self.model) if layer.built]
+        instrument = current.replay().Instrument(self.model, births)
+        layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
         with preserved([*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]):
             for layer in layers if training else ():  # which a pass in training mode does not read, and adds to
-                _state.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
-                _state.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
+                keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
+                keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
             try:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(instrument)
                     stack.enter_context(births)
-                    outputs = self.model(self.x, **_internals.mode(self.model, training))
+                    outputs = self.model(self.x, **keras_layers.mode(self.model, training))
             except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
                 return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
             far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []
-        bad = [t for t in keras.tree.flatten(outputs) if not _probes.is_finite(_state.dense(t))]
+        bad = [t for t in keras.tree.flatten(outputs) if not finiteness.is_finite(keras_variables.dense(t))]
         birth = next((b for b in map(births.of, bad) if b is not None), None)
         named = birth.culprit if birth is not None else ""
         return Run(first="outputs" if bad else "", first_path=named, birth=birth, rows=tuple(instrument.rows)), far
@@ -252,7 +255,7 @@ def _plain(error: str) -> str:
 
 
 def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    mean, variance = _state.read(layer.moving_mean), _state.read(layer.moving_variance)
+    mean, variance = keras_variables.read(layer.moving_mean), keras_variables.read(layer.moving_variance)
     return mean.astype(np.float64), variance.astype(np.float64)
 
 

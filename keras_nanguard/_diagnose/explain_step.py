@@ -10,21 +10,23 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import keras
 import numpy as np
 
-from keras_nanguard import _state
-from keras_nanguard._diagnose import batches, raised
+from keras_nanguard._backends import current, processes
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.faults import without_faults
+from keras_nanguard._backends.shared.replay import Step
+from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
 from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
-from keras_nanguard._diagnose.rerun import Step
 from keras_nanguard._diagnose.trials import Trials
-from keras_nanguard._incident import Diagnosis, Finding, Incident
-from keras_nanguard._step._fault_hook import without_faults
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
 
 __all__ = ["Explainer"]
 
@@ -74,13 +76,13 @@ class Explainer:
         try:
             return _bundle.write(session.directory, session, incident, report.batch, self.evidence or Evidence(), _mode(session))
         except Exception as error:  # noqa: BLE001  a full disk must not end training
-            _state.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
+            processes.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
             return None
 
     def of_error(self, session: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
         try:
-            given = session.transaction.given if keras.backend.backend() == "torch" else None
+            given = session.transaction.given
             return raised.explained(session.model, error, getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception goes on as it is
             return None
@@ -175,15 +177,11 @@ def _bad_before_update(incident: Incident) -> bool:
     return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
 
 
-def _roles(anatomy: _state.Anatomy) -> dict[str, str]:
+def _roles(anatomy: Anatomy) -> dict[str, str]:
     roles = {v.path: "weights" for v in anatomy.trainable}
-    roles |= {v.path: "statistics" if _state.is_statistic(v) else "weights" for v in anatomy.other}
+    roles |= {v.path: "statistics" if keras_variables.is_statistic(v) else "weights" for v in anatomy.other}
     return roles | {v.path: "slots" for v in anatomy.slots}
 
 
 def _mode(session: Any) -> str:
-    if keras.backend.backend() == "torch":
-        return "eager"
-    if getattr(session.transaction, "jit", False):
-        return "xla"
-    return "eager" if getattr(session.model, "run_eagerly", False) else "graph"
+    return current.compiled_replay().mode_of(session.transaction, session.model)

@@ -10,9 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _internals, _probes, _state
-from keras_nanguard._diagnose.evidence import Growth, OptimizerFacts, TargetFault
-from keras_nanguard._fit._history import History, magnitudes, sizes
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Growth, OptimizerFacts, TargetFault
+from keras_nanguard._core.history import History, magnitudes, sizes
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import losses as keras_losses
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
 
 __all__ = ["growth", "loss_names", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
@@ -54,7 +58,7 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
     last_losses, last_norms = losses[-RECENT:] + [own[0]], norms[-RECENT:] + [own[1]]
     now, before, largest, largest_before = 0.0, 0.0, 0.0, 0.0
     for variable in weights:
-        norm, most = sizes(_state.view(variable))
+        norm, most = sizes(keras_variables.view(variable))
         largest = max(largest, most)
         if id(variable) in history.weights:
             now += norm**2
@@ -86,12 +90,12 @@ def _factor(first: list[float], last: list[float]) -> float:
 
 def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
     """Return the hyper-parameters that can go wrong; `committed` tells that the step in question has been counted."""
-    rates = [_internals.rate_before(o) if committed else _state.learning_rate(o) for o in optimizers]
-    return tuple(_facts(_state.inner(o), rate, _state.is_loss_scaled(o)) for o, rate in zip(optimizers, rates))
+    rates = [keras_optimizers.rate_before(o) if committed else keras_optimizers.learning_rate(o) for o in optimizers]
+    return tuple(_facts(keras_optimizers.inner(o), rate, keras_optimizers.is_loss_scaled(o)) for o, rate in zip(optimizers, rates))
 
 
 def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
-    dtypes = {str(v.dtype) for v in getattr(optimizer, "_trainable_variables", None) or ()}
+    dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
     kept = None
@@ -115,9 +119,9 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
 
 def objective(model: Any) -> tuple[tuple[str, float], ...]:
     """Return in words what multiplies the loss far more or less than usual: loss weights and regularizers, with their values."""
-    found = [(f"The loss weight of {name!r}", weight) for name, weight in _internals.loss_weights(model)]
+    found = [(f"The loss weight of {name!r}", weight) for name, weight in keras_losses.loss_weights(model)]
     found = [(words, weight) for words, weight in found if not 1 / UNUSUAL < abs(weight) < UNUSUAL]
-    for layer in _state.layers_of(model):
+    for layer in keras_layers.layers_of(model):
         for name, regularizer in vars(layer).items():
             for norm in ("l1", "l2") if isinstance(regularizer, keras.regularizers.Regularizer) else ():
                 factor = getattr(regularizer, norm, 0.0)
@@ -129,12 +133,12 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
 
 def loss_names(model: Any) -> list[str]:
     """Return the names of the model's losses."""
-    return [str(getattr(loss, "name", "")) for loss in _internals.losses_of(model)[1:]]
+    return [str(getattr(loss, "name", "")) for loss in keras_losses.losses_of(model)[1:]]
 
 
 def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]) -> TargetFault | None:
     """Return the first fault of the targets, given the arrays and the width of each output."""
-    entries = _internals.losses_by_output(model)
+    entries = keras_losses.losses_by_output(model)
     if len(entries) != len(targets):
         entries = entries[:1] if len(targets) == 1 else []
     for index, ((output, loss), array) in enumerate(zip(entries, targets)):
@@ -148,8 +152,8 @@ def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Se
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
     """Return the fault that a negative loss is evidence of, where no loss of the model can be negative."""
-    entries = [loss for _, loss in _internals.losses_by_output(model)]
-    if not entries or not any(loss < -1e-3 for loss in losses) or _internals.adds_losses(model):
+    entries = [loss for _, loss in keras_losses.losses_by_output(model)]
+    if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
     if not all(_kinds(loss) & set(PROBABILITIES) for loss in entries):
         return None
@@ -160,7 +164,7 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
 
 def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[int, ...], str, bool] | None:
     kinds = _kinds(loss)
-    wide = _probes.widen(array)
+    wide = finiteness.widen(array)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
     if any("sparse_categorical" in kind for kind in kinds):
@@ -187,7 +191,7 @@ def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[in
 
 def _kinds(loss: Any) -> set[str]:
     """Return the names under which Keras knows this loss: of its class's function and of the function it wraps."""
-    names = {_internals.snake_case(type(loss).__name__), str(getattr(getattr(loss, "fn", None), "__name__", ""))}
+    names = {keras_layers.snake_case(type(loss).__name__), str(getattr(getattr(loss, "fn", None), "__name__", ""))}
     return {name for name in names if name}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import keras
 
-from keras_nanguard import _state
+from keras_nanguard._backends import processes
 
 __all__ = ["SLOW", "when_slow"]
 
@@ -26,7 +26,7 @@ def when_slow(text: str) -> Iterator[None]:
 
     def announce() -> None:
         (keras.config.enable_interactive_logging if interactive else keras.config.disable_interactive_logging)()
-        _state.print_line(f"\n{text}")
+        processes.print_line(f"\n{text}")
 
     timer = threading.Timer(SLOW, announce)
     timer.daemon = True

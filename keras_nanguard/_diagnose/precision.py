@@ -8,8 +8,10 @@ from typing import Any
 
 import keras
 
-from keras_nanguard import _internals, _state
-from keras_nanguard._diagnose.backend import here
+from keras_nanguard._backends import current
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import losses as keras_losses
+from keras_nanguard._keras import optimizers as keras_optimizers
 
 __all__ = ["in_float32", "lowest"]
 
@@ -18,7 +20,7 @@ LOW = ("float16", "bfloat16")
 
 def lowest(model: Any, layers: list[Any] | None = None) -> str:
     """Return the lowest float dtype that a layer of the model computes in, `""` where that is float32 or higher."""
-    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers or _state.layers_of(model)}
+    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers or keras_layers.layers_of(model)}
     found |= {str(v.dtype) for v in model.variables}
     return next((name for name in LOW if name in found), "")
 
@@ -35,22 +37,22 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
     undo: list[tuple[Any, str, Any]] = []
     twins: list[tuple[Any, Any]] = []
     try:
-        for layer in _state.layers_of(model):
-            _internals.exchange_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
-        for tensor in _internals.symbolic_inputs(model):
-            _internals.exchange(tensor, "_dtype", "float32", undo)
-        for loss in _internals.losses_of(model):
+        for layer in keras_layers.layers_of(model):
+            keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+        for tensor in keras_layers.symbolic_inputs(model):
+            keras_layers.exchange(tensor, "_dtype", "float32", undo)
+        for loss in keras_losses.losses_of(model):
             if str(getattr(loss, "dtype", "")) in LOW:
-                _internals.exchange(loss, "_dtype", "float32", undo)
+                keras_layers.exchange(loss, "_dtype", "float32", undo)
         for variable in variables:
             native = getattr(variable, "value", None)
-            twin = here().twin(variable) if str(getattr(variable, "dtype", "")) in LOW else None
+            twin = current.replay().twin(variable) if str(getattr(variable, "dtype", "")) in LOW else None
             if twin is not None:
-                _internals.exchange(variable, "_value", twin, undo)
-                _internals.exchange(variable, "_dtype", "float32", undo)
+                keras_layers.exchange(variable, "_value", twin, undo)
+                keras_layers.exchange(variable, "_dtype", "float32", undo)
                 twins.append((native, twin))
         for optimizer in optimizers:
-            _internals.know_twins(optimizer, twins, undo)
+            keras_optimizers.know_twins(optimizer, twins, undo)
         yield
     finally:
         for target, name, value in reversed(undo):

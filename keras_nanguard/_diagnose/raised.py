@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard import _internals, _state
-from keras_nanguard._diagnose import batches
-from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._incident import Diagnosis, Finding
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import losses as keras_losses
 
 __all__ = ["by_replay", "explained"]
 
@@ -74,7 +75,7 @@ def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
 
 def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
     """A class index that PyTorch names without its place: the targets of the batch tell it."""
-    shapes = _internals.output_shapes(model)
+    shapes = keras_layers.output_shapes(model)
     high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
     return _label(model, _class_indices(batch), value, 0, high)
 
@@ -86,14 +87,14 @@ def _class_indices(batch: Any) -> list[int]:
 
 def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
     """An index beyond a table, of which PyTorch tells neither: the only table and the batch do."""
-    tables = [layer for layer in _state.layers_of(model) if getattr(layer, "input_dim", None) and hasattr(layer, "embeddings")]
+    tables = [layer for layer in keras_layers.layers_of(model) if getattr(layer, "input_dim", None) and hasattr(layer, "embeddings")]
     high = int(tables[0].input_dim) if len(tables) == 1 else 0
     arrays = [p.array for p in batches.parts(batch) if p.role == "inputs"] if batch is not None else []
     for array in arrays if high and len(arrays) == 1 else []:
         wrong = np.argwhere((array < 0) | (array >= high))
         if len(wrong):
             return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
-    culprit = _internals.path_of(tables[0], None, model) if len(tables) == 1 else ""
+    culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
     seen = (f"An index was looked up in a table that has no such entry{f' ({high} entries)' if high else ''}.",)
     do = ("Make input_dim of the Embedding larger than the largest index, or map unknown ones.",)
     return Finding("inputs", "out_of_range"), Diagnosis("forward_domain", culprit, (), seen, do, 0.9)
@@ -103,7 +104,7 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
     width = _labels_per_row(model)
     wrong = [i for i, label in enumerate(labels) if not low <= label < high] if width else []
     rows = tuple(dict.fromkeys(i // width for i in wrong))
-    names = [str(loss.name) for _, loss in _internals.losses_by_output(model)]
+    names = [str(loss.name) for _, loss in keras_losses.losses_by_output(model)]
     culprit = next((name for name in names if "sparse" in name), names[0] if len(names) == 1 else "loss")
     return Finding("targets", "out_of_range", "", 0, 0, len(labels) or None, float(value)), Diagnosis(
         "target_out_of_range",
@@ -120,7 +121,7 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
 
 def _labels_per_row(model: Any) -> int:
     """Return how many labels one row of the batch has, 0 where that is not known."""
-    shapes = _internals.output_shapes(model)
+    shapes = keras_layers.output_shapes(model)
     if len(shapes) != 1:
         return 0
     count = 1
@@ -130,8 +131,8 @@ def _labels_per_row(model: Any) -> int:
 
 
 def _index(model: Any, row: int, value: int, high: int) -> tuple[Finding, Diagnosis]:
-    tables = [layer for layer in _state.layers_of(model) if getattr(layer, "input_dim", None) == high]
-    culprit = _internals.path_of(tables[0], None, model) if len(tables) == 1 else ""
+    tables = [layer for layer in keras_layers.layers_of(model) if getattr(layer, "input_dim", None) == high]
+    culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
     return Finding("inputs", "out_of_range", "", 0, 0, None, float(value)), Diagnosis(
         "forward_domain",
         culprit,
@@ -145,10 +146,10 @@ def _index(model: Any, row: int, value: int, high: int) -> tuple[Finding, Diagno
 def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
     node = NODE.search(message)
     names = node[1].split("/") if node is not None else []
-    by_name = {layer.name: layer for layer in _state.layers_of(model)[1:]}
+    by_name = {layer.name: layer for layer in keras_layers.layers_of(model)[1:]}
     known = [n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)) if n in by_name]
     layer = by_name[known[0]] if known else _called(model, message)
-    culprit = _internals.path_of(layer, None, model) if layer is not None else ""
+    culprit = keras_layers.path_of(layer, None, model) if layer is not None else ""
     return Finding("outputs", "nonfinite", culprit), Diagnosis(
         "forward_domain",
         culprit,
@@ -162,5 +163,5 @@ def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
 def _called(model: Any, message: str) -> Any:
     """Return the only layer of the class that Keras says was being called, `None` where that is not known."""
     words = CALLED.search(message)
-    layers = [layer for layer in _state.layers_of(model)[1:] if words is not None and type(layer).__name__ == words[1]]
+    layers = [layer for layer in keras_layers.layers_of(model)[1:] if words is not None and type(layer).__name__ == words[1]]
     return layers[0] if len(layers) == 1 else None

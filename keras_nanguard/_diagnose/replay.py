@@ -14,21 +14,23 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_nanguard import _state
+from keras_nanguard._backends import current
+from keras_nanguard._backends.shared.replay import Run, Step
+from keras_nanguard._core.errors import BundleError, GuardError, expected
+from keras_nanguard._core.evidence import Evidence, LayerRow
+from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._diagnose import bundle as _bundle
 from keras_nanguard._diagnose import raised
-from keras_nanguard._diagnose.backend import compiled, here
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.counterfactuals import Anew, tried
-from keras_nanguard._diagnose.evidence import Evidence, LayerRow
 from keras_nanguard._diagnose.facts import objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.rerun import Run, Step
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
-from keras_nanguard._errors import BundleError, GuardError, expected
-from keras_nanguard._files._stored import first_line, plain_text
-from keras_nanguard._incident import Diagnosis, Incident
+from keras_nanguard._files.stored import first_line, plain_text
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
 
 __all__ = ["MODES", "Replay", "replay"]
 
@@ -124,7 +126,7 @@ def replay(
     """
     if mode not in MODES:
         raise GuardError(expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one."))
-    if mode != "eager" and keras.backend.backend() == "torch":
+    if mode not in current.compiled_replay().MODES:
         raise GuardError(expected("mode='eager' on PyTorch, where a guarded step runs eagerly", f"mode={mode!r}", "Leave it out."))
     if dtype not in (None, "float32"):
         raise GuardError(expected("dtype to be None or 'float32'", f"dtype={dtype!r}", "Choose one."))
@@ -144,14 +146,14 @@ def replay(
 
 
 def _tensors(batch: Any) -> Any:
-    return keras.tree.map_structure(lambda a: None if a is None else here().tensor(a), batch)
+    return keras.tree.map_structure(lambda a: None if a is None else current.replay().tensor(a), batch)
 
 
 def _anew(found: _bundle.Bundle, step: Step, batch: Any) -> Anew:
     """Return from where and over which batches the steps up to the bad one are run again."""
     told, start = found.about.get("before") or {}, found.start or found.state
     return Anew(
-        start=lambda: _write_state(start, _state.Anatomy.of(step.model, step.optimizers).everything),
+        start=lambda: _write_state(start, Anatomy.of(step.model, step.optimizers).everything),
         before=[_tensors(args) for args in found.before],
         batch=batch,
         rows=tuple(found.incident.diagnosis.samples) if found.incident.diagnosis else (),
@@ -189,7 +191,7 @@ def _why_not(error: Exception) -> str:
 
 def _prepared(found: _bundle.Bundle, model: Any) -> Step:
     """Return the step of the model, with the state of the bundle."""
-    optimizers = _state.find_optimizers(model)
+    optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
         raise BundleError(expected("a compiled model", f"model={model.name!r}, which is not", "Call compile first."))
     for optimizer in optimizers:
@@ -197,7 +199,7 @@ def _prepared(found: _bundle.Bundle, model: Any) -> Step:
             optimizer.build(model.trainable_variables)
     step = Step.of(model, optimizers, saving=bool(found.about.get("saving")))
     if found.state:
-        _write_state(found.state, _state.Anatomy.of(model, optimizers).everything)
+        _write_state(found.state, Anatomy.of(model, optimizers).everything)
     return step
 
 
@@ -210,7 +212,7 @@ def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: S
         if tuple(array.shape) != tuple(variable.shape):
             what = f"{variable.path} of shape {tuple(array.shape)}"
             raise BundleError(expected(what, tuple(variable.shape), "Pass the model that was trained."))
-        _state.write(variable, array)
+        keras_variables.write(variable, array)
 
 
 def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -249,7 +251,7 @@ def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run,
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
-    return compiled()(step, batch, jit=mode == "xla"), evidence
+    return current.compiled_replay().run_compiled(step, batch, jit=mode == "xla"), evidence
 
 
 class _Start:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_nanguard import _probes
-from keras_nanguard._diagnose.evidence import Birth
-from keras_nanguard._diagnose.rerun import Run
+from keras_nanguard._backends.shared.replay import Run
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Birth
 
 __all__ = ["bisected", "seen"]
 
@@ -27,7 +27,7 @@ def seen(run: Run, count: int) -> tuple[int, ...]:
     if birth is not None and birth.all_rows and birth.source == "operation":
         return ()
     for _, values in (*run.sample_losses, *run.outputs):
-        array = _probes.widen(np.asarray(values))
+        array = finiteness.widen(np.asarray(values))
         if count and array.ndim and array.shape[0] == count:
             wrong = ~np.isfinite(array).reshape(count, -1).all(axis=1)
             if wrong.any() and not wrong.all():

@@ -7,18 +7,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
-from keras_nanguard import _internals, _probes, _processes, _state
-from keras_nanguard._data_names import input_names, named
-from keras_nanguard._diagnose import batches, rows
-from keras_nanguard._diagnose.backend import compiled, here, is_compiled
+from keras_nanguard._backends import current, processes
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.replay import Run, Step, preserved
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.data_names import input_names, named
+from keras_nanguard._core.evidence import Evidence, Spread
+from keras_nanguard._diagnose import rows
 from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
-from keras_nanguard._diagnose.evidence import Evidence, Spread
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
-from keras_nanguard._diagnose.rerun import Run, Step, preserved
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
 
 __all__ = ["Trials", "standardised", "with_names"]
 
@@ -41,7 +44,7 @@ class Trials:
 
     def __init__(self, step: Step, batch: Any, evidence: Evidence, start: Any = None):
         self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
-        self.anatomy = _state.Anatomy.of(step.model, step.optimizers)
+        self.anatomy = Anatomy.of(step.model, step.optimizers)
         self.run = Run()
 
     def carried_out(self) -> Evidence:
@@ -52,8 +55,8 @@ class Trials:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
-        if _processes.count() > 1 and keras.backend.backend() == "jax":
-            self._add(notes=(f"The step runs in {_processes.count()} processes, so it was not run again by one of them.",))
+        if processes.count() > 1 and current.host().SPREADS_ARRAYS:
+            self._add(notes=(f"The step runs in {processes.count()} processes, so it was not run again by one of them.",))
             return self.evidence
         run = self._replayed()
         self._look_at_targets(run)
@@ -85,7 +88,7 @@ class Trials:
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
         if run.finite and self.evidence.mode != "eager":
-            again = compiled()(self.step, self.batch, jit=self.evidence.mode == "xla")
+            again = current.compiled_replay().run_compiled(self.step, self.batch, jit=self.evidence.mode == "xla")
             self._add(same_mode=again.word)
             if not again.finite and not again.error:
                 run = again
@@ -96,8 +99,8 @@ class Trials:
 
     def _again(self, batch: Any) -> Run:
         """Run the step once more, without its updates and unobserved, in the way that costs least."""
-        if is_compiled(self.step):
-            run: Run = compiled()(self.step, batch, jit=True)
+        if current.compiled_replay().is_compiled(self.step):
+            run: Run = current.compiled_replay().run_compiled(self.step, batch, jit=True)
             if not run.error:
                 return run
         return self.step.run(batch)
@@ -118,7 +121,7 @@ class Trials:
 
     def _look_at_targets(self, run: Run) -> None:
         arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
-        shapes = [array.shape for _, array in run.outputs] or _internals.output_shapes(self.step.model)
+        shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(self.step.model)
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
         self._add(target_fault=target_fault(self.step.model, arrays, widths))
 
@@ -132,7 +135,7 @@ class Trials:
         if scales and self.evidence.first == "gradients":
             with preserved(scales):
                 for scale in scales:
-                    _state.write(scale, np.ones((), "float32"))
+                    keras_variables.write(scale, np.ones((), "float32"))
                 self._add(unscaled=self.step.run(self.batch).word)
 
     def _find_rows(self, run: Run) -> None:
@@ -199,7 +202,7 @@ class Trials:
         for variable in self.anatomy.restorable:
             value = snapshot.value(variable)
             if value is not None:
-                _state.write(variable, value)
+                keras_variables.write(variable, value)
 
     def _begin_anew_with_scaled_data(self) -> None:
         """Train a few steps from the first state on this batch, as it is and scaled: does the scale make it blow up?"""
@@ -244,7 +247,7 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
 
 def standardised(role: str, value: Any) -> Any:
     """Return floats with mean 0 and deviation 1 in each feature; targets only where they are large."""
-    array = _probes.widen(_state.dense(value))
+    array = finiteness.widen(keras_variables.dense(value))
     if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
         return value
     array = array.astype(np.float64)
@@ -252,8 +255,8 @@ def standardised(role: str, value: Any) -> Any:
         return value
     deviation = array.std(axis=0)
     scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
-    return here().like(scaled, value)
+    return current.replay().like(scaled, value)
 
 
 def _counts(outputs: Any) -> list[tuple[int, int, int]]:
-    return [_probes.counts(array) for _, array in _state.named_arrays(outputs)]
+    return [finiteness.counts(array) for _, array in keras_variables.named_arrays(outputs)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from keras_nanguard._data_names import shown
+from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.evidence import Birth, Evidence, LayerRow, Operand, OptimizerFacts, Spread
+from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.causes import Verdict
-from keras_nanguard._diagnose.evidence import Birth, Evidence, LayerRow, Operand, OptimizerFacts, Spread
-from keras_nanguard._files._stored import plain_text
-from keras_nanguard._fit._history import JUMP
+from keras_nanguard._files.stored import plain_text
 
 __all__ = ["at_rows", "sentences", "table"]
 

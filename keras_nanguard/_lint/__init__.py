@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._errors import GuardError, expected, no_model
-from keras_nanguard._files._live import is_model
+from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._files.live import is_model
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import Hazard, Rule
 from keras_nanguard._lint.subject import Subject

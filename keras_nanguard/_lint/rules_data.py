@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from keras_nanguard._files._arrays import statistics
+from keras_nanguard._files.arrays import statistics
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.rules_outputs import kind_of
 from keras_nanguard._lint.subject import Subject

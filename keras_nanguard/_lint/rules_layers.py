@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._files._arrays import float_name, statistics
-from keras_nanguard._files._live import live_variables
+from keras_nanguard._files.arrays import float_name, statistics
+from keras_nanguard._files.live import live_variables
+from keras_nanguard._keras.structure import arguments_of, source_of
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.subject import Placed, Subject, activation_name
 
@@ -175,24 +176,18 @@ def _unprotected(subject: Subject) -> Iterator[Site]:
 
 def _argument(operation: Any, place: int) -> Any:
     """Return the operation that computes an argument, or `None` where it is a constant."""
-    arguments = operation._inbound_nodes[0].arguments
-    values = [*arguments.args, *arguments.kwargs.values()]
-    history = getattr(values[place] if place < len(values) else None, "_keras_history", None)
-    return getattr(history, "operation", None)
+    values = arguments_of(operation)
+    source = source_of(values[place]) if place < len(values) else None
+    return None if source is None else source[0]
 
 
 def _protected(operation: Any) -> bool:
     kind = type(operation).__name__
     if kind in _SAFE:
         return True
-    if kind == "Add" and any(isinstance(value, (int, float)) for value in _constants(operation)):
+    if kind == "Add" and any(isinstance(value, (int, float)) for value in arguments_of(operation)):
         return True
     return activation_name(getattr(operation, "activation", None)) in ("softplus", "exponential", "sigmoid", "softmax")
-
-
-def _constants(operation: Any) -> list[Any]:
-    arguments = operation._inbound_nodes[0].arguments
-    return [*arguments.args, *arguments.kwargs.values()]
 
 
 _NORMED = (

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._files._arrays import named_dtype
+from keras_nanguard._files.arrays import named_dtype
+from keras_nanguard._keras.structure import given_rate
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.subject import Subject
 
@@ -32,7 +33,7 @@ def _rates(subject: Subject) -> list[float]:
     optimizer = subject.optimizer
     if optimizer is None:
         return []
-    given: Any = getattr(optimizer, "_learning_rate", None)
+    given = given_rate(optimizer)
     try:
         if callable(given) and not hasattr(given, "numpy"):
             return [float(np.asarray(given(step))) for step in (0, 1, 100, 10_000, 1_000_000)]

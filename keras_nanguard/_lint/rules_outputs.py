@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from keras_nanguard._keras.structure import loss_options
 from keras_nanguard._lint.rule import Rule, Site
 from keras_nanguard._lint.subject import Output, Subject
 
@@ -30,7 +31,7 @@ def _from_logits(loss: Any) -> bool | None:
     """Return whether a loss expects logits; `None` where it does not say."""
     value = getattr(loss, "from_logits", None)
     if value is None:
-        value = (getattr(loss, "_fn_kwargs", None) or {}).get("from_logits")
+        value = loss_options(loss).get("from_logits")
     return False if value is None and kind_of(loss) in (*_CROSSENTROPIES, *_FOCAL) else value
 
 

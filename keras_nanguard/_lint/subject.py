@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._files._live import children
+from keras_nanguard._keras.structure import children, given_metrics, graph_operations, source_of, symbolic_arguments
 
 __all__ = ["Output", "Placed", "Subject"]
 
@@ -90,8 +90,7 @@ class Subject:
         graphs = [("", self.model), *((placed.path, placed.layer) for placed in self.layers)]
         found = []
         for path, graph in graphs:
-            inner = getattr(graph, "_functional", None)  # a Sequential keeps its graph there
-            for operation in getattr(graph, "operations", None) or getattr(inner, "operations", None) or ():
+            for operation in graph_operations(graph):
                 found.append((f"{path}/{operation.name}" if path else str(operation.name), operation))
         return tuple(found)
 
@@ -103,7 +102,7 @@ class Subject:
             return ()
         names = [str(name) for name in getattr(self.model, "output_names", range(len(tensors)))]
         losses = _per_output(getattr(self.model, "loss", None), names, self.scaler is not None)
-        metrics = _per_output(self._metrics(), names, True)
+        metrics = _per_output(given_metrics(self.model), names, True)
         found = []
         for place, (name, tensor) in enumerate(zip(names, tensors, strict=False)):
             operation = _origin(tensor)
@@ -114,10 +113,6 @@ class Subject:
             loss = _as_loss(losses[place] if place < len(losses) else None)
             found.append(Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed))
         return tuple(found)
-
-    def _metrics(self) -> Any:
-        configured = getattr(self.model, "_compile_metrics", None)
-        return getattr(configured, "_user_metrics", None)
 
     def targets(self) -> list[tuple[Output, NDArray[Any]]]:
         """Return the targets of each output as arrays, where they are arrays."""
@@ -161,15 +156,15 @@ def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed
 def _origin(tensor: Any) -> Any:
     """Return the operation that computes a symbolic tensor, looking through nested models and changes of shape."""
     for _ in range(100):
-        history: Any = getattr(tensor, "_keras_history", None)
-        if history is None:
+        source = source_of(tensor)
+        if source is None:
             return None
-        operation = history.operation
+        operation, call, output = source
         nested = getattr(operation, "outputs", None)
         if nested and getattr(operation, "operations", None):
-            tensor = nested[history.tensor_index]
+            tensor = nested[output]
         elif type(operation).__name__ in _SHAPE_ONLY:
-            tensor = operation._inbound_nodes[history.node_index].input_tensors[0]
+            tensor = symbolic_arguments(operation, call)[0]
         else:
             return operation
     return None

@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard._cli._completion import script
-from keras_nanguard._cli._parser import CLEAN, FOUND, MISUSE, main, parser
+from keras_nanguard._cli.completion import script
+from keras_nanguard._cli.parser import CLEAN, FOUND, MISUSE, main, parser
 
 COMMANDS = ("scan", "repair", "recalibrate", "lint", "diagnose", "check-policy", "replay", "report", "demo", "completion")
 
@@ -280,9 +280,9 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
     """On a terminal: a table with the worst first; square brackets in a name are no markup."""
     from rich.console import Console
 
-    from keras_nanguard._cli._tables import Tables
-    from keras_nanguard._files._repair import repair
-    from keras_nanguard._files._scan import scan
+    from keras_nanguard._cli.tables import Tables
+    from keras_nanguard._files.repair import repair
+    from keras_nanguard._files.scan import scan
 
     path = tmp_path / "markup.weights.h5"
     with h5py.File(path, "w") as file:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from keras_nanguard._cli import _demo
+from keras_nanguard._cli import demo
 
 SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()  # convolutions in float16 on a CPU
 
@@ -17,7 +17,7 @@ SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()  # con
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
 def test_the_guarded_run_wins(capsys, epochs):
     """Stock Keras predicts NaN only, the guarded run is as good as one without the broken images; one line a kind of trouble."""
-    assert _demo.run(epochs) == 0
+    assert demo.run(epochs) == 0
     told = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:5]] for line in told.splitlines() if "│" in line}
     stock, guarded, clean = (float(cell) for cell in rows["test accuracy"])
@@ -29,7 +29,7 @@ def test_the_guarded_run_wins(capsys, epochs):
 
 
 def result(accuracy=0.98, loss=0.1, bad=0):
-    return {_demo.ACCURACY: accuracy, _demo.LOSS: loss, _demo.BAD: bad}
+    return {demo.ACCURACY: accuracy, demo.LOSS: loss, demo.BAD: bad}
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def result(accuracy=0.98, loss=0.1, bad=0):
 )
 def test_what_a_win_is(stock, guarded, clean, won):
     """The guarded run wins where it is sound, good, close to the one on clean data and far better than stock Keras."""
-    assert _demo.wins(stock, guarded, clean) is won
+    assert demo.wins(stock, guarded, clean) is won
 
 
 def test_a_guard_that_is_worth_nothing_fails(monkeypatch, capsys):
     """The exit code is 1 and a line says so where the guarded run does not win."""
-    monkeypatch.setattr(_demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"})
-    assert _demo.run(1) == 1
+    monkeypatch.setattr(demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"})
+    assert demo.run(1) == 1
     assert "did not win" in capsys.readouterr().out

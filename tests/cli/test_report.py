@@ -9,10 +9,10 @@ import signal
 import numpy as np
 import pytest
 
-from keras_nanguard._cli._parser import main
-from keras_nanguard._errors import GuardError
-from keras_nanguard._incident import Diagnosis, Finding, Incident
-from keras_nanguard.reports import files, log
+from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._report import files, log
 
 INCIDENTS = [
     Incident(7, 0, 7, (Finding("gradients", "nonfinite", "dense/kernel", 3, 0, 8),), True),

@@ -8,11 +8,11 @@ import zipfile
 
 import numpy as np
 import pytest
-import zoo
+from support import zoo
 
-from keras_nanguard._cli._parser import MISUSE, main
-from keras_nanguard._errors import FileFormatError, GuardError
-from keras_nanguard._files._repair import repair
+from keras_nanguard._cli.parser import MISUSE, main
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._files.repair import repair
 
 zoo.once()
 
@@ -176,7 +176,7 @@ def test_wrong_values_of_options(words, good, capsys):
 def test_a_model_that_keras_cannot_load(tmp_path, capsys):
     """Whatever Keras raises on a file is one sentence."""
     pytest.importorskip("keras")
-    from keras_nanguard._files._loaded import load_model
+    from keras_nanguard._files.loaded import load_model
 
     for config in ("[]", "{}", '{"class_name": "Sequential", "config": {"layers": [{"class_name": "No"}]}}', "nonsense"):
         with zipfile.ZipFile(tmp_path / "odd.keras", "w") as archive:

@@ -17,8 +17,8 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, replay
+from keras_nanguard._core.errors import BundleError, GuardError
 from keras_nanguard._diagnose import bundle as _bundle
-from keras_nanguard._errors import BundleError, GuardError
 
 
 def written(name: str, directory: Path, **compile_):
@@ -182,7 +182,7 @@ def test_a_layer_of_ones_own_is_asked_for_by_name(own_layer):
 
 
 def test_the_command_line_imports_layers_of_ones_own(own_layer, tmp_path, monkeypatch, capsys):
-    from keras_nanguard._cli._parser import main
+    from keras_nanguard._cli.parser import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -225,7 +225,7 @@ def test_an_unknown_way_to_run_is_refused(overflow, arguments):
 
 
 def test_the_command_line_runs_a_bundle_again(overflow, capsys):
-    from keras_nanguard._cli._parser import main
+    from keras_nanguard._cli.parser import main
 
     assert main(["replay", overflow[1].bundle, "--plain", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["result"] == "bad"

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from keras_nanguard._core.evidence import Birth, Constant, Evidence, Growth, Operand, OptimizerFacts, Spread
+from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.causes import decide, grown, kind
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.evidence import Birth, Constant, Evidence, Growth, Operand, OptimizerFacts, Spread
 from keras_nanguard._diagnose.words import table
-from keras_nanguard._incident import CAUSES
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
 LARGE = Operand(1e30, False, False, "float32")

@@ -11,8 +11,8 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, replay
+from keras_nanguard._core.errors import BundleError, GuardError
 from keras_nanguard._diagnose import bundle as _bundle
-from keras_nanguard._errors import BundleError, GuardError
 from keras_nanguard.testing import inject
 
 BACKEND = keras.backend.backend()
@@ -79,7 +79,7 @@ def test_a_bundle_is_run_again_in_every_mode(bundle, mode):
     assert (found.result, found.mode, found.diagnosis.cause) == ("bad", mode, "divergence")
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="TensorFlow and JAX compile their steps")
+@pytest.mark.requires_backend("torch", reason="TensorFlow and JAX compile their steps")
 def test_a_mode_that_the_backend_has_not_is_said_so(bundle):
     with pytest.raises(GuardError, match="eager"):
         replay(bundle, mode="graph")

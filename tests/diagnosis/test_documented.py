@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from keras_nanguard._incident import CAUSES
+from keras_nanguard._core.incident import CAUSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "causes.md"
 

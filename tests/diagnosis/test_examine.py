@@ -9,7 +9,7 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
-from keras_nanguard._errors import GuardError
+from keras_nanguard._core.errors import GuardError
 
 
 @pytest.fixture(scope="module")

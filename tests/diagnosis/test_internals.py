@@ -5,13 +5,15 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import zoo
 from keras import layers, ops
+from support import zoo
 
-from keras_nanguard import _internals, _state
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import losses as keras_losses
+from keras_nanguard._keras import optimizers as keras_optimizers
 
 tf = pytest.importorskip("tensorflow", reason="eyes for the operations of TensorFlow; those of JAX and PyTorch are in test_jax, test_torch")
-from keras_nanguard._diagnose.births import Births  # noqa: E402
+from keras_nanguard._backends.tensorflow.origins import Births  # noqa: E402
 
 
 def model():
@@ -26,20 +28,20 @@ def test_operations_losses_and_inputs_are_found():
     built = model()
     y = np.zeros((2, 1), "float32")
     built.train_on_batch(np.ones((2, 4), "float16"), {"a": y, "b": y})
-    found = [op.name.split("_")[0] for op in _internals.operations_of(built)]
+    found = [op.name.split("_")[0] for op in keras_layers.operations_of(built)]
     assert found == ["log", *["cast"] * 2 * zoo.OLD]  # the lowest Keras casts inputs by operations
-    assert [loss.name for loss in _internals.losses_of(built)][1:] in (
+    assert [loss.name for loss in keras_losses.losses_of(built)][1:] in (
         ["mse", "mae"],
         ["mean_squared_error", "mean_absolute_error"],
     )
-    assert [name for name, _ in _internals.losses_by_output(built)] == ["a", "b"]
-    assert [str(t.dtype) for t in _internals.symbolic_inputs(built)] == ["float16"]
-    assert _internals.output_shapes(built) == [(None, 1), (None, 1)]
+    assert [name for name, _ in keras_losses.losses_by_output(built)] == ["a", "b"]
+    assert [str(t.dtype) for t in keras_layers.symbolic_inputs(built)] == ["float16"]
+    assert keras_layers.output_shapes(built) == [(None, 1), (None, 1)]
 
 
 def test_a_policy_is_exchanged_and_put_back():
     layer, undo = layers.Dense(2, dtype="mixed_float16"), []
-    _internals.exchange_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
+    keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
     assert layer.compute_dtype == "float32"
     for target, name, value in reversed(undo):
         object.__setattr__(target, name, value)
@@ -50,7 +52,7 @@ def test_the_rate_of_the_last_step_is_told_under_a_schedule():
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5]))
     variable = keras.Variable([1.0])
     optimizer.apply([ops.ones(1)], [variable])
-    assert (_internals.rate_before(optimizer), _state.learning_rate(optimizer)) == (1.0, 0.5)
+    assert (keras_optimizers.rate_before(optimizer), keras_optimizers.learning_rate(optimizer)) == (1.0, 0.5)
 
 
 def test_tensorflow_tells_of_its_operations():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mechanisms
 import pytest
-import zoo
+from support import zoo
 
 from keras_nanguard import NanGuard, replay
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import zoo
 from keras import layers, ops
+from support import zoo
 
 from keras_nanguard import NanGuard
 

@@ -11,9 +11,9 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
+from keras_nanguard._backends.shared.replay import Step
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._diagnose.explain_step import Explainer
-from keras_nanguard._diagnose.rerun import Step
-from keras_nanguard._incident import Diagnosis, Finding, Incident
 
 MODES = {
     "graph": {},
@@ -53,7 +53,7 @@ def test_training_with_a_diagnosis_is_training_without_one(mode):
     assert {i.diagnosis.cause for i in with_[4].incidents} == {"input_nonfinite", "input_scale"}
 
 
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="its train step is written with tf.GradientTape")
+@pytest.mark.requires_backend("tensorflow", reason="its train step is written with tf.GradientTape")
 def test_a_replay_restores_what_a_step_of_ones_own_writes():
     case = mechanisms.PROGRAMS["bad_row_in_a_step_that_writes_its_weights"](False)
     model = case.model

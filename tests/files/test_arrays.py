@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._files import _arrays
-from keras_nanguard._files._arrays import FLOAT16_MAX, Tally, blocks, chunk_blocks, float_name, named_dtype, statistics
+from keras_nanguard._files import arrays
+from keras_nanguard._files.arrays import FLOAT16_MAX, Tally, blocks, chunk_blocks, float_name, named_dtype, statistics
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">f4", "complex64")
 
@@ -77,8 +77,8 @@ def test_the_pieces_do_not_matter(array, piece):
 @pytest.mark.parametrize(("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")])
 def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
     """One bad value alone is found at the first, the last and every inner border of the pieces that are counted."""
-    size = _arrays._PIECE * 2 + 3
-    for place in (0, 1, _arrays._PIECE - 1, _arrays._PIECE, 2 * _arrays._PIECE, size - 1):
+    size = arrays._PIECE * 2 + 3
+    for place in (0, 1, arrays._PIECE - 1, arrays._PIECE, 2 * arrays._PIECE, size - 1):
         array = np.ones(size, named_dtype(dtype))
         array[place] = bad
         found = statistics(array)
@@ -109,7 +109,7 @@ def test_constant_and_all_zero_are_told():
     assert not statistics(np.array([1.0, 2.0])).constant
     assert not statistics(np.array([2.0, 2.0, np.nan])).constant
     assert not statistics(np.array([3.0])).constant
-    assert statistics(np.zeros(0)) == _arrays.Statistics()
+    assert statistics(np.zeros(0)) == arrays.Statistics()
 
 
 def test_only_floats_can_be_non_finite():

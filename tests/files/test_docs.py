@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from keras_nanguard._cli._parser import parser
-from keras_nanguard._files._judge import PROBLEMS
-from keras_nanguard._files._mend import CHOICES
+from keras_nanguard._cli.parser import parser
+from keras_nanguard._files.judge import PROBLEMS
+from keras_nanguard._files.mend import CHOICES
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

@@ -12,15 +12,16 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import zoo
 
-from keras_nanguard._errors import FileFormatError, NanGuardError
-from keras_nanguard._files import _archives, _hdf5, _isolated
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
-from keras_nanguard._files._stored import plain_text
+from keras_nanguard._core.errors import FileFormatError, NanGuardError
+from keras_nanguard._files import archives, hdf5
+from keras_nanguard._files import isolated as isolated_reading
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
+from keras_nanguard._files.stored import plain_text
 
 zoo.once()
 
@@ -156,7 +157,7 @@ def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
 
 def test_a_zip_bomb_is_refused(make, monkeypatch):
     """A member that would unpack to many times its size is refused before it is unpacked."""
-    monkeypatch.setattr(_archives, "BOMB_FLOOR", 1 << 16)
+    monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 16)
     bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
     assert "zip bomb" in refusal(bomb)
 
@@ -258,7 +259,7 @@ def test_ten_thousand_layers_are_a_result(tmp_path):
 
 def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(monkeypatch):
     """The file is read in a child process: if that is killed or falls silent, the program goes on."""
-    monkeypatch.setattr(_isolated, "STALL_SECONDS", 1.5)
+    monkeypatch.setattr(isolated_reading, "STALL_SECONDS", 1.5)
     with pytest.raises(FileFormatError, match="crashes"):
         isolated(lambda: os.kill(os.getpid(), 11))
     stop = "import ctypes; ctypes.PyDLL(None).pause()"  # holds the interpreter's lock, as a loop in a C library does
@@ -278,7 +279,7 @@ def isolated(function):
     def work(report):
         yield {"x": function()}
 
-    return _isolated.isolated(work, None, "x.keras")
+    return isolated_reading.isolated(work, None, "x.keras")
 
 
 def refuse(sentence):
@@ -318,7 +319,7 @@ def samples(make):
 @given(data=st.data())
 def test_mutated_files_give_a_result_or_one_sentence(samples, make, monkeypatch, data):
     """Whatever bytes of a valid file are changed, cut or repeated, scan and repair answer or refuse."""
-    monkeypatch.setattr(_isolated, "STALL_SECONDS", 3.0)
+    monkeypatch.setattr(isolated_reading, "STALL_SECONDS", 3.0)
     mutated = bytearray(data.draw(st.sampled_from(samples)))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(mutated) - 1))
@@ -339,19 +340,19 @@ def test_mutated_files_give_a_result_or_one_sentence(samples, make, monkeypatch,
 def test_the_limits_are_those_of_the_loader_of_keras(keras):
     """What Keras itself refuses to load as a bomb is refused here, and nothing that it loads."""
     from keras.src.saving import saving_lib
-    from zoo import OLD
+    from support.zoo import OLD
 
     if OLD:
         pytest.skip("this version of Keras loads bombs")
-    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == _archives.BOMB_FLOOR
-    assert saving_lib._H5_DATASET_MAX_EXPANSION == _hdf5._MOST_EXPANSION
-    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == _archives._MOST_EXPANSION
+    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == archives.BOMB_FLOOR
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5._MOST_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MOST_EXPANSION
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no child process")
 def test_a_child_that_cannot_be_ended(monkeypatch):
     """A child that hangs on a dead disk, where even killing it has no effect, is left behind; the caller goes on."""
-    monkeypatch.setattr(_isolated, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(isolated_reading, "KILL_SECONDS", 0.2)
     asked, real = [], os.waitpid
     monkeypatch.setattr(os, "waitpid", lambda child, options: asked.append((child, options)) or (0, 0))
 
@@ -360,7 +361,7 @@ def test_a_child_that_cannot_be_ended(monkeypatch):
         yield {"found": 1}
 
     began = time.monotonic()
-    assert _isolated.isolated(work, None, "a file") == {"found": 1}
+    assert isolated_reading.isolated(work, None, "a file") == {"found": 1}
     assert time.monotonic() - began < 30
     assert asked and all(options == os.WNOHANG for _, options in asked), "nothing that waits without an end"
     monkeypatch.undo()

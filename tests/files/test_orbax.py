@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from keras_nanguard._errors import FileFormatError
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
 
 def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_nanguard._files._names import identities
-from keras_nanguard._files._open import opened
-from keras_nanguard._files._scan import scan
+from keras_nanguard._files.names import identities
+from keras_nanguard._files.opening import opened
+from keras_nanguard._files.scan import scan
 
 NOT_SAVED = ("seed_generator_state", "metrics/", "optimizer/")
 
@@ -201,7 +201,7 @@ def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
     """Scanning and repairing a file import neither Keras nor any backend."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     code = (
-        "import sys; from keras_nanguard._files._scan import scan; from keras_nanguard._files._repair import repair\n"
+        "import sys; from keras_nanguard._files.scan import scan; from keras_nanguard._files.repair import repair\n"
         "assert not scan(sys.argv[1]).clean; assert repair(sys.argv[1]).clean\n"
         "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'rich', 'tensorstore') if m in sys.modules])"
     )

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from keras_nanguard._errors import GuardError
-from keras_nanguard._files._reestimate import recalibrate
-from keras_nanguard._files._scan import scan
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._files.recalibrate import recalibrate
+from keras_nanguard._files.scan import scan
 
 
 def chain(keras, *layers, shape=(4,)):

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._errors import FileFormatError, GuardError
-from keras_nanguard._files._initial import first_value
-from keras_nanguard._files._mend import Choices, bad_values, mended
-from keras_nanguard._files._names import identities
-from keras_nanguard._files._open import opened
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._files.initial_values import first_value
+from keras_nanguard._files.mend import Choices, bad_values, mended
+from keras_nanguard._files.names import identities
+from keras_nanguard._files.opening import opened
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
 
 def values(path):
@@ -263,7 +263,7 @@ def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
 @pytest.mark.parametrize("name", ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
 def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
     """Every optimizer whose slots a file repair sets to 0 starts with slots of 0 in Keras."""
-    from keras_nanguard._files._repair_file import _ZERO_SLOTS
+    from keras_nanguard._files.repair_file import _ZERO_SLOTS
 
     assert name in _ZERO_SLOTS
     optimizer = getattr(keras.optimizers, name)(0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {}))

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from keras_nanguard._errors import GuardError
-from keras_nanguard._files._arrays import statistics
-from keras_nanguard._files._judge import PROBLEMS, SEVERITIES, judge
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._files.arrays import statistics
+from keras_nanguard._files.judge import PROBLEMS, SEVERITIES, judge
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
 CASES = {
     "nan": ("kernel", "weight", [[1.0, np.nan]], {}),

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from keras_nanguard._cli._parser import main
-from keras_nanguard._files._reestimate import recalibrate
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._cli.parser import main
+from keras_nanguard._files.recalibrate import recalibrate
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
 
 def ruin(backbone, nan, huge):

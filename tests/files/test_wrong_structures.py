@@ -10,12 +10,12 @@ import sys
 import h5py
 import numpy as np
 import pytest
-import zoo
-from wrong_files import WRONG
+from support import zoo
+from support.wrong_files import WRONG
 
-from keras_nanguard._errors import FileFormatError
-from keras_nanguard._files import _isolated
-from keras_nanguard._files._stored import readable
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files import isolated
+from keras_nanguard._files.stored import readable
 
 zoo.once()
 
@@ -37,10 +37,10 @@ def memory():
 
 PROGRAM = MEASURED + """
 import json
-from keras_nanguard._errors import FileFormatError
-from keras_nanguard._files._model_names import model_names
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files.model_names import model_names
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
 path, found = sys.argv[1], {}
 for name, do in {
@@ -91,12 +91,12 @@ SOUND = ("big-endian", "layer of fill value", "values in Fortran's order", "init
 
 CAMPAIGN = MEASURED + """
 import json, random
-from keras_nanguard._errors import FileFormatError
+from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files import _isolated
-from keras_nanguard._files._repair import repair
-from keras_nanguard._files._scan import scan
+from keras_nanguard._files.repair import repair
+from keras_nanguard._files.scan import scan
 
-_isolated.STALL_SECONDS = 3.0
+isolated.STALL_SECONDS = 3.0
 target, seed, count, *samples = sys.argv[1:]
 draw = random.Random(int(seed))
 samples = [open(sample, "rb").read() for sample in samples]
@@ -150,7 +150,7 @@ def test_what_hdf5_reserves_is_bounded(monkeypatch):
     """The child that reads a file cannot take more than it was given, whatever a library in it asks for."""
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux tells how much a process holds")
-    monkeypatch.setattr(_isolated, "MOST_MEMORY", 200 << 20)
+    monkeypatch.setattr(isolated, "MOST_MEMORY", 200 << 20)
 
     @contextlib.contextmanager
     def work(_):
@@ -158,5 +158,5 @@ def test_what_hdf5_reserves_is_bounded(monkeypatch):
             yield {"size": np.ones(1 << 26).nbytes}
 
     with pytest.raises(FileFormatError, match="cannot be read"):
-        _isolated.isolated(work, None, "x.keras")
-    assert _isolated.isolated(work, None, "x.keras", 1 << 26) == {"size": 1 << 29}
+        isolated.isolated(work, None, "x.keras")
+    assert isolated.isolated(work, None, "x.keras", 1 << 26) == {"size": 1 << 29}

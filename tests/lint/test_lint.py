@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_nanguard._errors import GuardError
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._lint import RULES, lint
 from keras_nanguard._lint.page import page
 

@@ -10,9 +10,9 @@ from dataclasses import MISSING, FrozenInstanceError, fields
 import pytest
 
 from keras_nanguard import actions
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._problems import problems_in
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.schema import problems_in
 from keras_nanguard.actions import ACTIONS, Action
 
 NAMES = sorted(ACTIONS)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._incident import Finding, Incident
-from keras_nanguard._policy import _conditions
-from keras_nanguard._policy._conditions import CONDITIONS, Consecutive, Fraction, Within
-from keras_nanguard._policy._ledger import Ledger
-from keras_nanguard._policy._policy import Policy, decide
-from keras_nanguard._policy._problems import problems_in
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._policy import conditions
+from keras_nanguard._policy.conditions import CONDITIONS, Consecutive, Fraction, Within
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
+from keras_nanguard._policy.schema import problems_in
 
 SAMPLES = {
     "consecutive": {"consecutive": 3},
@@ -47,10 +47,10 @@ def firings(after, steps, jumps=(), **more):
 @pytest.mark.parametrize("name", sorted(CONDITIONS))
 def test_a_condition_survives_a_file(name):
     """Each condition comes back the same from a file, and says in words what it waits for."""
-    condition = _conditions.from_file(SAMPLES[name])
+    condition = conditions.from_file(SAMPLES[name])
     assert isinstance(condition, CONDITIONS[name])
     assert condition.to_file() == SAMPLES[name]
-    assert _conditions.from_file(condition.to_file()) == condition
+    assert conditions.from_file(condition.to_file()) == condition
     assert condition.sentence()
     assert not problems_in({"rules": [{"name": "x", "after": SAMPLES[name], "do": "stop"}]})
 

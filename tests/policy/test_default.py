@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from keras_nanguard._incident import CAUSES, Diagnosis, Finding, Incident
-from keras_nanguard._policy._config import PRESETS
-from keras_nanguard._policy._ledger import Ledger
-from keras_nanguard._policy._policy import Policy, decide
+from keras_nanguard._core.incident import CAUSES, Diagnosis, Finding, Incident
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
+from keras_nanguard._policy.presets import PRESETS
 
 LIMIT = 12
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_nanguard import actions
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._conditions import CONDITIONS
-from keras_nanguard._policy._explain import explain
-from keras_nanguard._policy._fields import follow
-from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._settings import LossScaleCheck, Snapshot
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._policy.conditions import CONDITIONS
+from keras_nanguard._policy.explain import explain
+from keras_nanguard._policy.fields import follow
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.settings import LossScaleCheck, Snapshot
 
 BASES = ["recover", "finetune", "long-run", "none", Policy.from_any("long-run"), {"preset": "finetune"}]
 

@@ -11,17 +11,18 @@ import jsonschema
 import pytest
 
 import keras_nanguard
-from keras_nanguard._incident import KINDS, SITES
-from keras_nanguard._policy._conditions import CONDITIONS
-from keras_nanguard._policy._config import PRESETS, preset
-from keras_nanguard._policy._documents import parsed
-from keras_nanguard._policy._explain import explain
-from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._problems import problems_in
-from keras_nanguard._policy._rules import MOMENTS, Rule
-from keras_nanguard._policy._schema import json_schema
-from keras_nanguard._policy._settings import Checks, Snapshot
-from keras_nanguard._policy._warnings import warnings_about
+from keras_nanguard._core.incident import KINDS, SITES
+from keras_nanguard._policy.conditions import CONDITIONS
+from keras_nanguard._policy.config import preset
+from keras_nanguard._policy.documents import parsed
+from keras_nanguard._policy.explain import explain
+from keras_nanguard._policy.fields import MOMENTS
+from keras_nanguard._policy.no_effect import warnings_about
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.rules import Rule
+from keras_nanguard._policy.schema import json_schema, problems_in
+from keras_nanguard._policy.settings import Checks, Snapshot
 from keras_nanguard.actions import ACTIONS
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"
@@ -37,7 +38,7 @@ def rows(heading: str) -> dict[str, str]:
 
 
 def test_the_published_schema_is_the_one_of_the_code():
-    """`python -m keras_nanguard._policy._schema > keras_nanguard/policies/policy.schema.json` has been run."""
+    """`python -m keras_nanguard._policy.schema > keras_nanguard/policies/policy.schema.json` has been run."""
     assert json_schema() == SCHEMA
 
 

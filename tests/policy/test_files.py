@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._policy._documents import DEEPEST, LARGEST_FILE, parsed
-from keras_nanguard._policy._policy import Policy
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._policy.documents import DEEPEST, LARGEST_FILE, parsed
+from keras_nanguard._policy.policy import Policy
 
 TOML = """
 version = 1
@@ -386,8 +386,8 @@ def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
 def test_a_preset_by_name_needs_no_pydantic():
     """pydantic is imported where a policy of the user's own is validated, and not before: not to decide either."""
     code = (
-        "import sys; from keras_nanguard._policy._policy import Policy, Ledger, decide; policy = Policy.from_any('long-run')\n"
-        "from keras_nanguard._incident import Finding, Incident\n"
+        "import sys; from keras_nanguard._policy.policy import Policy, Ledger, decide; policy = Policy.from_any('long-run')\n"
+        "from keras_nanguard._core.incident import Finding, Incident\n"
         "ledger, depths = Ledger(), []\n"
         "for step in range(12):\n"
         "    decision, ledger = decide(policy, ledger, Incident(step, 0, step, (Finding('loss'),)))\n"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._errors import FileFormatError
-from keras_nanguard._incident import KINDS, SITES, Finding, Incident
-from keras_nanguard._policy._ledger import Ledger
-from keras_nanguard._policy._policy import Policy, decide
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.incident import KINDS, SITES, Finding, Incident
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
 
 POLICY = Policy.from_any("recover")
 

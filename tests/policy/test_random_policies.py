@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._incident import CAUSES, KINDS, SITES, Decision, Diagnosis, Finding, Incident
-from keras_nanguard._policy._config import toml
-from keras_nanguard._policy._documents import parsed
-from keras_nanguard._policy._ending import COMMITTED, REFUSED, longest_trouble
-from keras_nanguard._policy._explain import explain
-from keras_nanguard._policy._ledger import Ledger
-from keras_nanguard._policy._policy import Policy, decide
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._core.incident import CAUSES, KINDS, SITES, Decision, Diagnosis, Finding, Incident
+from keras_nanguard._policy.config import toml
+from keras_nanguard._policy.documents import parsed
+from keras_nanguard._policy.ending import COMMITTED, REFUSED, longest_trouble
+from keras_nanguard._policy.explain import explain
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
 
 MANY = int(os.environ.get("NANGUARD_EXAMPLES", "50"))
 SOME = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._incident import Diagnosis, Finding, Incident
-from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._settings import Checks, on_path
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.settings import Checks, on_path
 
 RULE = {"name": "one", "do": "warn"}
 

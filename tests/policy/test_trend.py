@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_nanguard._fit._trend import Trend
-from keras_nanguard._policy._settings import TrendCheck
+from keras_nanguard._policy.settings import TrendCheck
+from keras_nanguard._policy.trend import Trend
 
 
 def noise(seed, sigma, steps=3000):

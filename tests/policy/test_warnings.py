@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import keras_nanguard
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._incident import Finding, Incident
-from keras_nanguard._policy._config import PRESETS
-from keras_nanguard._policy._occurring import SEEN, seen_by, why_never
-from keras_nanguard._policy._policy import Ledger, Policy, decide
-from keras_nanguard._policy._warnings import ModelNames, Setting, own_rules, warnings_about
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._policy.no_effect import ModelNames, Setting, own_rules, warnings_about
+from keras_nanguard._policy.occurrence import SEEN, seen_by, why_never
+from keras_nanguard._policy.policy import Ledger, Policy, decide
+from keras_nanguard._policy.presets import PRESETS
 
 ENDLESS = "rule 'endless' ends training at 12 in a row"
 PACKAGE = Path(keras_nanguard.__file__).parent

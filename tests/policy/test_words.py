@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_nanguard
-from keras_nanguard._arguments import ARGUMENTS
-from keras_nanguard._errors import PolicyError
-from keras_nanguard._incident import CAUSES, KINDS, SITES
-from keras_nanguard._policy._conditions import CONDITIONS
-from keras_nanguard._policy._config import PRESETS
-from keras_nanguard._policy._policy import Policy
-from keras_nanguard._policy._problems import CHIEF
-from keras_nanguard._policy._rules import MOMENTS
-from keras_nanguard._policy._words import SAID, nearest
+from keras_nanguard._core.errors import PolicyError
+from keras_nanguard._core.incident import CAUSES, KINDS, SITES
+from keras_nanguard._fit.arguments import ARGUMENTS
+from keras_nanguard._policy.conditions import CONDITIONS
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.problems import CHIEF
+from keras_nanguard._policy.rules import MOMENTS
+from keras_nanguard._policy.spelling import SAID, nearest
 from keras_nanguard.actions import ACTIONS
 
 

@@ -1,0 +1,79 @@
+"""The running backend: the one place that asks which it is. Everything else calls what this hands out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import keras
+
+from keras_nanguard._backends import interface
+from keras_nanguard._core.errors import GuardError, expected
+
+__all__ = ["BACKENDS", "adapted", "attachment", "compiled_replay", "faults", "host", "loop_step", "name", "replay", "waits_for_steps"]
+
+BACKENDS = ("tensorflow", "jax", "torch")
+"""Each of them is a package beside this module, with the modules that `interface` declares."""
+
+
+def name() -> str:
+    """Return the name of the running backend."""
+    return str(keras.backend.backend())
+
+
+def _module(part: str) -> Any:
+    """Return one module of the running backend.
+
+    Raises:
+        GuardError: where the running backend is not supported.
+    """
+    backend = name()
+    if backend not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise GuardError(expected(f"a backend among {known}", f"backend={backend!r}", "Set KERAS_BACKEND to one of them."))
+    return importlib.import_module(f"keras_nanguard._backends.{backend}.{part}")
+
+
+def attachment(model: Any, session: interface.GuardedSession) -> interface.Attachment:
+    """Return what puts the transaction around this model's train step."""
+    made: interface.Attachment = _module("attach").ModelAttachment(model, session)
+    return made
+
+
+def loop_step(function: Callable[..., Any], session: interface.GuardedSession) -> Callable[..., Any]:
+    """Return a hand-written step as a transaction."""
+    made: Callable[..., Any] = _module("attach").LoopStep(function, session)
+    return made
+
+
+def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'."""
+    found: tuple[Any, tuple[Any, ...]] = _module("attach").adapted(model, optimizers)
+    return found
+
+
+def waits_for_steps() -> bool:
+    """Whether the host waits for each guarded step anyway."""
+    waits: bool = _module("attach").ModelAttachment.waits()
+    return waits
+
+
+def replay() -> interface.Replay:
+    """Return what a diagnosis needs of the running backend to run a step again under observation."""
+    return cast(interface.Replay, _module("replay"))
+
+
+def compiled_replay() -> interface.CompiledReplay:
+    """Return what runs a step again in the mode it was compiled in."""
+    return cast(interface.CompiledReplay, _module("compiled_replay"))
+
+
+def faults() -> interface.Faults:
+    """Return what injects faults into a train step."""
+    return cast(interface.Faults, _module("faults"))
+
+
+def host() -> interface.Host:
+    """Return what belongs to the process and not to a step."""
+    return cast(interface.Host, _module("host"))

@@ -1,0 +1,224 @@
+"""What a backend has to provide, and what it is given: the whole seam between the backends and the rest of the library.
+
+A backend is a package with these modules, each of which holds what the protocol of that name declares:
+
+- `attach`: `ModelAttachment` and `LoopStep`, which put the transaction around a step, and `adapted`;
+- `replay` and `compiled_replay`: a step run again, for a diagnosis;
+- `faults`: fault injection;
+- `host`: what belongs to the process.
+
+`tests/backends/test_interface.py` holds each backend to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["Attachment", "CompiledReplay", "Faults", "GuardedSession", "Host", "Replay", "Transaction"]
+
+
+class Transaction(Protocol):
+    """A train step that commits whole or is refused, as the host sees it between two executions."""
+
+    body: Callable[..., Any]
+    model: Any
+    outputs: Any
+    files: Any
+    given: Any
+    counted: int
+    saving: bool
+    served: bool
+    strays: Mapping[int, Any]
+    tolerated: set[int]
+
+    def batch(self, step: int, given: Any) -> Any:
+        """Return the arguments of an earlier step, given what its execution was given; `None` where they are gone."""
+
+    def tolerate(self, variables: Sequence[Any]) -> None:
+        """Let these variables be infinite or NaN."""
+
+    def resume(self) -> None:
+        """Go on after the host has healed the state."""
+
+    def recount(self, step: int) -> None:
+        """Let the next step be this number."""
+
+    def rest(self) -> None:
+        """Release what belongs to the run that is over."""
+
+
+class GuardedSession(Protocol):
+    """The host's side of a run, as the attachment of a backend sees it."""
+
+    model: Any
+    policy: Any
+    step: int
+    stopped: bool
+    began: bool
+    healed: bool
+    resuming: Any
+    rates: Any
+    logs: Any
+    aftercare: Any
+    transaction: Any
+    rebuild: Callable[[], None]
+    reach: Callable[[], None]
+    readable: Callable[[], Any]
+    settle: Callable[[], None]
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is to be done before the next execution."""
+
+    @property
+    def far(self) -> bool:
+        """Whether nothing will be due after the next step but to count it, if it is healthy."""
+
+    def before(self) -> None:
+        """Run before each execution."""
+
+    def after(self, row: Any, *, last: bool = True) -> bool:
+        """Read the row of the last step and act on it."""
+
+    def honest(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
+        """Return the logs of the last step as callbacks may see them."""
+
+    def passes_by(self, iterator: Any, batches: int) -> bool:
+        """Leave the batches of one execution out, if there are some to be left out."""
+
+    def anatomy(self) -> Any:
+        """Return the train state of the last trace."""
+
+    def read_anatomy(self) -> Any:
+        """Return the train state of the model as it is now."""
+
+    def born(self, native: Any, value: Any) -> None:
+        """Note the first value of a variable that was created while the step was traced."""
+
+    def first_values(self) -> list[tuple[Any, Any]]:
+        """Return the variables that were created while the step was traced, each with its first value."""
+
+    def raised(self, error: BaseException) -> None:
+        """Report an exception inside of a step that is about its data."""
+
+    def end(self) -> None:
+        """Take off the optimizers what the guard has put on them."""
+
+
+class Attachment(Protocol):
+    """The transaction of one session around one model's `fit` and `train_on_batch`."""
+
+    model: Any
+    session: Any
+    in_use: Callable[[], bool]
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether the host waits for each guarded step anyway."""
+
+    def attach(self) -> None:
+        """Stand in for the model's own train function until `detach`."""
+
+    def detach(self) -> None:
+        """Give the model its own methods back; may be called any number of times."""
+
+    def prepare(self) -> None:
+        """Have every variable that the first step would make."""
+
+    def make(self, force: bool = False) -> Any:
+        """Stand in for `Model.make_train_function`."""
+
+    def make_with(self, make: Callable[..., Any]) -> None:
+        """Make the train function once with `make`, for a model that is guarded for good."""
+
+    def rebuild(self) -> None:
+        """Compile the step anew, after something was changed that it has built in."""
+
+
+class Replay(Protocol):
+    """A step run again under observation, and tensors in the terms of the backend. The module `replay` of a backend."""
+
+    Births: Any
+    Instrument: Any
+
+    def body_of(self, model: Any) -> Callable[..., Any]:
+        """Return the train step of a model as a function of its batch."""
+
+    def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
+        """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+
+    def intercepted(self, model: Any, optimizers: Iterable[Any], through: bool) -> AbstractContextManager[Any]:
+        """Return a context that notes losses and updates; `through` lets the updates be made at once."""
+
+    def kept(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+        """Put these variables, and generators of random numbers, back at the end."""
+
+    def key(self, variable: Any) -> int | None:
+        """Return by which number a variable is known to `Births`, `None` where it is not."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether it is a dense tensor."""
+
+    def slope(self, birth: Any) -> Any:
+        """Return what first went bad behind a bad gradient."""
+
+    def tensor(self, value: Any) -> Any:
+        """Return an array as a tensor."""
+
+    def like(self, array: Any, value: Any) -> Any:
+        """Return an array as a tensor of the dtype of another one."""
+
+    def without_rows(self, value: Any, kept: Any) -> Any:
+        """Return the rows of a tensor that are kept."""
+
+    def twin(self, variable: Any) -> Any:
+        """Return a variable of the backend's own with the same values in float32, `None` where there is none behind it."""
+
+
+class CompiledReplay(Protocol):
+    """A step run again in the mode it was compiled in. The module `compiled_replay` of a backend."""
+
+    MODES: tuple[str, ...]
+    """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
+
+    def is_compiled(self, step: Any) -> bool:
+        """Whether running the step in the mode it was compiled in is cheaper than running it eagerly."""
+
+    def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
+        """Run a step once, compiled, and forget it; see what it came to."""
+
+    def mode_of(self, transaction: Any, model: Any) -> str:
+        """Return the mode in which a guarded step runs."""
+
+
+class Faults(Protocol):
+    """Fault injection. The module `faults` of a backend."""
+
+    Hook: Any
+    """`Hook(model, fault)` with `install()`, `remove()`, `seen` and `reached`."""
+
+
+class Host(Protocol):
+    """What belongs to the process and not to a step. The module `host` of a backend."""
+
+    SPREADS_ARRAYS: bool
+    """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
+
+    def place(self) -> tuple[int, int]:
+        """Return the number of this process among those that train together, from 0, and how many there are."""
+
+    def exchanged(self, number: int) -> list[int]:
+        """Return the numbers that all processes hand in, in their order."""
+
+    def generator_state(self) -> np.ndarray[Any, Any] | None:
+        """Return the state of the generator that belongs to no variable, `None` where there is none."""
+
+    def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
+        """Put it back."""
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is kept for a backward pass."""

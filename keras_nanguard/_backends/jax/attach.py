@@ -1,0 +1,299 @@
+"""The transaction around a train step on JAX: of a Keras trainer, and of a loop that has none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.jax.deferred_verdict import Started, on_accelerator
+from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
+from keras_nanguard._backends.jax.packed import values
+from keras_nanguard._backends.jax.prefetch import Ahead
+from keras_nanguard._backends.jax.step import Transaction
+from keras_nanguard._backends.shared.attach import Attachment, adapted
+from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
+from keras_nanguard._core.verdict import FIELDS
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras import jax_trainer as _trainer
+
+__all__ = ["LoopStep", "ModelAttachment", "adapted"]
+
+HALTED = FIELDS.index("halted")
+
+
+class ModelAttachment(Attachment):
+    """Stands in for the train function of a Keras trainer.
+
+    Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
+    them so.
+
+    Attributes:
+        on_arrays: whether `fit` trains on arrays.
+        batches: those that are taken ahead, of the epoch that runs; `None` where none are.
+        pending: the step whose verdict is still to be read; `None` where all were.
+    """
+
+    batches: Any = None
+    pending: Started | None = None
+    on_arrays = False
+
+    def __init__(self, model: Any, session: GuardedSession):
+        if keras.config.is_nnx_enabled():
+            remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
+            raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
+        super().__init__(model, session)
+        self.custody = _trainer.Custody(model, values)
+        session.reach, session.readable, session.settle = self.custody.reach, self.custody.readable, self.settle
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether the host waits for the verdict of each step; an accelerator does not stop for it."""
+        return not on_accelerator()
+
+    def _build(self) -> None:
+        model, session, old = self.model, self.session, self.session.transaction
+        jit = bool(model.jit_compile) and not model.run_eagerly
+
+        def scaling(factors: dict[int, Any]) -> Any:
+            return _scaled(session, factors)
+
+        late = jit and not self.waits()
+        transaction = self._cached_step(jit, late, keras.distribution.distribution())
+        if transaction is not None:
+            transaction.serve(session.read_anatomy, scaling)
+        else:
+            transaction = Transaction(
+                self.body,
+                session.read_anatomy,
+                lambda: _trainer.variables(model),
+                outputs=LogOutputs(model),
+                model=model,
+                refuse=session.policy.refuse,
+                jit=jit,
+                pack=True,
+                shardings=_trainer.shardings(model),
+                scaling=scaling,
+                late=late,
+            )
+        if old is not None:
+            transaction.inherit(old)
+        else:
+            self.on_arrays = keras_fitting.trains_on_arrays()
+        session.transaction, self.outputs = transaction, transaction.outputs
+        self.inner = _trainer.in_executions(model, self.step)
+        model.train_function = self.run
+
+    def run(self, state: Any, iterator: Any) -> Any:
+        """Stand in for the train function: one execution."""
+        try:
+            return self.inner(state, self._ahead(iterator))
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.custody.rescue()
+            self._changed = True
+            self._settle_at_last()
+            self.session.raised(error)
+            self.detach()
+            raise
+
+    def _ahead(self, iterator: Any) -> Any:
+        """Return the iterator with its next batch taken while a step computes, where nothing can tell when that is.
+
+        Data of a user's own (a generator, a `PyDataset`) may go by what the step before has done.
+        """
+        if not self.on_arrays or not isinstance(iterator, Generator):
+            return iterator
+        if self.batches is None or not self.batches.is_of(iterator):
+            if self.batches is not None and self.batches.holds:  # a `train_on_batch` in between
+                return iterator
+            self.batches = Ahead(iterator)
+        self.session.transaction.meanwhile = self.batches.fetch
+        return self.batches
+
+    def step(self, state: Any, data: Any) -> Any:
+        """Run one train step, and let the host look at its verdict."""
+        session, custody = self.session, self.custody
+        given = custody.state
+        custody.receive(state)
+        if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
+            self.settle()
+        elif session.transaction.late and (session.far or self.pending is not None) and self._goes_on(data):
+            return session.logs.shown, custody.take()
+        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
+            session.reach()
+            session.before()
+        if session.stopped or session.passes_by(iter((data,)), 1):
+            return self._logs(), custody.take()
+        state, logs, row = session.transaction(custody.take(), _factors(session), data)
+        custody.hold(state)
+        session.after(row)
+        return session.honest(logs, row[1], bool(row[0])), custody.take()
+
+    def _goes_on(self, data: Any) -> bool:
+        """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
+
+        The verdict of the step before is read here. If there is more to do about that than to count it, this step is run
+        again afterwards, from the state that the host then leaves; if it was not refused on its own, it stands.
+        """
+        session, transaction = self.session, self.session.transaction
+        if not self.outputs.lasting:
+            self.settle()
+            return False
+        before, self.pending = self.pending, None
+        state, started = transaction.start(self.custody.take(), _factors(session), data, after=before)
+        self.custody.hold(state)
+        session.healed = False
+        if before is None or (session.after(transaction.finish(before), last=False) and session.far):
+            self.pending = started
+        elif session.healed or (row := transaction.finish(started))[HALTED]:
+            return False
+        else:
+            session.after(row)
+        session.honest(started.outputs)
+        return True
+
+    def settle(self) -> None:
+        """Read the verdict of the last step, if that was not done yet, and act on it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.session.after(self.session.transaction.finish(pending))
+
+    def _settle_at_last(self) -> None:
+        """The same where a fit is cut short by something else, which goes on to the user."""
+        with contextlib.suppress(NonFiniteError):
+            self.settle()
+
+    def detach(self) -> None:
+        """Give the model its own methods back."""
+        self._settle_at_last()
+        super().detach()
+
+    def _logs(self) -> Any:
+        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
+        if self.session.logs.shown is None:
+            self.custody.reach()
+            self.session.honest(self.model.get_metrics_result())
+        return self.session.logs.shown
+
+
+def _factors(session: GuardedSession) -> dict[int, Any]:
+    """Return what learning rates that are no variables are multiplied by."""
+    return {key: rate.factor for key, rate in session.rates.items() if not rate.plain}
+
+
+@contextlib.contextmanager
+def _scaled(session: GuardedSession, factors: dict[int, Any]) -> Iterator[None]:
+    """Let the rates read these factors, which a compiled step takes as an argument."""
+    chosen = [(session.rates[key], factor) for key, factor in factors.items()]
+    for rate, factor in chosen:
+        rate.given = factor
+    try:
+        yield
+    finally:
+        for rate, _ in chosen:
+            rate.given = None
+
+
+class LoopStep:
+    """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
+
+    The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
+    holds (a random key) is given back on a refusal like the rest, and is no part of a snapshot.
+    """
+
+    def __init__(self, function: Callable[..., Any], session: GuardedSession):
+        self.function, self.session = function, session
+        self.variables: list[Any] | None = None
+        self.state: Any = None
+        self.reached = False
+        session.rebuild = self.build
+        session.reach, session.readable = self.reach, self.readable
+        self.build()
+
+    def build(self) -> None:
+        """Make the step anew."""
+        session, compiled = self.session, hasattr(self.function, "lower")
+        body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
+        transaction = Transaction(
+            body,
+            session.read_anatomy,
+            lambda: self.variables or [],
+            outputs=PlainOutputs(),
+            model=session.model,
+            refuse=session.policy.refuse,
+            jit=compiled,
+            scaling=lambda factors: _scaled(session, factors),
+        )
+        transaction.light = True  # the caller may hold on to its state, so no step may write over it
+        if session.transaction is not None:
+            transaction.inherit(session.transaction)
+        session.transaction = transaction
+
+    def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
+        """Run one step; returns its outputs and the state to go on with."""
+        session, given = self.session, self.state
+        if self.variables is None:
+            self.variables = _owners(state, session)
+        self.state, self.reached = state, False
+        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
+            session.reach()
+            session.before()
+        function = session.transaction
+        state, outputs, row = function(self._taken(), _factors(session), *batch, **more)
+        self.state, self.reached = state, False
+        session.after(row)
+        return outputs, self._taken()
+
+    def reach(self) -> None:
+        """Make the variables hold the state of this moment."""
+        if self.reached or self.state is None:
+            return
+        self.reached = True
+        for variable, value in zip(self.variables or (), jax.tree_util.tree_leaves(self.state)):
+            if variable is not None:
+                variable.assign(value)
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let the variables read as the state of this moment; here they can as well hold it."""
+        self.reach()
+        yield
+
+    def _taken(self) -> Any:
+        """Return the state of this moment."""
+        if self.reached:
+            leaves, tree = jax.tree_util.tree_flatten(self.state)
+            owned = zip(self.variables or (), leaves)
+            self.state = tree.unflatten([leaf if variable is None else variable.value for variable, leaf in owned])
+            self.reached = False
+        return self.state
+
+
+def _owners(state: Any, session: GuardedSession) -> list[Any]:
+    """Return the variable whose value each array of the state is, `None` for one that is no variable's.
+
+    An array that a variable holds is its value. A state of other arrays has to hold one for each variable, in the order
+    of Keras: trainable, non-trainable, of the optimizers, and of the metrics if there are any more.
+    """
+    model, leaves = session.model, jax.tree_util.tree_leaves(state)
+    optimizers = session.read_anatomy().optimizers
+    main = [*model.trainable_variables, *model.non_trainable_variables, *(v for o in optimizers for v in o.variables)]
+    metrics = list(getattr(model, "metrics_variables", ()))
+    known = {id(v.value): v for v in [*main, *metrics]}
+    found = [known.get(id(leaf)) for leaf in leaves]
+    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
+    if not all(any(v is f for f in found) for v in model.trainable_variables):
+        for order in (main, [*main, *metrics]):
+            if [tuple(v.shape) for v in order] == shapes:
+                return order
+        layout = "(trainable_variables, non_trainable_variables, optimizer_variables)"
+        remedy = "Begin with the values of the variables, [v.value for v in model.trainable_variables] and so on."
+        raise GuardError(expected(f"a state of {layout}", f"arrays of shapes {shapes}", remedy))
+    return found

@@ -1,0 +1,199 @@
+"""Faults on order, on JAX: what `keras_nanguard.testing.inject` does around and inside of the compiled step.
+
+A step on JAX is a pure function, so state and batch are spoiled on the host, before it runs. Loss and gradients are
+spoiled inside, by a factor that the step asks the host for; the host waits for each step, so that it knows which one
+asks. The hook stands around the transaction where there is one: no refusal gives back what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_nanguard._backends.jax.packed import opened
+from keras_nanguard._backends.shared.faults import FaultHook
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras.jax_trainer import variables
+
+__all__ = ["Hook"]
+
+
+class Hook(FaultHook):
+    """One fault, put around every train step of one model."""
+
+    def __init__(self, model: Any, fault: Any):
+        super().__init__(model, fault)
+        self.seen = 0  # steps so far
+
+    def install(self) -> None:
+        """Put it in place, on the instance only."""
+        keras_fitting.on_making(self.model, self._making, self._overrides)
+        for name in ("make_test_function", "make_predict_function"):
+            self._override(name, self._without(getattr(self.model, name)))
+        if self.fault.site in ("loss", "gradients"):
+            self._override("compute_loss", self._computing(self.model.compute_loss))
+        self._making_train = True
+        self.model.train_function = None
+
+    def _without(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self._making_train = False
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self._making_train = True
+
+        return make
+
+    def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(step_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            step = self._around(step_function) if self._making_train else step_function
+            return real(step, *args, **kwargs)
+
+        return make
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(state: Any, data: Any) -> Any:
+            self.seen += 1
+            now = self.seen - 1 in self.fault.steps
+            if self.fault.site in ("inputs", "targets"):
+                data = self._spoiled(data, now)
+            elif self.fault.site not in ("loss", "gradients"):
+                state = self._written(state, now)
+            self._inside += 1
+            try:
+                return jax.block_until_ready(step(state, data))
+            finally:
+                self._inside -= 1
+
+        return train_step
+
+    # The batch
+
+    def _spoiled(self, data: Any, now: bool) -> Any:
+        def bad(value: Any) -> Any:
+            return self._bad(value, _some(value, self.fault.rows, self.fault.entries)) if now else value
+
+        return self._in_batch(data, _is_float, bad)
+
+    def _bad(self, value: Any, mask: np.ndarray[Any, Any]) -> Any:
+        """Return the array with some of its entries made bad, on the device it came from."""
+        array = np.array(value)
+        wanted = self.fault.value(array.dtype)
+        wide = finiteness.widen(array)
+        spike = np.where(wide == 0, self.fault.magnitude, wide * self.fault.magnitude)
+        bad = spike if wanted is None else np.full(array.shape, wanted)
+        with np.errstate(over="ignore"):
+            array[mask] = bad.astype(array.dtype)[mask]
+        return jax.device_put(array, value.sharding) if isinstance(value, jax.Array) else array
+
+    # The state
+
+    def _written(self, state: Any, now: bool) -> Any:
+        """Return the state as if something else had written to it."""
+        wanted = {id(v) for v in self._in_state()}
+        if not now:
+            return state
+        leaves, tree = jax.tree_util.tree_flatten(opened(state))
+        held = variables(self.model)
+        for i, variable in enumerate(held):
+            if id(variable) in wanted:
+                leaves[i] = self._bad(leaves[i], _first(leaves[i], self.fault.entries))
+        return jax.tree_util.tree_unflatten(tree, leaves)
+
+    # Loss and gradients
+
+    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            if not self._inside or self.paused or loss is None:
+                return loss
+            self.reached = True
+            loss = jnp.asarray(loss)
+            factor = self._factor(loss.dtype)
+            if self.fault.site == "loss":
+                return loss * factor
+            return _with_gradient(loss, factor) if self.fault.path == "*" else self._with_some(loss, factor)
+
+        return compute_loss
+
+    def _factor(self, dtype: Any) -> Any:
+        """Ask the host for the factor of the step that runs; a replay of it is healthy."""
+        bad = np.asarray(self.fault.factor(np.dtype(dtype)), dtype)
+
+        def now() -> Any:
+            return bad if self._inside and not self.paused and self.seen - 1 in self.fault.steps else np.ones((), dtype)
+
+        return jax.pure_callback(now, jax.ShapeDtypeStruct((), dtype))
+
+    def _with_some(self, loss: Any, factor: Any) -> Any:
+        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
+        for variable in self._trained():
+            value = keras.ops.convert_to_tensor(variable)
+            loss = loss + _zero(value, factor, _first(value, self.fault.entries)).astype(loss.dtype)
+        return loss
+
+
+def _is_float(value: Any) -> bool:
+    return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def _some(value: Any, rows: Sequence[int] | None, entries: int | None) -> np.ndarray[Any, Any]:
+    """Return a mask of the first entries of the chosen rows of a batch."""
+    mask = np.zeros(value.shape, bool)
+    if not mask.ndim:
+        return np.ones((), bool)
+    chosen = range(len(mask)) if rows is None else [row for row in rows if row < len(mask)]
+    for row in chosen:
+        mask[row].reshape(-1)[:entries] = True
+        if mask.ndim == 1:
+            mask[row] = True
+    return mask
+
+
+def _first(value: Any, entries: int | None) -> np.ndarray[Any, Any]:
+    """Return a mask of the first entries of an array."""
+    flat = np.arange(int(np.prod(value.shape))) < (np.inf if entries is None else entries)
+    return flat.reshape(value.shape)
+
+
+@jax.custom_vjp  # type: ignore[untyped-decorator]
+def _with_gradient(loss: Any, factor: Any) -> Any:
+    return loss
+
+
+def _forward(loss: Any, factor: Any) -> Any:
+    return loss, factor
+
+
+def _backward(factor: Any, upstream: Any) -> Any:
+    return upstream * factor, jnp.zeros_like(factor)
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp  # type: ignore[untyped-decorator]
+def _zero(value: Any, factor: Any, mask: Any) -> Any:
+    """Return 0, whose gradient by the masked entries of `value` is `factor` where that is not 1, else 0."""
+    return jnp.zeros((), value.dtype)
+
+
+def _zero_forward(value: Any, factor: Any, mask: Any) -> Any:
+    return jnp.zeros((), value.dtype), (value, factor, mask)
+
+
+def _zero_backward(kept: Any, upstream: Any) -> Any:
+    value, factor, mask = kept
+    bad = (upstream * factor).astype(value.dtype)
+    by_value = jnp.where(jnp.asarray(mask) & (factor != 1), bad, jnp.zeros_like(value))
+    return by_value, jnp.zeros_like(factor), None
+
+
+_zero.defvjp(_zero_forward, _zero_backward)

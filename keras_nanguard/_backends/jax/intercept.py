@@ -1,0 +1,130 @@
+"""While the body of a JAX step is traced: what it hands to its optimizers, and the loss it computes.
+
+Every train step ends in `Optimizer.stateless_apply`. Overriding that on the instance sees the gradients of any train
+step and leaves the optimizer's class, config and variables as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from keras_nanguard._backends.jax import reductions as _sums
+from keras_nanguard._core.verdict import named_outputs, predicted
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Intercept", "Record", "Retrace", "primal"]
+
+class Retrace(Exception):
+    """The updates of this step cannot be put off. Never leaves the library."""
+
+
+class Record:
+    """One call of `Optimizer.stateless_apply`.
+
+    Attributes:
+        slots, grads, weights: its arguments.
+        real: the method itself.
+        holders: what the body was given for the results, `None` where it was given the results.
+    """
+
+    def __init__(self, optimizer: Any, real: Callable[..., Any], slots: Any, grads: Any, weights: Any):
+        self.optimizer, self.real = optimizer, real
+        self.slots, self.grads, self.weights = list(slots), list(grads), list(weights)
+        self.holders: tuple[list[Any], list[Any]] | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        """Keras paths of the weights, in the order of the gradients."""
+        return [v.path for v in keras_optimizers.trained_by(self.optimizer)]
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        model: the model whose `compute_loss` is noted, or `None`.
+        optimizers: the optimizers to stand in for.
+        holders: what stands for the results of an update that is put off, `(weights, slots)` by `id` of the optimizer;
+            `None` lets each update run at once.
+        trace: the trace in which the body runs; `None` for eager execution.
+
+    Attributes:
+        records: the calls of `stateless_apply`, in order.
+        losses: what `compute_loss` returned.
+        outputs: `(name, array)` of the model's outputs that `compute_loss` was given.
+    """
+
+    def __init__(self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any):
+        self.model, self.optimizers, self.trace = model, list(optimizers), trace
+        self.holders = None if holders is None else dict(holders)
+        self.records: list[Record] = []
+        self.losses: list[Any] = []
+        self.outputs: list[tuple[str, Any]] = []
+        self._overrides = Overrides()
+
+    def __enter__(self) -> Intercept:
+        for optimizer in self.optimizers:
+            self._overrides.set(optimizer, "stateless_apply", self._applier(optimizer, optimizer.stateless_apply))
+        if hasattr(self.model, "compute_loss"):
+            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._overrides.give_back()
+
+    @property
+    def gradients(self) -> list[Any]:
+        """Every gradient that is not `None`."""
+        return [g for record in self.records for g in record.grads if g is not None]
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            record = Record(optimizer, real, optimizer_variables, grads, trainable_variables)
+            here = all(primal(a, self.trace) is a for a in (*record.grads, *record.weights) if a is not None)
+            if self.holders is None:
+                if here:
+                    self.records.append(record)
+                return real(optimizer_variables, grads, trainable_variables)
+            record.holders = self.holders.pop(id(optimizer), None)
+            if not here or record.holders is None or not _alike(record):
+                raise Retrace
+            self.records.append(record)
+            return list(record.holders[0]), list(record.holders[1])
+
+        return stateless_apply
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            value = primal(loss, self.trace)
+            if value is not None:
+                self.losses.append(value)
+                outputs = [primal(leaf, self.trace) for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))]
+                self.outputs += [pair for pair in named_outputs(self.model, outputs) if _sums.can_be_bad(pair[1])]
+            return loss
+
+        return compute_loss
+
+
+def _alike(record: Record) -> bool:
+    """Whether the arguments of an update are of the shapes that its results are expected to have."""
+    assert record.holders is not None
+    pairs = ((record.weights, record.holders[0]), (record.slots, record.holders[1]))
+    return all([a.shape for a in given] == [a.shape for a in held] for given, held in pairs)
+
+
+def primal(value: Any, trace: Any) -> Any:
+    """Return the value below all transformations that stand between it and this trace; `None` where it is out of reach.
+
+    Within `jax.grad` every value is a pair of itself and its derivative; `primal` is the name under which JAX keeps the
+    first of the two.
+    """
+    while isinstance(value, jax.core.Tracer):
+        if trace is not None and getattr(value, "_trace", None) is trace:
+            return value
+        value = getattr(value, "primal", None)
+    return value

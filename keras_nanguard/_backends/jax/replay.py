@@ -1,0 +1,206 @@
+"""What a diagnosis needs of JAX: eyes on a run, and its words for arrays.
+
+A step on JAX is a function from state to state; here it runs eagerly as one that reads and writes the variables
+(`Transaction.replayed`), so that what was seen of it can be asked of the variables afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_nanguard._backends.jax import intercept
+from keras_nanguard._backends.jax.intercept import primal
+from keras_nanguard._backends.jax.origins import Births
+from keras_nanguard._backends.jax.outputs import LogOutputs
+from keras_nanguard._backends.shared import instrument
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.jax_trainer import by_part, ready
+
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "slope",
+    "tensor",
+    "twin",
+    "without_rows",
+]
+
+
+class Instrument(instrument.Instrument):
+    """Layers and losses under observation in an eager run.
+
+    Below `jax.grad` every value is a pair of itself and its derivative; what is looked at is the value. The backward
+    pass begins where a probe is first told of a gradient, and ends where a layer or a loss is called again.
+    """
+
+    def _begin(self) -> None:
+        pass
+
+    def _end(self) -> None:
+        pass
+
+    def _is_float(self, value: Any) -> bool:
+        known = isinstance(value, (jax.Array, jax.core.Tracer)) and hasattr(value, "dtype")
+        return known and bool(jnp.issubdtype(value.dtype, jnp.floating)) and primal(value, None) is not None
+
+    def _push(self, call: Any, loss: bool) -> None:
+        if self.births is not None and self.births.phase == "backward":
+            self.births.phase, self.births.frames = "forward", []
+        super()._push(call, loss)
+
+    def _pop(self, loss: bool) -> None:
+        if self.births is not None and not self.births.frames:
+            self.births.frames.append(("", ""))
+        super()._pop(loss)
+
+    def _note(self, call: Any, number: int) -> None:
+        for values in (call.inputs, call.outputs):
+            values[:] = [primal(value, None) for value in values]
+        super()._note(call, number)
+
+    def _taken_in(self, call: Any, value: Any) -> Any:
+        if self._is_float(value) and self.births is not None:
+            self.births.entered((primal(value, None),))
+        return super()._taken_in(call, value)
+
+    def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
+        births = self.births
+
+        def told(_: Any, upstream: Any) -> Any:
+            if births is not None:
+                births.phase = "backward"
+            return (passed(upstream),)
+
+        @jax.custom_vjp  # type: ignore[untyped-decorator]
+        def identity(x: Any) -> Any:
+            return x
+
+        identity.defvjp(lambda x: (x, None), told)
+        return identity(value)
+
+
+class _Record(intercept.Record):
+    """One update, whose results go into the variables."""
+
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Each gradient with its variable."""
+        return list(zip(self.grads, keras_optimizers.trained_by(self.optimizer)))
+
+    def run(self) -> None:
+        """Make the update that was put off."""
+        weights, slots = self.real(self.slots, self.grads, self.weights)
+        for variable, value in zip(keras_optimizers.trained_by(self.optimizer), weights):
+            variable.assign(value)
+        for variable, value in zip(self.optimizer.variables, slots):
+            variable.assign(value)
+
+
+class _Intercept(intercept.Intercept):
+    """Notes losses and updates of an eager run; hands back the old state unless updates go through."""
+
+    def __init__(self, model: Any, optimizers: Iterable[Any], through: bool):
+        super().__init__(model, optimizers, None, None)
+        self.through = through
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            self.records.append(_Record(optimizer, real, optimizer_variables, grads, trainable_variables))
+            if self.through:
+                return real(optimizer_variables, grads, trainable_variables)
+            return list(trainable_variables), list(optimizer_variables)
+
+        return stateless_apply
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch, which reads and writes the variables."""
+
+    def body(data: Any) -> Any:
+        ready(model, data)
+        lists = by_part(model)
+        logs, new = model.train_step(tuple([v.value for v in variables] for variables in lists), data)
+        for variables, values in zip(lists, new):
+            for variable, value in zip(variables, values):
+                variable.assign(value)
+        return logs
+
+    return body
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs(model).losses
+
+
+def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
+    """Return a context that notes losses and updates; `through` lets the updates be made at once."""
+    return _Intercept(model, optimizers, through)
+
+
+@contextlib.contextmanager
+def kept(variables: Sequence[Any]) -> Iterator[None]:
+    """Put these variables back at the end."""
+    old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
+    try:
+        yield
+    finally:
+        for variable, value in old:
+            variable.assign(value)
+
+
+def key(variable: Any) -> int | None:
+    """Return by which number births know a variable: that of the array it holds when the run begins."""
+    return id(variable.value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a dense array."""
+    return isinstance(value, (np.ndarray, jax.Array))
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient whose loss is finite as one of the backward pass.
+
+    JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
+    to multiply with. What is born there and spoils no loss is such a slope, or a value that is masked away afterwards.
+    """
+    if birth is None or birth.source != "operation":
+        return birth
+    return birth if birth.phase == "backward" else dataclasses.replace(birth, phase="slope")
+
+
+def tensor(value: Any) -> Any:
+    """Return an array of NumPy's as one of JAX's."""
+    return jnp.asarray(value)
+
+
+def like(array: Any, value: Any) -> Any:
+    """Return an array in the dtype of another one."""
+    return jnp.asarray(np.asarray(array).astype(value.dtype))
+
+
+def without_rows(value: Any, kept: Any) -> Any:
+    """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    return value[np.resize(np.asarray(kept), len(value))] if len(kept) else value[:0]
+
+
+def twin(variable: Any) -> Any:
+    """Return the variable's array in float32, `None` where there is none."""
+    value = getattr(variable, "value", None)
+    return value.astype(jnp.float32) if isinstance(value, jax.Array) else None

@@ -1,0 +1,44 @@
+"""The batch of a refused step on JAX: a reference, because the host keeps the arguments of each step until it has read its row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.verdict import Report, Verdict
+
+__all__ = ["Files"]
+
+
+class Files:
+    """Hands out the report of the last step, where something was wrong with it.
+
+    Attributes:
+        rows: `(site, path, size)` of each pair of counts in the trace that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.rows: tuple[tuple[str, str, int], ...] = ()
+        self._last: tuple[Any, Any, Any] | None = None
+
+    def put(self, row: list[float], counts: Any, args: tuple[Any, ...]) -> None:
+        """Note the last step: its row, its counts of NaN and Inf (or what returns them), and its arguments."""
+        self._last = row, counts, args
+
+    def forget(self) -> None:
+        """Let go of the last step."""
+        self._last = None
+
+    def take(self) -> list[Report]:
+        """Return and forget what was noted, if the step was bad."""
+        last, self._last = self._last, None
+        if last is None:
+            return []
+        row, counts, args = last
+        verdict = Verdict.of(row)
+        if verdict.sound and not verdict.refused:
+            return []
+        counts = np.asarray(counts() if callable(counts) else counts)
+        whole = np.column_stack([np.reshape(counts, (-1, 2)), [size for _, _, size in self.rows]])
+        return [Report(verdict, tuple((site, path) for site, path, _ in self.rows), whole.astype(np.int64), args)]

@@ -1,0 +1,180 @@
+"""What standing in for a model's train function has in common on all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.shared import step_cache
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import overrides
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Attachment", "adapted", "attached_to", "require_compiled"]
+
+_NAMES = ("make_train_function", "train_step")
+
+
+def attached_to(model: Any) -> Attachment | None:
+    """Return the attachment that stands in for the train function of this model, `None` where there is none."""
+    owner = getattr(vars(model).get("make_train_function"), "__self__", None)
+    return owner if isinstance(owner, Attachment) else None
+
+
+def _plain_step(model: Any) -> Any:
+    """Return the model's own train step; a transaction that was left around it for good is taken off."""
+    if getattr(vars(model).get("train_step"), "is_transaction", False):
+        overrides.unset_instance(model, "train_step")
+    return model.train_step
+
+
+def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a model and the optimizers of a loop as they are: on this backend there are none but Keras'."""
+    return model, optimizers
+
+
+def require_compiled(model: Any) -> None:
+    """Raise where the model cannot be trained.
+
+    Raises:
+        GuardError: if the model is not compiled, or was compiled without an optimizer.
+    """
+    if not getattr(model, "compiled", False):
+        raise GuardError(
+            f"Expected a compiled model. Received: model={getattr(model, 'name', model)!r}, which is not compiled. "
+            "Call model.compile(optimizer, loss) before fit."
+        )
+    if not keras_optimizers.find_optimizers(model):
+        raise GuardError(
+            f"Expected a model with an optimizer. Received: model={model.name!r} with optimizer="
+            f"{getattr(model, 'optimizer', None)!r}. Pass an optimizer to compile, or use guard.watch(model, *optimizers)."
+        )
+
+
+class Attachment:
+    """The transaction of one session around one model's `fit` and `train_on_batch`.
+
+    Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for
+    each execution, on the main thread. Both are replaced on the instance only, so a saved, cloned or pickled model
+    knows nothing of it.
+
+    Args:
+        model: a compiled model.
+        session: the host's half.
+    """
+
+    def __init__(self, model: Any, session: GuardedSession):
+        self.model, self.session = model, session
+        self.attached = self.lasting = False
+        self._changed = False
+        self._modes: tuple[Any, ...] = ()
+        self.in_use: Callable[[], bool] = lambda: False
+        self._before: dict[str, Any] = {}
+        self._cached: tuple[Any, Any] = None, None
+        session.rebuild = self.rebuild
+
+    @staticmethod
+    def waits() -> bool:
+        """Whether the host waits for each guarded step anyway, so that nothing computes while callbacks run."""
+        return False
+
+    def attach(self) -> None:
+        """Stand in for the model's own train function until `detach`."""
+        self.attached = True
+        self.body = _plain_step(self.model)
+        self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
+        self._make = self.model.make_train_function
+        self._cached = self.model.train_function, keras_fitting.compiled_as(self.model)
+        overrides.set_instance(self.model, "make_train_function", self.make)
+        self.model.train_function = None
+
+    def detach(self) -> None:
+        """Give the model its own methods back; may be called any number of times."""
+        if not self.attached:
+            return
+        self.attached = False
+        self._keep()
+        for name in _NAMES:
+            overrides.unset_instance(self.model, name)
+        for name, value in self._before.items():
+            overrides.set_instance(self.model, name, value)
+        function, compiled = self._cached
+        self.model.train_function = function if compiled is keras_fitting.compiled_as(self.model) else None
+        self.session.end()
+
+    def prepare(self) -> None:
+        """Have every variable that the first step would make, for a state that is put in place without a step.
+
+        Keras makes them before training on all backends but TensorFlow.
+        """
+
+    def make_with(self, make: Callable[..., Any]) -> None:
+        """Make the train function once with `make`, for a model that is guarded for good."""
+        require_compiled(self.model)
+        self.body, self._make, self.lasting = _plain_step(self.model), make, True
+        self._build()
+
+    def make(self, force: bool = False) -> Any:
+        """Stand in for `Model.make_train_function`; left over from a fit that never began, it stands aside."""
+        if not self.in_use():
+            self.detach()
+            self.model.make_train_function(force=force)
+            return self.model.train_function
+        require_compiled(self.model)
+        if self.model.train_function is None or force:
+            self._build()
+        return self.model.train_function
+
+    @property
+    def _stock(self) -> bool:
+        """Whether the train step is Keras' own."""
+        return getattr(self.body, "__func__", None) is keras.Model.train_step
+
+    def _key(self) -> tuple[Any, ...]:
+        """Return everything that a trace of the step has built in."""
+        return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_anatomy()))
+
+    def _cached_step(self, *modes: Any) -> Any:
+        """Return the step of an earlier fit, traced in these modes, where it can serve this one, too; else `None`."""
+        self._modes = modes
+        if self._before or self._changed or self.session.transaction is not None:
+            return None
+        return step_cache.take(self.model, self._key())
+
+    def _keep(self) -> None:
+        """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
+        transaction = self.session.transaction
+        if self._modes and transaction is not None and not (self._before or self._changed or transaction.tolerated):
+            transaction.rest()
+            step_cache.keep(self.model, self._key(), self._made())
+
+    def _made(self) -> Any:
+        """Return what the next fit needs of the step that was made for this one."""
+        return self.session.transaction
+
+    def rebuild(self) -> None:
+        """Compile the step anew, after something was changed that it has built in."""
+        self._changed = True
+        if (self.attached or self.lasting) and self.model.train_function is not None:
+            self._build()
+
+    def _build(self) -> None:
+        """Make the train function around the transaction, and put it in its place on the model."""
+        raise NotImplementedError
+
+    def _execute(self, data: Any) -> tuple[Any, Any]:
+        """Run one execution; returns its logs and the row of its last step."""
+        raise NotImplementedError
+
+    def _without_effect(self, data: Any) -> Any:
+        """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
+        before = [(variable, keras_variables.read(variable)) for variable in self.session.anatomy().everything]
+        logs, _ = self._execute(data)
+        for variable, value in [*before, *self.session.first_values()]:
+            keras_variables.write(variable, value)
+        return logs

@@ -1,0 +1,47 @@
+"""How many batches of earlier steps are remembered, and how those are held that someone may write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+__all__ = ["MAX_BATCHES", "MAX_BYTES", "bytes_of", "held", "owned"]
+
+MAX_BATCHES = 128
+"""Batches that are remembered: a few more than lie between two snapshots by default."""
+
+MAX_BYTES = 64 << 20
+"""Bytes of batches that are remembered; a batch larger than that is not."""
+
+
+def held(args: Any) -> Any:
+    """Return arguments as they will still be after later steps: NumPy arrays that someone may write to are copied."""
+    return keras.tree.map_structure(owned, args)
+
+
+def owned(value: Any) -> Any:
+    """Return a value as it is, and a copy of a NumPy array that someone may write to."""
+    return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
+
+
+def bytes_of(value: Any) -> int:
+    """Return how many bytes the arrays in a structure take. Runs in every step."""
+    if isinstance(value, (tuple, list)):
+        total = 0
+        for part in value:
+            total += bytes_of(part)
+        return total
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
+    count = getattr(shape, "num_elements", None)
+    if count is None:
+        return int(value.nbytes)
+    number = count()  # of TensorFlow
+    if number is None or not hasattr(value, "device"):  # ragged, or sparse
+        names = ("flat_values", "nested_row_splits") if hasattr(value, "flat_values") else ("values", "indices")
+        return sum(bytes_of(getattr(value, name, None)) for name in names)
+    return int(number) * (int(value.dtype.size or 0) or 16)

@@ -1,0 +1,157 @@
+"""The batch of a step: its inputs and targets by name, what is wrong with them, and parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._backends import current
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Constant, Spread
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Part", "bad", "mapped", "parts", "row_count", "spreads", "without"]
+
+ROLES = ("inputs", "targets", "sample_weight")
+
+OUTLIER = 30.0
+"""How many times the typical magnitude of a row one row has to reach to stand out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a batch: its role, its path and its value."""
+
+    role: str
+    path: str
+    value: Any
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        """Its numbers."""
+        return keras_variables.dense(self.value)
+
+
+def parts(args: Any) -> list[Part]:
+    """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras, anything in a loop."""
+    return [Part(role, path, value) for role, path, value in _parts(args) if _has_numbers(value)]
+
+
+def _parts(args: Any) -> Iterator[tuple[str, str, Any]]:
+    args, kwargs = _positional(args)
+    data = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+    for role, value in zip(ROLES, data[: len(ROLES)]):
+        yield from ((role, path, v) for path, v in _leaves(role, value))
+    for value in (*data[len(ROLES) :], kwargs):
+        yield from (("inputs", path, v) for path, v in _leaves("inputs", value))
+
+
+def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments; a step of a loop has both as `(args, kwargs)`."""
+    args = tuple(args) if isinstance(args, (list, tuple)) else (args,)
+    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        return args[0], args[1]
+    return args, {}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{path}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            yield from _leaves(f"{path}/{key}" if len(value) > 1 else path, item)
+    elif value is not None:
+        yield path, value
+
+
+def _has_numbers(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and str(getattr(dtype, "name", dtype)) not in ("string", "object", "resource", "variant")
+
+
+def row_count(args: Any) -> int:
+    """Return the number of rows of a batch: the length of its arrays, 0 where they do not agree or have none."""
+    lengths = {int(p.value.shape[0]) for p in parts(args) if len(p.value.shape) and p.value.shape[0]}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def mapped(args: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return the batch with `change(role, tensor)` in place of each of its float or integer tensors."""
+    roles = {id(p.value): p.role for p in parts(args)}
+    return keras.tree.map_structure(lambda v: change(roles[id(v)], v) if id(v) in roles else v, args)
+
+
+def without(args: Any, rows: Sequence[int]) -> Any:
+    """Return the batch without some rows."""
+    count = row_count(args)
+    kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
+
+    def taken(role: str, value: Any) -> Any:
+        return current.replay().without_rows(value, kept) if current.replay().is_tensor(value) and len(value.shape) else value
+
+    return mapped(args, taken)
+
+
+def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
+    """Return the arrays with these roles that hold NaN or Inf, with the rows."""
+    found = []
+    for part in parts(args):
+        if part.role not in roles:
+            continue
+        array = finiteness.widen(part.array)
+        nan, inf, _ = finiteness.counts(array)
+        if nan or inf:
+            rows: tuple[int, ...] = ()
+            if array.ndim and array.shape[0] == row_count(args):
+                wrong = ~np.isfinite(array).reshape(array.shape[0], -1).all(axis=1)
+                rows = tuple(int(i) for i in np.flatnonzero(wrong))
+            found.append(Constant(part.path, rows, nan, inf))
+    return tuple(found)
+
+
+def spreads(args: Any, role: str) -> tuple[Spread, ...]:
+    """Return the magnitudes of the arrays with this role."""
+    return tuple(spread(p.path, p.array) for p in parts(args) if p.role == role and p.array.dtype.kind in "fiuV")
+
+
+def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
+    """Return the magnitudes of one array."""
+    integer = array.dtype.kind in "iu"
+    wide = finiteness.widen(array).astype(np.float64, copy=False)
+    finite = wide[np.isfinite(wide)]
+    if not finite.size:
+        return Spread(name, 0.0, 0.0, 0.0, integer=integer)
+    constant, features = 0, 1
+    outliers: tuple[int, ...] = ()
+    if wide.ndim >= 1 and wide.shape[0] > 1:
+        flat = wide.reshape(wide.shape[0], -1)
+        features = flat.shape[1]
+        constant = int((flat == flat[:1]).all(axis=0).sum())
+        outliers = _outliers(flat)
+    with np.errstate(all="ignore"):
+        return Spread(
+            name,
+            float(np.abs(finite).max()),
+            float(finite.mean()),
+            float(finite.std()),
+            constant,
+            features,
+            outliers,
+            integer,
+        )
+
+
+def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    magnitudes = np.abs(np.where(np.isfinite(flat), flat, 0.0))
+    largest = magnitudes.max(axis=1, initial=0.0)
+    if not largest.any():
+        return ()
+    typical = float(np.median(largest[largest > 0.0]))  # most rows of sparse data may hold nothing at all
+    rows = np.flatnonzero(largest > OUTLIER * typical)
+    return tuple(int(i) for i in rows[np.argsort(-largest[rows])])
+

@@ -1,0 +1,117 @@
+"""What a fault on order has in common on all backends: where it goes, and how it is put in place and taken off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import keras
+
+from keras_nanguard._backends.shared import step_cache
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.train_state import Anatomy
+
+__all__ = ["FaultHook", "without_faults"]
+
+
+class FaultHook:
+    """One fault, put around every train step of one model.
+
+    Args:
+        model: a compiled model.
+        fault: a `keras_nanguard.testing.Fault`.
+
+    Attributes:
+        reached: whether a step that was traced (or run) has a place for the fault.
+        run_again: the models of which a step is run again.
+    """
+
+    run_again: ClassVar[dict[object, Any]] = {}
+
+    def __init__(self, model: Any, fault: Any):
+        self.model, self.fault = model, fault
+        self.reached = False
+        self._inside = 0
+        self._overrides = Overrides()
+        step_cache.forget(model)
+
+    @property
+    def paused(self) -> bool:
+        """Whether a step of the model is run again, which a fault is no part of."""
+        return any(model is self.model for model in list(self.run_again.values()))
+
+    def remove(self) -> None:
+        """Leave the model as it was; the next fit makes its train function without the fault."""
+        self._overrides.give_back()
+        self.model.train_function = None
+        step_cache.forget(self.model)
+
+    def _override(self, name: str, value: Any) -> None:
+        self._overrides.set(self.model, name, value)
+
+    def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
+        """Return a batch with `bad` of each float tensor that the fault is meant for."""
+        parts = data if isinstance(data, tuple) else (data,)
+        inputs = self.fault.site == "inputs"
+        chosen, found = (parts[:1] if inputs else parts[1:]), []
+
+        def spoil(path: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return type(value)((k, spoil(f"{path}/{k}", v)) for k, v in value.items())
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(spoil(f"{path}/{k}", v) for k, v in enumerate(value))
+            if not is_float(value) or not self.fault.matches(path):
+                return value
+            found.append(path)
+            return bad(value)
+
+        spoiled = tuple(spoil(str(i), part) for i, part in enumerate(chosen))
+        if not found:
+            what = f"float {self.fault.site} that match path={self.fault.path!r}"
+            types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
+            raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
+        self.reached = True
+        if not isinstance(data, tuple):
+            return spoiled[0]
+        return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
+
+    def _in_state(self) -> list[Any]:
+        """Return the variables of the fault's site that it is meant for."""
+        anatomy = Anatomy.of(self.model)
+        groups: dict[str, tuple[Any, ...]] = {
+            "weights": anatomy.trainable,
+            "statistics": anatomy.statistics,
+            "slots": anatomy.slots,
+            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
+        }
+        variables = [v for v in groups[self.fault.site] if finiteness.is_float(v.dtype)]
+        chosen = [v for v in variables if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"{self.fault.site} that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in variables) or "none"
+            raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
+        self.reached = True
+        return chosen
+
+    def _trained(self) -> list[Any]:
+        """Return the trainable variables whose gradients the fault is meant for."""
+        chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
+        if not chosen:
+            what = f"trainable variables that match path={self.fault.path!r}"
+            paths = ", ".join(v.path for v in self.model.trainable_variables)
+            raise GuardError(expected(what, paths, "Choose another path."))
+        return chosen
+
+
+@contextlib.contextmanager
+def without_faults(model: Any) -> Iterator[None]:
+    """Run a step of a model again as it would have been: where the host asks within the step, the fault of that step is over."""
+    entered = object()
+    FaultHook.run_again[entered] = model
+    try:
+        yield
+    finally:
+        del FaultHook.run_again[entered]

@@ -1,0 +1,252 @@
+"""Layers and losses of a model under observation for the time of one replay.
+
+The `call` of every layer, of every operation of a functional model and of every loss is overridden on the instance. So
+it is known at any moment what runs, every call leaves a row in a table, and a probe on its inputs and outputs, an
+identity with a gradient of its own, tells which layer the backward pass is in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import losses as keras_losses
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Call", "Instrument", "layer_row"]
+
+CALLS = 4
+"""Calls of one layer that get a row of their own (the cell of an RNN runs once for each time step)."""
+
+
+class Call:
+    """One call of one layer or loss: what went in, what came out, and the gradients that came back."""
+
+    __slots__ = (
+        "finished",
+        "gradients_in",
+        "gradients_out",
+        "inputs",
+        "layer_class",
+        "loss",
+        "outputs",
+        "parent",
+        "path",
+    )
+
+    def __init__(self, path: str, layer_class: str, parent: Call | None, loss: bool):
+        self.path, self.layer_class, self.parent, self.loss = path, layer_class, parent, loss
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        self.gradients_out: list[Any] = []
+        self.gradients_in: list[Any] = []
+        self.finished = -1
+
+
+class Instrument:
+    """Context in which a model's layers and losses are observed.
+
+    Args:
+        model: the model.
+        births: told what runs; `None` where nothing listens.
+        keep: keep the tensors of each call (which a compiled run has to return) instead of only what they show.
+
+    Attributes:
+        calls: the calls in the order in which they ended.
+        backward: the call whose gradient is being computed, as far as the probes tell.
+    """
+
+    def __init__(self, model: Any, births: Any = None, keep: bool = False):
+        self.model, self.births, self.keep = model, births, keep
+        self.calls: list[Call] = []
+        self.rows: list[LayerRow] = []
+        self.sample_losses: list[tuple[str, Any]] = []
+        self._stack: list[Call] = []
+        self._counts: dict[int, int] = {}
+        self._overrides = Overrides()
+
+    def __enter__(self) -> Instrument:
+        for target, name, loss in self._targets():
+            self._overrides.set(target, name, self._watching(target, getattr(target, name), loss))
+        self._begin()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._end()
+        self._overrides.give_back()
+
+    def _targets(self) -> list[tuple[Any, str, bool]]:
+        """Return what is watched: `(target, method, whether it is a loss)`."""
+        watched: dict[int, tuple[Any, str, bool]] = {}
+        for layer in (*keras_layers.layers_of(self.model), *keras_layers.operations_of(self.model)):
+            watched[id(layer)] = (layer, "call", False)
+        for loss in keras_losses.losses_of(self.model):
+            watched[id(loss)] = (loss, "call", True)
+        return list(watched.values())
+
+    def _begin(self) -> None:
+        """Stand in for what starts a backward pass, with `_differentiating` around it."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Undo `_begin`."""
+        raise NotImplementedError
+
+    def _here(self) -> bool:
+        """Whether a call that is made now belongs to the run that is observed."""
+        return True
+
+    def _is_float(self, value: Any) -> bool:
+        """Whether it is a tensor that can hold NaN."""
+        raise NotImplementedError
+
+    def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
+        """Return the value, with a gradient that goes through `passed`."""
+        raise NotImplementedError
+
+    def _differentiating(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        births = self.births
+
+        @functools.wraps(real)
+        def gradient(*args: Any, **kwargs: Any) -> Any:
+            if births is None:
+                return real(*args, **kwargs)
+            before, births.phase = births.phase, "backward"
+            frames, births.frames = births.frames, []
+            try:
+                return real(*args, **kwargs)
+            finally:
+                births.phase, births.frames = before, frames
+
+        return gradient
+
+    def _watching(self, target: Any, real: Callable[..., Any], loss: bool) -> Callable[..., Any]:
+        kind = type(target).__name__
+
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._here():
+                return real(*args, **kwargs)
+            current = Call(self._path(target, loss), kind, self._stack[-1] if self._stack else None, loss)
+            first = self._counts[id(target)] = self._counts.get(id(target), 0) + 1
+            self._push(current, loss)
+            try:
+                args, kwargs = keras.tree.map_structure(lambda t: self._taken_in(current, t), (args, kwargs))
+                outputs = real(*args, **kwargs)
+                outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
+            finally:
+                self._pop(loss)
+            self._note(current, first)
+            return outputs
+
+        return call
+
+    def _path(self, target: Any, loss: bool) -> str:
+        if loss:
+            return str(getattr(target, "name", "") or COMPILE_LOSS)
+        parent = next((c for c in reversed(self._stack) if not c.loss), None)
+        return keras_layers.path_of(target, parent.path if parent is not None else None, self.model)
+
+    def _push(self, call: Call, loss: bool) -> None:
+        self._stack.append(call)
+        if self.births is not None:
+            self.births.frames.append((call.path, call.layer_class))
+            if loss and self.births.phase == "forward":
+                self.births.phase = "loss"
+
+    def _pop(self, loss: bool) -> None:
+        self._stack.pop()
+        if self.births is not None:
+            self.births.frames.pop()
+            if loss and not any(c.loss for c in self._stack) and self.births.phase == "loss":
+                self.births.phase = "forward"
+
+    def _taken_in(self, call: Call, value: Any) -> Any:
+        if not self._is_float(value):
+            return value
+        call.inputs.append(value)
+        if self.births is not None:
+            self.births.entered((value,))
+        return self._probe(call, value, call.gradients_in, False)
+
+    def _given_out(self, call: Call, value: Any) -> Any:
+        if not self._is_float(value):
+            return value
+        call.outputs.append(value)
+        return self._probe(call, value, call.gradients_out, True)
+
+    def _probe(self, call: Call, value: Any, gradients: list[Any], entering: bool) -> Any:
+        """Return the value, with a gradient that passes through and tells that it did."""
+        births, keep = self.births, self.keep
+
+        def passed(upstream: Any) -> Any:
+            if births is not None:
+                births.frames = _frames(call if entering else call.parent)
+            if keep:
+                gradients.append(upstream)
+            return upstream
+
+        return keras_layers.with_mask_of(value, self._identity(value, passed))
+
+    def _note(self, call: Call, number: int) -> None:
+        call.finished = len(self.calls)
+        if call.loss and call.path != COMPILE_LOSS and not self.keep:
+            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
+        if self.keep:
+            self.calls.append(call)
+            return
+        bad = not all(finiteness.is_finite(keras_variables.dense(t)) for t in call.outputs)
+        if number <= CALLS or bad:
+            finite = all(finiteness.is_finite(keras_variables.dense(t)) for t in call.inputs)
+            if not call.loss and len(self.rows) < 5000:
+                self.rows += [layer_row(call.path, call.layer_class, keras_variables.dense(t), finite) for t in call.outputs]
+        call.inputs, call.outputs = [], []
+
+
+def _frames(call: Call | None) -> list[tuple[str, str]]:
+    frames: list[tuple[str, str]] = []
+    while call is not None:
+        frames.insert(0, (call.path, call.layer_class))
+        call = call.parent
+    return frames
+
+
+LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
+
+
+def layer_row(path: str, layer_class: str, array: np.ndarray[Any, Any], inputs_finite: bool = True) -> LayerRow:
+    """Return the row of a table for one result of one layer."""
+    name = array.dtype.name
+    wide = finiteness.widen(array)
+    finite = wide[np.isfinite(wide)] if not finiteness.is_finite(wide) else wide.ravel()
+    nan = int(np.isnan(wide).sum()) if finite.size < wide.size else 0
+    plus = int((wide == np.inf).sum()) if finite.size < wide.size else 0
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (float("nan"), float("nan"))
+    with np.errstate(all="ignore"):
+        mean = float(finite.mean(dtype=np.float64)) if finite.size else float("nan")
+    return LayerRow(
+        path=path,
+        layer_class=layer_class,
+        dtype=name,
+        shape=tuple(int(n) for n in array.shape),
+        minimum=low,
+        maximum=high,
+        mean=mean,
+        zeros=int(finite.size - np.count_nonzero(finite)),
+        nan=nan,
+        plus_inf=plus,
+        minus_inf=int(wide.size - finite.size) - nan - plus,
+        size=int(wide.size),
+        share_of_range=max(abs(low), abs(high)) / LARGEST.get(name, float("inf")) if finite.size else float("nan"),
+        inputs_finite=inputs_finite,
+    )
+
+

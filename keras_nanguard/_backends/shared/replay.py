@@ -1,0 +1,252 @@
+"""Running a step again, eagerly and under observation, without leaving a trace.
+
+Whatever runs inside of `preserved` has never happened: every variable that the step can reach, the seeds that Keras and
+TensorFlow draw from, and Python's and NumPy's generators are what they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._backends import current
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import COMPILE_LOSS, Birth, LayerRow
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
+
+__all__ = ["Run", "Step", "births_of", "preserved"]
+
+OVERFLOW = 3.4028235e38
+"""Sum of squares of the gradients from which the transaction's own sum, in float32, is infinite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one replay came to.
+
+    Attributes:
+        error: the exception that ended it, `""` where none did.
+        first: first bad site in causal order, `""` where all is finite.
+        first_path: the variable there.
+        birth: where the first bad value was born.
+        loss: the loss.
+        norm: the global gradient norm.
+        bad: number of bad gradients.
+        rows: the table of layers.
+        outputs: the model's outputs, by name.
+        sample_losses: what each loss returned before it was reduced, by name.
+    """
+
+    error: str = ""
+    first: str = ""
+    first_path: str = ""
+    birth: Birth | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    bad: int = 0
+    rows: tuple[LayerRow, ...] = ()
+    outputs: tuple[tuple[str, Any], ...] = ()
+    sample_losses: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step came out finite."""
+        return not self.error and not self.first
+
+    @property
+    def word(self) -> str:
+        """`"finite"`, `"bad"` or `"failed"`."""
+        return "failed" if self.error else "bad" if self.first else "finite"
+
+
+@contextlib.contextmanager
+def preserved(variables: Sequence[Any]) -> Iterator[None]:
+    """Put every one of these variables, and every generator of random numbers, back at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with current.replay().kept((*variables, *keras_variables.global_seed_variables())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class Step:
+    """One train step that can be run again.
+
+    Args:
+        body: the step, `body(*args) -> outputs`.
+        model: the model.
+        optimizers: the optimizers of the step.
+        saving: the step needs its updates at once (it reads its weights after an update).
+        losses: returns the losses among the outputs of a step that never calls `compute_loss`.
+        strays: variables that Keras lists nowhere and the step writes.
+        tolerated: variables that may be infinite or NaN.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        model: Any,
+        optimizers: Sequence[Any],
+        saving: bool = False,
+        losses: Callable[[Any], list[Any]] = lambda outputs: [],
+        strays: Sequence[Any] = (),
+        tolerated: Sequence[Any] = (),
+    ):
+        self.body, self.model, self.optimizers = body, model, list(optimizers)
+        self.saving, self.losses, self.strays = saving, losses, list(strays)
+        self.tolerated = {id(v) for v in tolerated}
+
+    @classmethod
+    def of(cls, model: Any, optimizers: Sequence[Any], saving: bool = False) -> Step:
+        """Return the train step of a model."""
+        return cls(current.replay().body_of(model), model, optimizers, saving, current.replay().losses_of(model))
+
+    def variables(self) -> list[Any]:
+        """Return every variable that the step may write."""
+        anatomy = Anatomy.of(self.model, self.optimizers)
+        return [*anatomy.everything, *anatomy.metrics, *anatomy.unlisted, *self.strays]
+
+    def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> Run:
+        """Run the step once and forget it; see what it came to.
+
+        Args:
+            args: its arguments.
+            observe: watch layers and operations, which costs a few times as much.
+            update: let the optimizers update, to see what comes of it.
+        """
+        with preserved(self.variables()):
+            return _Pass(self, observe, update).run(args)
+
+    def train(self, args: Sequence[Any]) -> float:
+        """Run the step with its updates, for good (use it inside of `preserved`), and return its loss."""
+        with current.replay().intercepted(self.model, self.optimizers, True) as seen:
+            outputs = self.body(*args)
+        return _total(seen.losses or self.losses(outputs))
+
+
+class _Pass:
+    """One replay."""
+
+    def __init__(self, step: Step, observe: bool, update: bool):
+        self.step, self.observe, self.update = step, observe, update
+        self.anatomy = Anatomy.of(step.model, step.optimizers)
+
+    def run(self, args: Sequence[Any]) -> Run:
+        births = self._births(args) if self.observe else None
+        instrument = current.replay().Instrument(self.step.model, births) if self.observe else None
+        try:
+            with contextlib.ExitStack() as stack:
+                if births is not None and instrument is not None:
+                    stack.enter_context(instrument)
+                    stack.enter_context(births)
+                self.seen = stack.enter_context(
+                    current.replay().intercepted(self.step.model, self.step.optimizers, self.step.saving)
+                )
+                outputs = self.step.body(*args)
+                self.losses = self.seen.losses or self.step.losses(outputs)
+                found = self._judge(births)
+                if not found and self.update and not self.step.saving:
+                    found = self._updated(births)
+        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+            return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows if instrument else ()))
+        first, path, birth = found or ("", "", None)
+        if birth is not None and birth.culprit == COMPILE_LOSS and instrument is not None:
+            birth = _with_part(birth, instrument)
+        return Run(
+            first=first,
+            first_path=path,
+            birth=birth,
+            loss=_total(self.losses),
+            norm=self.norm,
+            bad=self.bad,
+            rows=tuple(instrument.rows if instrument else ()),
+            outputs=tuple((name, keras_variables.dense(t)) for name, t in self.seen.outputs),
+            sample_losses=tuple(instrument.sample_losses if instrument else ()),
+        )
+
+    def _births(self, args: Sequence[Any]) -> Any:
+        tolerated = [v for v in self.anatomy.everything if id(v) in self.step.tolerated]
+        # NaN is to blame where it gets into the loss.
+        infinite = {id(v) for v in tolerated if not finiteness.counts(keras_variables.view(v))[0]}
+        return births_of(args, self.anatomy.everything, infinite)
+
+    def _judge(self, births: Any) -> tuple[str, str, Birth | None] | None:
+        """Return the first bad site, its path and its birth, in causal order."""
+        self.norm, self.bad = math.nan, 0
+        pairs = [(g, v) for record in self.seen.records for g, v in record.pairs if g is not None]
+        bad = [(g, v) for g, v in pairs if not finiteness.is_finite(keras_variables.dense(g))]
+        self.bad = len(bad)
+        squares = largest = 0.0
+        steepest = ""
+        for gradient, variable in pairs:
+            flat = finiteness.widen(keras_variables.dense(gradient)).ravel()
+            with np.errstate(all="ignore"):  # a sum that overflows is what is asked for
+                own = float(np.dot(flat, flat))
+                if not math.isfinite(own):
+                    own = float(np.dot(flat.astype(np.float64), flat.astype(np.float64)))
+            squares += own
+            if own > largest:
+                largest, steepest = own, variable.path
+        self.norm = math.sqrt(squares) if squares >= 0 else math.nan
+        for loss in self.losses:
+            if not finiteness.is_finite(keras_variables.dense(loss)):
+                return "loss", "", births.of(loss) if births else None
+        for variable in self.anatomy.statistics:
+            if id(variable) not in self.step.tolerated and not finiteness.is_finite(keras_variables.view(variable)):
+                return "statistics", variable.path, births.written(variable) if births else None
+        if bad and births is None:
+            return "gradients", bad[0][1].path, None
+        if bad and births is not None:
+            known = [(current.replay().slope(births.of(g)), v) for g, v in bad]
+            earliest = min(known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60)
+            return "gradients", earliest[1].path, earliest[0]
+        if squares >= OVERFLOW:
+            return "gradients", steepest, None
+        return self._written(births) if self.step.saving else None
+
+    def _updated(self, births: Any) -> tuple[str, str, Birth | None] | None:
+        if births is not None:
+            births.phase, births.frames = "update", []
+        for record in self.seen.records:
+            record.run()
+        return self._written(births)
+
+    def _written(self, births: Any) -> tuple[str, str, Birth | None] | None:
+        """Return the first bad slot or weight after the updates."""
+        for site, variables in (("slots", self.anatomy.slots), ("weights", self.anatomy.trainable)):
+            for variable in variables:
+                if not finiteness.is_finite(keras_variables.view(variable)):
+                    return site, variable.path, births.written(variable) if births else None
+        return None
+
+
+def births_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
+    """Return eyes for the births of one run, which know its batch and its variables by name."""
+    named = [(part.path, part.value) for part in batches.parts(args)]
+    known = [(current.replay().key(v), v) for v in variables]
+    paths = {number: v.path for number, v in known if number is not None}
+    infinite = [number for number, v in known if number is not None and id(v) in tolerated]
+    return current.replay().Births(named, paths, infinite, batches.row_count(args))
+
+
+def _with_part(birth: Birth, instrument: Any) -> Birth:
+    """Blame the loss that was added up when the sum over the losses went bad: the one that ran last."""
+    names = [name for name, _ in instrument.sample_losses]
+    if not names:
+        return birth
+    bad = [name for name, values in instrument.sample_losses if not finiteness.is_finite(values)]
+    return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "culprit": (bad or names[-1:])[0]})
+
+
+def _total(losses: Sequence[Any]) -> float:
+    return float(sum(float(keras_variables.dense(loss).astype(np.float64)) for loss in losses)) if losses else math.nan

@@ -1,0 +1,180 @@
+"""The same step in the mode it was compiled in, with the layers under observation.
+
+What an eager replay does not show (a square root at 0 under XLA) shows here, layer by layer instead of operation by
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.instrument import Call, layer_row
+from keras_nanguard._backends.shared.origins import operand
+from keras_nanguard._backends.shared.replay import OVERFLOW, Run, Step, preserved
+from keras_nanguard._backends.tensorflow.intercept import Intercept
+from keras_nanguard._backends.tensorflow.replay import Instrument
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import COMPILE_LOSS, Birth
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
+
+__all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
+
+MODES = ("eager", "graph", "xla")
+"""The modes in which a step can be run again."""
+
+
+def is_compiled(step: Step) -> bool:
+    """Whether running it compiled is cheaper than running it eagerly: never, for it is traced anew."""
+    return False
+
+
+def mode_of(transaction: Any, model: Any) -> str:
+    """Return the mode in which a guarded step runs."""
+    if transaction.jit:
+        return "xla"
+    return "eager" if getattr(model, "run_eagerly", False) else "graph"
+
+
+
+def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+    """Run a step once, compiled, and forget it; see what it came to.
+
+    Args:
+        step: the step.
+        args: its arguments.
+        jit: compile with XLA.
+    """
+    with preserved(step.variables()):
+        return _Traced(step).run(args, jit)
+
+
+class _Traced:
+    """One trace of a step that returns what its layers saw."""
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.anatomy = Anatomy.of(step.model, step.optimizers)
+
+    def run(self, args: Sequence[Any], jit: bool) -> Run:
+        compiled = tf.function(self._body, jit_compile=jit, autograph=False)
+        try:
+            traced = compiled.get_concrete_function(list(args))
+            losses, gradients, statistics, tensors = traced(list(args))
+        except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
+            return Run(error=f"{type(error).__name__}: {error}")
+        for call, (inputs, outputs, upstream, downstream) in zip(self.calls, tensors):
+            call.inputs, call.outputs, call.gradients_out, call.gradients_in = inputs, outputs, upstream, downstream
+        rows = tuple(
+            layer_row(c.path, c.layer_class, keras_variables.dense(t), _finite(c.inputs))
+            for c in self.calls
+            if not c.loss
+            for t in c.outputs
+        )
+        self.batch = [part for part in batches.parts(args) if not _finite([part.value])]
+        first, path, birth = self._judge(losses, gradients, statistics)
+        return Run(first=first, first_path=path, birth=birth, loss=_sum(losses), rows=rows)
+
+    def _body(self, args: list[Any]) -> Any:
+        with (
+            Instrument(self.step.model, keep=True) as instrument,
+            Intercept(self.step.model, self.step.optimizers, self.step.saving, lambda variable: None) as seen,
+        ):
+            outputs = self.step.body(*args)
+        losses = seen.losses or self.step.losses(outputs)
+        graph = tf.compat.v1.get_default_graph()
+        self.calls = instrument.calls
+        self.paths = [v.path for record in seen.records for g, v in record.pairs if g is not None]
+        gradients = [_values(g) for record in seen.records for g, _ in record.pairs if g is not None]
+        statistics = [v.value.read_value() for v in self.anatomy.statistics]
+        tensors = [
+            tuple(_here(group, graph) for group in (c.inputs, c.outputs, c.gradients_out, c.gradients_in))
+            for c in self.calls
+        ]
+        return losses, gradients, statistics, tensors
+
+    def _judge(self, losses: Any, gradients: Any, statistics: Any) -> tuple[str, str, Birth | None]:
+        if not _finite(losses):
+            return "loss", "", self._forward("")
+        for variable, value in zip(self.anatomy.statistics, statistics):
+            if id(variable) not in self.step.tolerated and not _finite([value]):
+                return "statistics", variable.path, self._forward(variable.path.rpartition("/")[0])
+        bad = [path for path, g in zip(self.paths, gradients) if not _finite([g])]
+        if bad:
+            return "gradients", bad[0], self._backward(bad)
+        squares = [float(np.square(finiteness.widen(keras_variables.dense(g)).astype(np.float64)).sum()) for g in gradients]
+        if sum(squares) >= OVERFLOW:
+            return "gradients", self.paths[int(np.argmax(squares))], None
+        return "", "", None
+
+    def _forward(self, layer: str) -> Birth | None:
+        """Return where the forward pass goes bad: in a call, else in the statistics of this layer, else in the loss."""
+        for call in self.calls:
+            if not _finite(call.outputs) and _finite(call.inputs):
+                return _birth(call, "loss" if call.loss else "forward", call.outputs, call.inputs)
+        if self.batch:
+            return Birth(0, "batch", self.batch[0].path, "forward")
+        for call in self.calls:
+            if layer and call.path == layer:
+                return _birth(call, "forward", call.outputs, call.inputs)
+        return Birth(0, "operation", "", "loss", culprit="loss")
+
+    def _backward(self, bad: Sequence[str]) -> Birth | None:
+        """Return the layer where the gradient goes bad: what comes back to it is finite, what it passes on is not."""
+        for call in reversed(self.calls):
+            if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
+                return _birth(call, "backward", call.gradients_in, call.inputs)
+        for call in reversed(self.calls):
+            if not call.loss and _finite(call.gradients_out) and any(p.startswith(f"{call.path}/") for p in bad):
+                return _birth(call, "backward", call.gradients_out, call.inputs)
+        return None
+
+
+def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Birth:
+    arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
+    counted = [finiteness.counts(a) for a in arrays]
+    path = "" if call.path == COMPILE_LOSS else call.path
+    return Birth(
+        order=call.finished,
+        source="operation",
+        op="",
+        phase=phase,
+        frames=(call.path,),
+        culprit=path or "loss",
+        layer_class=call.layer_class,
+        nan=sum(n for n, _, _ in counted),
+        inf=sum(i for _, i, _ in counted),
+        size=sum(s for _, _, s in counted),
+        operands=tuple(operand(keras_variables.dense(t), str(t.dtype.name)) for t in inputs),
+        rows=_rows(arrays),
+    )
+
+
+def _rows(arrays: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...]:
+    for array in arrays:
+        if array.ndim and array.shape[0] > 1:
+            wrong = ~np.isfinite(array).reshape(array.shape[0], -1).all(axis=1)
+            if wrong.any() and not wrong.all():
+                return tuple(int(i) for i in np.flatnonzero(wrong))
+    return ()
+
+
+def _here(tensors: Sequence[Any], graph: Any) -> list[Any]:
+    return [_values(t) for t in tensors if getattr(_values(t), "graph", None) is graph]
+
+
+def _values(tensor: Any) -> Any:
+    return getattr(tensor, "values", tensor) if isinstance(tensor, tf.IndexedSlices) else tensor
+
+
+def _finite(tensors: Sequence[Any]) -> bool:
+    return all(finiteness.is_finite(keras_variables.dense(t)) for t in tensors)
+
+
+def _sum(losses: Sequence[Any]) -> float:
+    return float(sum(float(keras_variables.dense(loss).astype(np.float64)) for loss in losses)) if len(losses) else float("nan")

@@ -1,0 +1,39 @@
+"""What the host's side asks of TensorFlow: its processes, its generator of random numbers, a pass without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SPREADS_ARRAYS", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+SPREADS_ARRAYS = False
+"""Whether one array may be spread over several processes, so that none of them can compute with it alone."""
+
+
+def place() -> tuple[int, int]:
+    """Return the number of this process among those that train together, from 0, and how many there are."""
+    return 0, 1
+
+
+def exchanged(number: int) -> list[int]:
+    """Return the numbers that all processes hand in, in their order."""
+    return [number]
+
+
+def generator_state() -> np.ndarray[Any, Any] | None:
+    """Return the state of the generator that layers draw from and that belongs to no variable, `None` where there is none."""
+    return None
+
+
+def set_generator_state(state: np.ndarray[Any, Any]) -> None:
+    """Put it back; a state of another backend says nothing here."""
+
+
+
+def without_gradients() -> AbstractContextManager[Any]:
+    """Return a context in which nothing is kept for a backward pass that will not come."""
+    return contextlib.nullcontext()
+

@@ -1,0 +1,185 @@
+"""While the body of a step runs: what it hands to its optimizers, and the loss it computes.
+
+Every train step, the user's own included, ends in `Optimizer.apply`. Overriding that on the instance sees the gradients
+of any train step and leaves the optimizer's class, config and variables as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_nanguard._backends.tensorflow import graph
+from keras_nanguard._core.verdict import named_outputs, predicted
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.native_variables import as_keras
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Intercept", "Record", "Seen", "build"]
+
+class Record:
+    """One call of `Optimizer.apply`."""
+
+    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
+        self.optimizer, self.real, self.grads = optimizer, real, grads
+        self.given = variables
+        known = variables if variables is not None else keras_optimizers.trained_by(optimizer)
+        self.pairs = list(zip(grads, map(as_keras, known)))
+        self.variables = [v for g, v in self.pairs if g is not None]
+
+    def run(self) -> None:
+        """Make the call that was deferred."""
+        self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run of the body was seen to do.
+
+    Attributes:
+        records: the calls of `apply`, in order.
+        gradients: every gradient that is not `None`.
+        losses: what `compute_loss` returned.
+        outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
+        boundary: mark of the graph at the first call of `apply`, or `None`.
+        nested: whether an update was asked for inside a function or conditional of the body's own.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    boundary: int | None = None
+    nested: bool = False
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        model: the model whose `compute_loss` is noted, or `None`.
+        optimizers: the optimizers to stand in for.
+        through: let each update run at once (its effect can be undone) instead of deferring it.
+        born: called with each variable that is created while the body runs, before anything writes it.
+        asked: called with each record, before its update runs.
+        seen: returns the notes for the replica that asks, where there are several; else there are the notes that
+            entering the context returns.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        through: bool,
+        born: Callable[[Any], None],
+        seen: Callable[[], Seen] | None = None,
+        asked: Callable[[Record], None] = lambda record: None,
+    ):
+        self.model, self.optimizers, self.through, self.born, self.asked = model, list(optimizers), through, born, asked
+        self.notes, self.alone = Seen(), seen is None
+        self.seen = seen or (lambda: self.notes)
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._creating = False
+        self._overrides = Overrides()
+
+    def __enter__(self) -> Seen:
+        for optimizer in self.optimizers:
+            self._overrides.set(optimizer, "apply", self._applier(optimizer, optimizer.apply))
+        if hasattr(self.model, "compute_loss"):
+            self._overrides.set(self.model, "compute_loss", self._noting(self.model.compute_loss))
+        if self.alone:
+            self._creation = self.creating()
+            self._creation.__enter__()
+        return self.notes
+
+    def creating(self) -> Any:
+        """Return a context in which variables are made outside of the graph; each replica's thread enters its own."""
+        return tf.variable_creator_scope(self._create)
+
+    def __exit__(self, *details: Any) -> None:
+        if self.alone:
+            self._creation.__exit__(*details)
+        self._overrides.give_back()
+        vars(self).clear()  # it knows itself by `seen`, and would keep the gradients until the garbage collector comes
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            variables = None if trainable_variables is None else list(trainable_variables)
+            if not optimizer.built and variables is not None:
+                build(optimizer, variables, tf.executing_eagerly())
+            seen = self.seen()
+            if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
+                seen.nested = True
+                return real(grads, variables) if variables is not None else real(grads)
+            record = Record(optimizer, real, grads, variables)
+            if seen.boundary is None and self.graph is not None:
+                seen.boundary = graph.mark(self.graph)
+            seen.records.append(record)
+            seen.gradients += [g for g in grads if g is not None]
+            self.asked(record)
+            if self.through:
+                record.run()
+            return None
+
+        return apply
+
+    def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
+        """Make a variable that comes into being inside the step (metrics, lazily built layers) outside of its graph.
+
+        Its first value then is at hand before anything writes it, and `tf.function` has no reason to trace twice.
+        """
+        if self._creating:  # the scope follows into `init_scope`
+            return create(**kwargs)
+        self._creating = True
+        try:
+            with tf.init_scope():
+                variable = tf.Variable(**kwargs)
+        finally:
+            self._creating = False
+        with contextlib.nullcontext() if self.graph is None else self.graph.as_default():
+            self.born(variable)
+        return variable
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            here = self.graph is None or tf.compat.v1.get_default_graph() is self.graph
+            if loss is not None and here:
+                seen = self.seen()
+                seen.losses.append(tf.convert_to_tensor(loss))
+                seen.outputs += filter(_is_float, named_outputs(self.model, tf.nest.flatten(predicted(args, kwargs))))
+            return loss
+
+        return compute_loss
+
+
+def build(optimizer: Any, variables: Sequence[Any], eagerly: bool) -> None:
+    """Build an optimizer as Keras' own step does: its variables outside of every graph, under the names that Keras gives.
+
+    What it writes to them is part of the graph in which that is done, and `tf.function` throws away the first trace of a step, in
+    which variables are created. So in graph mode stock `ScheduleFreeAdamW` starts with momenta of 0 and not with the
+    weights, as it does in eager execution, and a guarded one has to do the same.
+    """
+
+    def built() -> None:
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+
+    if eagerly:
+        built()
+    else:
+        with tf.init_scope():
+            tf.function(built, autograph=False).get_concrete_function()
+    optimizer.built = True
+
+
+def _is_float(named: tuple[str, Any]) -> bool:
+    _, value = named
+    return bool(tf.is_tensor(value) and (value.dtype.is_floating or value.dtype.is_complex))

@@ -1,0 +1,190 @@
+"""Where NaN and Inf are born: watches every operation of an eager run, and follows what comes of each bad value.
+
+An operation whose inputs are finite and whose result is not gives *birth*; its descendants carry its number. So the
+birth behind a bad loss or gradient is read off the loss or gradient itself: a bad value that something masks away on
+the way (`where`, `max`, a metric nobody trains on) is never blamed. Infinite constants of the program (a mask of -Inf)
+are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) gives birth.
+
+TensorFlow tells of each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
+has no public name. Where it is gone the layer table alone has to tell (`keras_nanguard._backends.shared.instrument`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard._backends.shared.origins import CONSTANT, MOST, Casts, bad_rows, operand, users_line
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Birth
+from keras_nanguard._keras import variables as keras_variables
+
+try:
+    from tensorflow.python.framework import op_callbacks
+except ImportError:
+    op_callbacks = None
+
+__all__ = ["CONSTANT", "Births"]
+
+
+class Births:
+    """Context in which every operation that runs eagerly on this thread is watched.
+
+    Args:
+        batch: `(name, tensor)` of the arrays that go into the step.
+        variables: names by the id of the variables' handles.
+        tolerated: ids of handles of variables that may be infinite.
+        rows: number of rows of the batch.
+
+    Attributes:
+        phase: what is running; the owner of the run sets it.
+        frames: what is running, outermost first, as `(path, class)`; the owner of the run keeps it.
+        count: operations seen so far.
+        available: whether the backend tells of its operations.
+    """
+
+    available = op_callbacks is not None
+
+    def __init__(
+        self,
+        batch: Iterable[tuple[str, Any]] = (),
+        variables: dict[int, str] | None = None,
+        tolerated: Iterable[int] = (),
+        rows: int = 0,
+    ):
+        self.phase, self.rows, self.count = "forward", rows, 0
+        self.frames: list[tuple[str, str]] = []
+        self.births: list[Birth] = []
+        self._variables, self._tolerated = variables or {}, set(tolerated)
+        self._lineage: dict[int, Birth] = {}
+        self._written: dict[int, Birth] = {}
+        self._casts = Casts()
+        self._reads: dict[int, str] = {}
+        for place, (name, tensor) in enumerate(batch):
+            if hasattr(tensor, "_id") and not _is_finite(tensor):
+                self._keep(tensor, Birth(place - MOST, "batch", name, "forward"))
+
+    def __enter__(self) -> Births:
+        if self.available:
+            op_callbacks.add_op_callback(self._seen)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self.available:
+            op_callbacks.remove_op_callback(self._seen)
+
+    def of(self, tensor: Any) -> Birth | None:
+        """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
+        found = self._lineage.get(getattr(getattr(tensor, "values", tensor), "_id", -1))
+        return None if found is None else self._casts.complete(found)
+
+    def written(self, variable: Any) -> Birth | None:
+        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        handle = getattr(getattr(variable, "value", variable), "handle", None)
+        found = self._written.get(getattr(handle, "_id", -1))
+        return None if found is None else self._casts.complete(found)
+
+    def entered(self, tensors: Iterable[Any]) -> None:
+        """Note that a layer whose frame is on top now takes these tensors in."""
+        self._casts.entered(self.frames, [self._lineage.get(getattr(t, "_id", -1)) for t in tensors])
+
+    def _keep(self, tensor: Any, birth: Birth) -> None:
+        self._lineage[tensor._id] = birth
+
+    def _seen(
+        self, op_type: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> None:
+        if graph is not None or isinstance(outputs, tf.Tensor):
+            return
+        self.count += 1
+        bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
+        name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
+        if name == "ReadVariableOp" and inputs[0]._id in self._variables:
+            self._reads[outputs[0]._id] = self._variables[inputs[0]._id]
+        if not bad:
+            if not outputs and name.startswith("Assign") and len(inputs) == 2:
+                self._assigned(name, inputs)
+            return
+        birth = self._inherited(name, inputs, bad)
+        for tensor in bad:
+            self._keep(tensor, birth)
+
+    def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
+        handle, value = inputs
+        birth = self._lineage.get(value._id)
+        if birth is not None:
+            self._written[handle._id] = birth
+        elif name == "AssignVariableOp":
+            self._written.pop(handle._id, None)
+
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Birth:
+        """Return the earliest birth behind an operation's inputs, or its own."""
+        parents = [self._parent(t) for t in inputs]
+        known = [p for p in parents if p is not None and p is not CONSTANT]
+        if known:
+            return min(known, key=lambda birth: birth.order)
+        if CONSTANT in parents and not any(_has_nan(t) for t in bad):
+            return CONSTANT
+        if name in ("Fill", "Const"):
+            return CONSTANT
+        return self._born(name, inputs, bad[0])
+
+    def _parent(self, tensor: Any) -> Birth | None:
+        if tensor.dtype == tf.resource:
+            if tensor._id in self._written:
+                return self._written[tensor._id]
+            if tensor._id in self._tolerated:
+                return CONSTANT
+            return None
+        found = self._lineage.get(tensor._id)
+        if found is None and _is_float(tensor) and not _is_finite(tensor):
+            return CONSTANT
+        return found
+
+    def _born(self, name: str, inputs: Sequence[Any], result: Any) -> Birth:
+        array = _array(result)
+        handles = [t._id for t in inputs if t.dtype == tf.resource]
+        stored = next((self._variables[h] for h in handles if h in self._variables), "")
+        rows, every = bad_rows(array, self.rows)
+        nan, inf, size = finiteness.counts(array)
+        top = self.frames[-1] if self.frames else ("", "")
+        birth = Birth(
+            order=self.count,
+            source="variable" if stored else "operation",
+            op=stored or name,
+            phase=self.phase,
+            frames=tuple(frame for frame, _ in self.frames),
+            culprit=top[0],
+            layer_class=top[1],
+            nan=nan,
+            inf=inf,
+            size=size,
+            operands=tuple(operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)),
+            dtype=result.dtype.name,
+            rows=rows,
+            all_rows=every,
+            variables=tuple(self._reads[t._id] for t in inputs if t._id in self._reads),
+            line=users_line() if self.phase != "backward" else "",
+        )
+        if len(self.births) < MOST:
+            self.births.append(birth)
+        return birth
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(tensor if len(tensor.shape) else tensor.numpy())  # a scalar of bfloat16 is no array by itself
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return not tensor.dtype.is_floating or finiteness.is_finite(keras_variables.dense(tensor))
+
+
+def _has_nan(tensor: Any) -> bool:
+    return bool(np.isnan(finiteness.widen(_array(tensor))).any())

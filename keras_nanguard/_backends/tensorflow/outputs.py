@@ -1,0 +1,177 @@
+"""What a refused step hands back in place of its outputs.
+
+A step that commits returns what it returned. The logs of a refused step are those of the restored metrics: the running means
+without it, so that no other callback sees a NaN. Where a user's own step logs something that no metric holds, the value of
+the last committed step stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_nanguard._core.verdict import FIELDS, logged_losses
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["LogOutputs", "PlainOutputs"]
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(outputs, expand_composites=True) if leaf is not None]
+
+
+def _flat(outputs: Any) -> list[Any]:
+    return [tf.convert_to_tensor(t) for t in _leaves(outputs)]
+
+
+def _scalars(leaves: list[Any]) -> list[Any]:
+    return [t for t in leaves if tf.is_tensor(t) and t.dtype.is_floating and t.shape.rank == 0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return tf.is_tensor(value) or isinstance(value, (float, np.generic))
+
+
+class PlainOutputs:
+    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss."""
+
+    def losses(self, outputs: Any) -> list[Any]:
+        """Return the scalars among the outputs."""
+        return _scalars([t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None])
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Nothing has to be known of how they come about."""
+        return nullcontext()
+
+    def committed(self, outputs: Any) -> list[Any]:
+        """Nothing has to pass through the conditional."""
+        return []
+
+    refused = committed
+
+    def pack(self, flat: list[Any], outputs: Any) -> Any:
+        """Return the outputs."""
+        return outputs
+
+    def join(self, outputs: Any, row: Any) -> Any:
+        """Return what leaves the compiled step."""
+        return outputs, row
+
+    def split(self, result: Any) -> tuple[Any, list[float]]:
+        """Return outputs and row."""
+        outputs, row = result
+        return outputs, row.numpy().tolist()
+
+
+class LogOutputs:
+    """For a Keras train step: a dict of logs.
+
+    Attributes:
+        last: what the last committed step logged of what no metric holds; in a graph two variables for each of those logs.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.last: dict[int, Any] = {}
+        self.order: dict[str, int] | None = None
+        self._results: dict[int, tuple[Any, Any, int]] = {}
+
+    def losses(self, outputs: Any) -> list[Any]:
+        """Return the logs that are losses."""
+        return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(logged_losses(outputs))])
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the body of a step runs, note the results of metrics: a log that is one of them is known again."""
+        self._results = {}
+        with Overrides() as overrides:
+            for metric in self.model.metrics:
+                overrides.set(metric, "result", self._noting(metric, metric.result))
+            yield
+
+    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
+        def result() -> Any:
+            found = real()
+            for place, leaf in enumerate(tf.nest.flatten(found)):
+                self._results[id(leaf)] = leaf, metric, place
+            return found
+
+        return result
+
+    def committed(self, outputs: Any) -> list[Any]:
+        """Remember the logs that no metric holds, and return all as they are."""
+        for place, leaf in enumerate(_leaves(outputs)):
+            if id(leaf) in self._results:
+                continue
+            if tf.executing_eagerly():
+                self.last[place] = tf.identity(leaf)
+            else:
+                kept, is_known = self._remembered(place, tf.convert_to_tensor(leaf))
+                kept.assign(leaf)
+                is_known.assign(True)
+        return [tf.identity(leaf) for leaf in _leaves(outputs)]
+
+    def refused(self, outputs: Any) -> list[Any]:
+        """Return the results of the restored metrics, and of what none holds the logs of the last committed step."""
+        now: dict[int, list[Any]] = {}
+        found = []
+        for place, leaf in enumerate(_leaves(outputs)):
+            _, metric, part = self._results.get(id(leaf), (None, None, 0))
+            if metric is None:
+                found.append(self._last(place, leaf))
+                continue
+            if id(metric) not in now:
+                now[id(metric)] = tf.nest.flatten(metric.result())
+            found.append(tf.cast(now[id(metric)][part], leaf.dtype))
+        return found
+
+    def pack(self, flat: list[Any], outputs: Any) -> Any:
+        """Return the logs that came through the conditional."""
+        rest = iter(flat)
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
+
+    def _last(self, place: int, leaf: Any) -> Any:
+        """Return one log of the last committed step, this step's own where none has committed; the host replaces that."""
+        value = tf.convert_to_tensor(leaf)
+        if tf.executing_eagerly():
+            return self.last.get(place, value)
+        kept, is_known = self._remembered(place, value)
+        return tf.cond(is_known, kept.read_value, lambda: value)
+
+    def _remembered(self, place: int, value: Any) -> tuple[Any, Any]:
+        """Return the variable for one log, and one that says whether it holds something, made outside of the graph on first use."""
+        known = self.last.get(place)
+        if known is None or known[0].dtype != value.dtype or not known[0].shape.is_compatible_with(value.shape):
+            with tf.init_scope():
+                zeros = tf.zeros([d or 0 for d in value.shape], value.dtype)
+                known = tf.Variable(zeros, shape=value.shape, trainable=False), tf.Variable(False, trainable=False)
+                self.last[place] = known
+        return known
+
+    def join(self, outputs: Any, row: Any) -> Any:
+        """Return what leaves the compiled step: one vector, where every log is a scalar of the row's dtype.
+
+        What Keras does on the host for each tensor that a step returns costs more than everything else here does for a
+        small model; one vector for all logs pays for the row, too.
+        """
+        flat = _flat(outputs)
+        plain = isinstance(outputs, dict) and all(map(_is_tensor, outputs.values()))
+        if not (plain and flat) or any(t.shape.rank != 0 or t.dtype != row.dtype for t in flat):
+            self.order = None
+            return outputs, row
+        places = {key: place for place, key in enumerate(sorted(outputs), int(row.shape[0]))}
+        self.order = {key: places[key] for key in outputs}
+        return tf.concat([row, tf.stack(flat)], axis=0)
+
+    def split(self, result: Any) -> tuple[Any, list[float]]:
+        """Return logs and row."""
+        if isinstance(result, tuple):
+            outputs, row = result
+            return outputs, row.numpy().tolist()
+        assert self.order is not None
+        numbers = result.numpy().tolist()
+        return {key: numbers[place] for key, place in self.order.items()}, numbers[: len(FIELDS)]

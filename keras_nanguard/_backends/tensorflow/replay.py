@@ -1,0 +1,132 @@
+"""What a diagnosis needs of TensorFlow: eyes on a run, and its words for tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.tensorflow.intercept import Intercept
+from keras_nanguard._backends.tensorflow.origins import Births
+from keras_nanguard._backends.tensorflow.outputs import LogOutputs
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "slope",
+    "tensor",
+    "twin",
+    "without_rows",
+]
+
+
+class Instrument(instrument.Instrument):
+    """Layers and losses under observation in eager execution, or in the graph that is being made."""
+
+    def _begin(self) -> None:
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._gradient = tf.GradientTape.gradient
+        tf.GradientTape.gradient = self._differentiating(self._gradient)
+
+    def _end(self) -> None:
+        tf.GradientTape.gradient = self._gradient
+
+    def _here(self) -> bool:
+        if self.graph is None:
+            return bool(tf.executing_eagerly())
+        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is self.graph
+
+    def _is_float(self, value: Any) -> bool:
+        return isinstance(value, tf.Tensor) and bool(value.dtype.is_floating)
+
+    def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def identity(x: Any) -> Any:
+            return tf.identity(x), passed
+
+        return identity(value)
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch."""
+    return model.train_step
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs(model).losses
+
+
+def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
+    """Return a context that notes losses and updates; `through` lets the updates be made at once."""
+    return Intercept(model, optimizers, through, lambda variable: None)
+
+
+@contextlib.contextmanager
+def kept(variables: Sequence[Any]) -> Iterator[None]:
+    """Put these variables, and the generator of eager operations that have no seed of their own, back at the end.
+
+    Of a variable that is spread over several replicas, the copy of each.
+    """
+    natives = [part for v in variables for part in getattr(keras_variables.native(v), "values", (keras_variables.native(v),))]
+    natives = [v for v in natives if hasattr(v, "assign")]
+    old = [v.read_value() for v in natives]
+    drawn = getattr(context.context(), "_rng", None)
+    stream = drawn.getstate() if drawn is not None else None
+    try:
+        yield
+    finally:
+        for variable, value in zip(natives, old):
+            variable.assign(value)
+        if drawn is not None and stream is not None:
+            drawn.setstate(stream)
+
+
+def key(variable: Any) -> int | None:
+    """Return by which number births know a variable, `None` where they do not."""
+    return variable.value.handle._id if hasattr(variable.value, "handle") else None
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a dense tensor."""
+    return isinstance(value, tf.Tensor)
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
+    return birth
+
+
+def tensor(value: Any) -> Any:
+    """Return an array as a tensor."""
+    return tf.convert_to_tensor(value)
+
+
+def like(array: Any, value: Any) -> Any:
+    """Return an array as a tensor of the dtype of another one."""
+    return tf.cast(array, value.dtype)
+
+
+def without_rows(value: Any, kept: Any) -> Any:
+    """Return the rows of a tensor that are kept."""
+    return tf.gather(value, kept)
+
+
+def twin(variable: Any) -> Any:
+    """Return a variable of TensorFlow's own with the same values in float32, `None` where there is none behind it."""
+    native = getattr(variable, "value", None)
+    if not isinstance(native, tf.Variable):
+        return None
+    return tf.Variable(tf.cast(native, tf.float32), trainable=native.trainable)

@@ -1,0 +1,1 @@
+"""The transaction, fault injection and replay on PyTorch."""

@@ -1,0 +1,28 @@
+"""On PyTorch a guarded step is diagnosed as it runs: eagerly, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_nanguard._backends.shared.replay import Run, Step
+
+__all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
+
+MODES = ("eager",)
+"""The modes in which a step can be run again."""
+
+
+def is_compiled(step: Step) -> bool:
+    """Whether running it compiled is cheaper than running it eagerly."""
+    return False
+
+
+def mode_of(transaction: Any, model: Any) -> str:
+    """Return the mode in which a guarded step runs."""
+    return "eager"
+
+
+def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+    """Run a step once and forget it; see what it came to."""
+    return step.run(args)

@@ -1,0 +1,222 @@
+"""While the body of a step runs on torch: what it asks its optimizers for, and the loss it computes.
+
+Where an update can be put off it is; but an eager step may look at its weights after the update (a GAN, a metric of the
+learning rate, a slow copy of the weights). `Watch` sees the first operation that touches anything which a waiting
+update reads or writes, and has the update made before it, with the old values kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import keras
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keras_nanguard._backends.torch.updates import KerasRecord, Record, TorchRecord, Undo
+from keras_nanguard._core.verdict import named_outputs, predicted
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Intercept", "StandIns"]
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Calls `touched` before the first operation on one of the watched tensors, whatever view of it is used."""
+
+    def __init__(self, touched: Callable[[], None]):
+        super().__init__()
+        self.touched = touched
+        self.storages: set[int] = set()
+
+    def arm(self, tensors: Iterable[Any]) -> None:
+        """Watch these tensors, too."""
+        self.storages |= {_storage(tensor) for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        if self.storages and (self._touches(args) or self._touches(kwargs.values())):
+            self.storages = set()
+            self.touched()
+        return func(*args, **kwargs)
+
+    def _touches(self, args: Iterable[Any]) -> bool:
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if _storage(arg) in self.storages:
+                    return True
+            elif isinstance(arg, (list, tuple)) and self._touches(arg):
+                return True
+        return False
+
+
+def _storage(tensor: Any) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor: its parts have a storage, itself has none
+        return id(tensor)
+
+
+class StandIns:
+    """What stands in for optimizers and for the computation of the loss, and tells the interception of the step that runs.
+
+    Args:
+        model: the model whose `compute_loss` is noted, or `None`.
+        optimizers: the optimizers to stand in for.
+        told: makes what reports to the host of a function that does.
+        update: makes the update of a Keras optimizer of its `apply`.
+
+    Attributes:
+        running: the interception of the step that runs, alone in a list, so that no function here refers to what holds it.
+        places: `(object, attribute, function)` of each of them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        update: Callable[[Any], Callable[..., Any]] = lambda optimizer: optimizer.apply,
+    ):
+        self.model, self.told = model, told
+        self.running: list[Intercept] = []
+        self.places: list[tuple[Any, str, Callable[..., Any]]] = []
+        for optimizer in optimizers:
+            of_torch: Any = getattr(optimizer, "of", None)
+            if of_torch is not None:
+                self.places.append((of_torch, "step", self._stepper(optimizer, of_torch.step)))
+            else:
+                self.places.append((optimizer, "apply", self._applier(optimizer, update(optimizer))))
+        if hasattr(model, "compute_loss"):
+            self.places.append((model, "compute_loss", self._noting(model.compute_loss)))
+
+    def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+
+        def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+            running[0].take(optimizer, real, grads, trainable_variables)
+
+        return self.told(apply)
+
+    def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+
+        @functools.wraps(real)  # a scheduler of torch's marks the function
+        def step(closure: Any = None, **kwargs: Any) -> Any:
+            return running[0].take_step(optimizer, real, closure, kwargs)
+
+        return self.told(step)
+
+    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+        note = self.told(lambda loss, args, kwargs: running[0].note(loss, args, kwargs))
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            note(loss, args, kwargs)
+            return loss
+
+        return compute_loss
+
+
+class Intercept:
+    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+
+    Args:
+        stand_ins: what stands in for them.
+        asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
+            kept before, `"later"` to put it off, `"never"` to leave it out.
+        paths: path of each parameter by its `id`, for optimizers of torch's.
+
+    Attributes:
+        records: what the optimizers were asked for, in order.
+        losses: what `compute_loss` returned.
+        outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
+        waiting: records that were put off and not made since.
+        undo: what undoes the updates that had to be made before the verdict, in order.
+    """
+
+    def __init__(self, stand_ins: StandIns, asked: Callable[[Record], str], paths: dict[int, str]):
+        self.stand_ins, self.asked, self.paths = stand_ins, asked, paths
+        self.records: list[Record] = []
+        self.losses: list[Any] = []
+        self.outputs: list[tuple[str, Any]] = []
+        self.waiting: list[Record] = []
+        self.undo: list[Undo] = []
+        self._watch: Watch | None = None
+        self._overrides = Overrides()
+
+    def __enter__(self) -> Intercept:
+        self.stand_ins.running.append(self)
+        for target, name, function in self.stand_ins.places:
+            self._overrides.set(target, name, function)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*details)
+            self._watch = None
+        self.stand_ins.running.clear()
+        self._overrides.give_back()
+
+    def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
+        """Take down an update that `real(grads, variables)` would make."""
+        self._take(KerasRecord(optimizer, real, list(grads), None if variables is None else list(variables)))
+
+    def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
+        """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""
+        if closure is None and not kwargs:
+            self._take(TorchRecord(optimizer, real, self.paths))
+            optimizer.of._opt_called = True  # what a scheduler of torch's looks for
+            return None
+        record = TorchRecord(optimizer, real, self.paths)  # evaluates the loss itself, several times
+        self.undo.append(record.undo())
+        result = real(closure, **kwargs) if closure is not None else real(**kwargs)
+        made = TorchRecord(optimizer, real, self.paths)
+        made.slots = record.slots
+        self.records.append(made)
+        return result
+
+    def _take(self, record: Record) -> None:
+        self.records.append(record)
+        when = self.asked(record)
+        if when == "kept":
+            self.undo.append(record.undo())
+        if when in ("now", "kept"):
+            record.run()
+        elif when == "later":
+            self.waiting.append(record)
+            if self._watch is None:
+                self._watch = Watch(self.make)
+                self._watch.__enter__()
+            self._watch.arm([*record.state(), *record.gradients])
+
+    def make(self, keep: bool = True) -> None:
+        """Make the updates that wait, with the old values kept."""
+        waiting, self.waiting = self.waiting, []
+        for record in waiting:
+            if keep:
+                self.undo.append(record.undo())
+            record.run()
+
+    def before_write(self, tensor: Any, unread: Container[int]) -> None:
+        """Make the updates that wait before a tensor is written that they may read: a rate of the user's own. None reads `unread`."""
+        if self.waiting and id(tensor) not in unread:
+            self.make()
+
+    def give_back(self) -> None:
+        """Undo the updates that were made."""
+        for undo in reversed(self.undo):
+            undo.give_back()
+
+    def note(self, loss: Any, args: Any, kwargs: Any) -> None:
+        """Take down what `compute_loss(*args, **kwargs)` has returned."""
+        if loss is not None:
+            self.losses.append(keras.ops.convert_to_tensor(loss))
+            self.outputs += filter(_is_float, named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))))
+
+
+def _is_float(named: tuple[str, Any]) -> bool:
+    _, value = named
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,258 @@
+"""Where NaN and Inf are born, on PyTorch: watches every operation of a run, and follows what comes of each bad value.
+
+The same as `births` does on TensorFlow. A `TorchDispatchMode` is told of each operation that runs, those of the
+backward pass included. Values are known by the storage that they stand in, as autograd makes new tensors of the same
+storage at will; a storage that is written in place takes over the birth of what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keras_nanguard._backends.shared.origins import CONSTANT, MOST, Casts, bad_rows, operand, users_line
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Birth
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Births", "storage"]
+
+NAMES = {
+    "_log_softmax": "LogSoftmax",
+    "_softmax": "Softmax",
+    "_to_copy": "Cast",
+    "acos": "Acos",
+    "acosh": "Acosh",
+    "asin": "Asin",
+    "atan2": "Atan2",
+    "atanh": "Atanh",
+    "cosh": "Cosh",
+    "digamma": "Digamma",
+    "div": "RealDiv",
+    "erfinv": "Erfinv",
+    "exp": "Exp",
+    "expm1": "Expm1",
+    "exp2": "Exp",
+    "fmod": "FloorMod",
+    "lgamma": "Lgamma",
+    "linalg_cholesky_ex": "Cholesky",
+    "linalg_inv_ex": "MatrixInverse",
+    "linalg_solve_ex": "MatrixSolve",
+    "log": "Log",
+    "log10": "Log",
+    "log1p": "Log1p",
+    "log2": "Log",
+    "logit": "Log",
+    "pow": "Pow",
+    "reciprocal": "Reciprocal",
+    "remainder": "FloorMod",
+    "rsqrt": "Rsqrt",
+    "sinh": "Sinh",
+    "softplus": "Softplus",
+    "sqrt": "Sqrt",
+    "tan": "Tan",
+    "xlogy": "Xlogy",
+    "addcdiv": "RealDiv",
+    "linalg_vector_norm": "Sqrt",
+    "acosh_backward": "ReciprocalGrad",
+    "logit_backward": "ReciprocalGrad",
+    "binary_cross_entropy": "Log",
+    "binary_cross_entropy_backward": "RealDiv",
+}
+"""Words of torch for operations that `causes` knows by TensorFlow's; any other is called as torch calls it."""
+
+UNWRITTEN = ("empty", "resize", "set_")
+"""Operations whose result is whatever stood in memory."""
+
+FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_full")
+
+
+def storage(tensor: Any) -> int:
+    """Return a number of the memory that a tensor stands in."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+class Births(TorchDispatchMode):  # type: ignore[misc]
+    """Context in which every operation on this thread is watched; arguments and attributes as in `births.Births`."""
+
+    available = True
+
+    def __init__(
+        self,
+        batch: Iterable[tuple[str, Any]] = (),
+        variables: dict[int, str] | None = None,
+        tolerated: Iterable[int] = (),
+        rows: int = 0,
+    ):
+        super().__init__()
+        self.phase, self.rows, self.count = "forward", rows, 0
+        self.frames: list[tuple[str, str]] = []
+        self.births: list[Birth] = []
+        self._variables, self._tolerated = variables or {}, set(tolerated)
+        self._lineage: dict[int, Birth] = {}
+        self._casts = Casts()
+        for place, (name, tensor) in enumerate(batch):
+            if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
+                self._lineage[storage(tensor)] = Birth(place - MOST, "batch", name, "forward")
+
+    def of(self, tensor: Any) -> Birth | None:
+        """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
+        if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
+            return None
+        found = self._lineage.get(storage(tensor))
+        return None if found is None else self._casts.complete(found)
+
+    def written(self, variable: Any) -> Birth | None:
+        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        return self.of(getattr(variable, "value", variable))
+
+    def entered(self, tensors: Iterable[Any]) -> None:
+        """Note that a layer whose frame is on top now takes these tensors in."""
+        self._casts.entered(self.frames, [self._lineage.get(storage(t)) for t in tensors])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation, and look at what comes of it."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        written = _written(func, args, kwargs)
+        before = [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
+        result = func(*args, **kwargs)
+        self.count += 1
+        if not name.startswith(UNWRITTEN):
+            outputs = written or list(_tensors(result))
+            views = {storage(t) for t in _tensors((args, kwargs))} if not written else set()
+            groups = list(_groups(outputs, args, kwargs))
+            looks = before if len(before) == len(groups) else [None] * len(groups)
+            for (own, inputs), look in zip(groups, looks):
+                self._see(name.removeprefix("_foreach_").rstrip("_"), own, inputs, look, views, (args, kwargs))
+        return result
+
+    def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Birth | None], tuple[Any, ...]]:
+        """Return the births behind the inputs of an operation, and what is told of each."""
+        operands = tuple(operand(keras_variables.dense(t), _dtype(t)) for t in inputs)
+        return [self._parent(t) for t in inputs], operands
+
+    def _see(
+        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], look: Any, views: set[int], given: Any
+    ) -> None:
+        for output in outputs:
+            number = storage(output)
+            if _is_finite(output):
+                if number not in views:
+                    self._lineage.pop(number, None)
+            elif number not in views or number not in self._lineage:
+                self._lineage[number] = self._inherited(name, inputs, look or self._looked_at(inputs), output, given)
+
+    def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Birth:
+        """Return the earliest birth behind an operation's inputs, or its own."""
+        parents, operands = look
+        known = [p for p in parents if p is not None and p is not CONSTANT]
+        if known:
+            earliest: Birth = min(known, key=lambda birth: birth.order)
+            return earliest
+        if CONSTANT in parents and not bool(torch.isnan(bad).any()):
+            return CONSTANT
+        if not inputs or (name.startswith(FILLING) and _bad_number(given)):
+            return CONSTANT
+        return self._born(NAMES.get(name, name), inputs, operands, bad)
+
+    def _parent(self, tensor: Any) -> Birth | None:
+        if _is_finite(tensor):
+            return None
+        number = storage(tensor)
+        if number in self._lineage:
+            return self._lineage[number]
+        if number in self._variables and number not in self._tolerated:
+            return self._born(self._variables[number], (), (), tensor, stored=True)
+        return CONSTANT
+
+    def _born(self, name: str, inputs: Sequence[Any], operands: Any, result: Any, stored: bool = False) -> Birth:
+        array = keras_variables.dense(result)
+        rows, every = bad_rows(array, self.rows)
+        nan, inf, size = finiteness.counts(array)
+        top = self.frames[-1] if self.frames else ("", "")
+        numbers = [storage(t) for t in inputs]
+        birth = Birth(
+            order=self.count,
+            source="variable" if stored else "operation",
+            op=name,
+            phase=self.phase,
+            frames=tuple(frame for frame, _ in self.frames),
+            culprit=top[0],
+            layer_class=top[1],
+            nan=nan,
+            inf=inf,
+            size=size,
+            operands=operands,
+            dtype=_dtype(result),
+            rows=rows,
+            all_rows=every,
+            variables=tuple(self._variables[n] for n in numbers if n in self._variables),
+            line=users_line() if self.phase != "backward" else "",
+        )
+        if len(self.births) < MOST:
+            self.births.append(birth)
+        return birth
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    """Yield the float tensors in nested arguments or results."""
+    if isinstance(values, torch.Tensor):
+        if values.is_floating_point() and values.layout == torch.strided and not values.is_meta:
+            yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+
+
+def _groups(outputs: Sequence[Any], args: Any, kwargs: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yield outputs and inputs that belong together: element by element where the operation takes lists of tensors."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and _all_tensors(a)]
+    if not lists or len({len(a) for a in lists}) != 1 or (outputs and len(outputs) != len(lists[0])):
+        yield list(outputs), list(_tensors((args, kwargs)))
+        return
+    alone = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    for place, together in enumerate(zip(*lists)):
+        yield ([outputs[place]] if outputs else []), list(_tensors((*together, *alone)))
+
+
+def _all_tensors(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the float tensors that an operation writes in place."""
+    found: list[Any] = []
+    if func._schema.is_mutable:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _bad_number(given: Any) -> bool:
+    """Whether a plain number among the arguments, or a tensor of no dimension, is not finite."""
+    if isinstance(given, (list, tuple)):
+        return any(_bad_number(value) for value in given)
+    if isinstance(given, dict):
+        return _bad_number(tuple(given.values()))
+    if isinstance(given, torch.Tensor):
+        return given.ndim == 0 and not _is_finite(given)
+    return isinstance(given, float) and not np.isfinite(given)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return not tensor.is_floating_point() or finiteness.is_finite(keras_variables.dense(tensor))
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

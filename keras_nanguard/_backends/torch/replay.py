@@ -1,0 +1,178 @@
+"""What a diagnosis needs of PyTorch: eyes on a run, and its words for tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_nanguard._backends.shared import instrument
+from keras_nanguard._backends.torch.intercept import Intercept, StandIns
+from keras_nanguard._backends.torch.modules import LIVE, TorchModule
+from keras_nanguard._backends.torch.origins import Births, storage
+from keras_nanguard._backends.torch.outputs import LogOutputs
+from keras_nanguard._backends.torch.undo_log import Journal
+from keras_nanguard._keras.overrides import ThreadOverrides
+
+__all__ = [
+    "Births",
+    "Instrument",
+    "body_of",
+    "intercepted",
+    "is_tensor",
+    "kept",
+    "key",
+    "like",
+    "losses_of",
+    "slope",
+    "tensor",
+    "twin",
+    "without_rows",
+]
+
+
+class Instrument(instrument.Instrument):
+    """Layers and losses under observation; `Tensor.backward` and `torch.autograd.grad` start the backward pass."""
+
+    def _targets(self) -> list[tuple[Any, str, bool]]:
+        if not isinstance(self.model, TorchModule):
+            return super()._targets()
+        self._names = {id(module): name for name, module in self.model.of.named_modules()}
+        return [(module, "forward", False) for module in self.model.of.modules()]
+
+    def _path(self, target: Any, loss: bool) -> str:
+        if not isinstance(self.model, TorchModule):
+            return super()._path(target, loss)
+        return self._names[id(target)] or self.model.name
+
+    def _begin(self) -> None:
+        self._real = torch.autograd.backward, torch.autograd.grad
+        torch.autograd.backward, torch.autograd.grad = map(self._differentiating, self._real)
+
+    def _end(self) -> None:
+        torch.autograd.backward, torch.autograd.grad = self._real
+
+    def _is_float(self, value: Any) -> bool:
+        known = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return known and value.is_floating_point()
+
+    def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
+        return _Probe.apply(value, passed)
+
+
+class _Probe(torch.autograd.Function):  # type: ignore[misc]
+    """The value itself; its gradient is shown to `passed` on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, passed: Callable[[Any], Any]) -> Any:
+        ctx.passed = passed
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        return ctx.passed(upstream), None
+
+
+def body_of(model: Any) -> Any:
+    """Return the train step of a model as a function of its batch."""
+    return model.train_step
+
+
+def losses_of(model: Any) -> Any:
+    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    return LogOutputs().losses
+
+
+@contextlib.contextmanager
+def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Iterator[Any]:
+    """Note losses and updates; `through` lets the updates be made at once.
+
+    The binary cross-entropy of torch raises where a prediction is NaN. In a replay it has to go on, so that what it was
+    given can be followed back.
+    """
+    entered = object()
+    _GOES_ON.enter(entered)
+    try:
+        with Intercept(StandIns(model, optimizers), lambda record: "now" if through else "never", {}) as seen:
+            yield seen
+    finally:
+        _GOES_ON.leave(entered)
+
+
+def _binary_cross_entropy(
+    real: Callable[..., Any], _: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if bool((torch.isfinite(input) & torch.isfinite(target)).all()):
+        return real(input, target, weight, *args, **kwargs)
+    losses = -(target * input.log().clamp(min=-100) + (1 - target) * (1 - input).log().clamp(min=-100))
+    losses = losses if weight is None else losses * weight
+    reduction = kwargs.get("reduction", "mean")
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+
+
+_GOES_ON = ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})
+
+
+@contextlib.contextmanager
+def kept(variables: Sequence[Any]) -> Iterator[None]:
+    """Put these variables, whatever else Keras writes, and torch's generators back at the end; leave no gradient."""
+    natives = [getattr(v, "value", v) for v in variables]
+    natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
+    journal = Journal(natives, lambda variable: None)
+    ours = {id(tensor) for tensor in natives}
+    states = [optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)]  # and none of another thread's
+    grads = [(t, t.grad) for t in natives]
+    for tensor in natives:
+        tensor.grad = None
+    try:
+        with journal:
+            yield
+    finally:
+        journal.give_back(unseen=True)
+        for restore in states:
+            restore()
+        for tensor, grad in grads:
+            tensor.grad = grad
+
+
+def key(variable: Any) -> int | None:
+    """Return by which number births know a variable."""
+    return storage(variable.value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a dense tensor, or an array that the step makes one of."""
+    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout == torch.strided)
+
+
+def slope(birth: Any) -> Any:
+    """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
+    return birth
+
+
+def tensor(value: Any) -> Any:
+    """Return an array as a tensor."""
+    return keras.ops.convert_to_tensor(value)
+
+
+def like(array: Any, value: Any) -> Any:
+    """Return an array as a tensor of the dtype of another one."""
+    value = tensor(value)
+    return torch.as_tensor(array).to(value.device, value.dtype)
+
+
+def without_rows(value: Any, kept: Any) -> Any:
+    """Return the rows of a tensor that are kept."""
+    return value[kept] if isinstance(value, np.ndarray) else value[torch.as_tensor(kept, device=value.device)]
+
+
+def twin(variable: Any) -> Any:
+    """Return a parameter of torch's own with the same values in float32, `None` where there is none behind it."""
+    if not isinstance(variable, keras.Variable):
+        return None
+    native = variable.value
+    return torch.nn.Parameter(native.detach().float(), requires_grad=native.requires_grad)

@@ -1,0 +1,124 @@
+"""What one step writes on torch, with the values from before: an undo log.
+
+An eager step cannot be read beforehand, so it is watched while it runs. Every write to a Keras variable, listed
+anywhere or not, passes through `Variable._direct_assign`; while a step runs, that method first copies what it is about
+to overwrite, in the thread of that step alone. A healthy step so copies its small state (statistics, seeds, metrics),
+each once, and nothing else.
+
+What does not pass through it is written in place by torch itself: the updates of optimizers, which the transaction
+calls itself; buffers of torch modules and torch's own random generators, which are kept before each step; and what a
+user's code writes in place, which shows in the version that torch counts for each tensor: from the first step on, in
+which everything is kept, whatever was written so once is kept before each step.
+
+Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two places that write the
+value of a variable on this backend; there is no public hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.overrides import ThreadOverrides
+
+__all__ = ["Journal", "generators"]
+
+
+class Journal:
+    """The undo log of one step; a context in which writes are noted.
+
+    Args:
+        kept: tensors to be copied beforehand, as torch writes them in place.
+        uncounted: the same, where torch may not even count the write, as it does not for the running statistics of its
+            own batch normalization.
+        born: called with each Keras variable that comes into being meanwhile.
+        watch: whether writes of Keras are noted; a compiled step makes them in its own way.
+        writes: called with each tensor that Keras is about to write.
+    """
+
+    def __init__(
+        self,
+        kept: Iterable[Any],
+        born: Callable[[Any], None],
+        uncounted: Iterable[Any] = (),
+        watch: bool = True,
+        writes: Callable[[Any], None] | None = None,
+    ):
+        self.born, self.watch, self.writes = born, watch, writes
+        uncounted = list(uncounted)
+        self.uncounted = {id(tensor) for tensor in uncounted}
+        self.old: dict[int, tuple[Any, Any, Any]] = {}
+        self.owner: dict[int, Any] = {}
+        self._generators = generators()
+        self.keep([*uncounted, *kept])
+
+    def keep(self, tensors: Iterable[Any]) -> None:
+        """Copy tensors as they are now, those that are not kept yet."""
+        with torch.no_grad():
+            for tensor in tensors:
+                if id(tensor) not in self.old:
+                    self.old[id(tensor)] = (tensor, tensor.detach().clone(), tensor._version)
+
+    @property
+    def written(self) -> list[Any]:
+        """The tensors that were written since they were kept, or may have been."""
+        held, uncounted = self.old.items(), self.uncounted
+        return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
+
+    def __enter__(self) -> Journal:
+        if self.watch:
+            _WRITES.enter(self)
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self.watch:
+            _WRITES.leave(self)
+
+    def note(self, variable: Any) -> None:
+        """Keep the value of a variable that is about to be written."""
+        tensor = variable.value
+        if self.writes is not None:
+            self.writes(tensor)
+        if id(tensor) not in self.owner and not tensor.is_meta:
+            self.owner[id(tensor)] = variable
+            self.keep([tensor])
+
+    def give_back(self, unseen: bool = False) -> None:
+        """Undo every write; `unseen` also such as torch does not count (fused ones, under a mode that watches them)."""
+        with torch.no_grad():
+            for key, (tensor, value, version) in self.old.items():
+                if unseen or key in self.uncounted or tensor._version != version:
+                    tensor.copy_(value)
+        for give, state in self._generators:
+            give(state)
+
+
+def _direct_assign(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
+    for journal in journals:
+        journal.note(variable)
+    return real(variable, value)
+
+
+def _initialize(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
+    result = real(variable, value)
+    for journal in journals:
+        journal.born(variable)
+    return result
+
+
+_WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
+
+
+def generators() -> list[tuple[Callable[[Any], None], Any]]:
+    """Return the states of torch's global generators, each with what sets it.
+
+    Unseeded dropout and noise draw from them. A copy takes a microsecond; no device is waited for.
+    """
+    held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        held.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    return held

@@ -1,0 +1,160 @@
+"""Updates that a step asks for, on torch: of a Keras optimizer or of one of torch's own, to be made now or later.
+
+A later update must do what it would have done then. So a record holds everything that the call depended on and that may
+change in between: the gradients, whether autograd was on, and, of an optimizer of torch's, its rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from keras_nanguard._backends.torch.modules import first_value
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["KerasRecord", "Record", "TorchRecord", "Undo"]
+
+
+class Undo:
+    """The values of tensors, and what an optimizer of torch's holds beside them, from before an update."""
+
+    def __init__(self, tensors: Iterable[Any]):
+        self._old = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self.more: list[Callable[[], None]] = []
+
+    def give_back(self) -> None:
+        """Undo the update."""
+        for act in self.more:
+            act()
+        with torch.no_grad():
+            for tensor, value in self._old:
+                tensor.copy_(value)
+
+
+class Named(NamedTuple):
+    """A parameter that is no variable of Keras', with the path that its module gives it."""
+
+    path: str
+    value: Any
+
+
+class Record:
+    """One call that asks for an update.
+
+    Attributes:
+        optimizer: whom it asks.
+        pairs: `(gradient, variable)` of each variable that has a gradient; the variable has a `path`.
+        tensors: the variables that it will write, apart from slots.
+    """
+
+    optimizer: Any
+    pairs: list[tuple[Any, Any]]
+    tensors: list[Any]
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+
+    @property
+    def gradients(self) -> list[Any]:
+        """The gradients."""
+        return [gradient for gradient, _ in self.pairs]
+
+    def state(self) -> list[Any]:
+        """Return every tensor that the update reads and writes, or writes."""
+        raise NotImplementedError
+
+    def undo(self) -> Undo:
+        """Return what undoes the update; to be asked before it is made."""
+        return Undo(self.state())
+
+    def run(self) -> None:
+        """Make the update."""
+        with torch.set_grad_enabled(self._grad):
+            self._call()
+
+    def born(self) -> list[tuple[Any, Any]]:
+        """Return the tensors that the update has made past Keras, each with its first value."""
+        return []
+
+    def _call(self) -> None:
+        raise NotImplementedError
+
+
+class KerasRecord(Record):
+    """One call of `apply` of a Keras optimizer."""
+
+    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
+        super().__init__()
+        self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
+        known = variables if variables is not None else keras_optimizers.trained_by(optimizer)
+        written = [(g, v) for g, v in zip(grads, known) if g is not None]
+        self.variables = [v for _, v in written]
+        self.pairs = written
+        self.tensors = [keras_variables.native(v) for _, v in written]
+
+    def state(self) -> list[Any]:
+        optimizer = self.optimizer
+        own = [v.value for v in optimizer.variables] if optimizer.built else []
+        averaged = keras_optimizers.trained_by(optimizer) if optimizer.built else self.variables
+        return list({id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values())
+
+    def _call(self) -> None:
+        self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
+
+
+class TorchRecord(Record):
+    """One call of `step` of a `torch.optim.Optimizer`."""
+
+    def __init__(self, optimizer: Any, real: Callable[..., Any], paths: dict[int, str]):
+        super().__init__()
+        self.optimizer, self.torch, self.real = optimizer, optimizer.of, real
+        params = [p for group in self.torch.param_groups for p in group["params"]]
+        self.grads = [(p, p.grad) for p in params]
+        self.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
+        self.slots = self._names()
+        written = [(g, p) for p, g in self.grads if g is not None]
+        self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in written]
+        self.tensors = [p for _, p in written]
+
+    def _names(self) -> dict[Any, tuple[str, ...]]:
+        return {p: tuple(slots) for p, slots in self.torch.state.items()}
+
+    def state(self) -> list[Any]:
+        return [*self.tensors, *(v.value for v in self.optimizer.variables)]
+
+    def undo(self) -> Undo:
+        """The parameters, and whatever the optimizer holds."""
+        undo = Undo(self.tensors)
+        undo.more.append(self.optimizer.held())
+        return undo
+
+    def born(self) -> list[tuple[Any, Any]]:
+        """Return the slots that the update has made, each with its first value."""
+        found = []
+        for p, slots in self.torch.state.items():
+            known = self.slots.get(p, ())
+            found += [(t, first_value(k, t)) for k, t in slots.items() if k not in known and isinstance(t, torch.Tensor)]
+        return found
+
+    def _call(self) -> None:
+        """Step with the gradients and rates of the call, whatever stands in their places by now."""
+        self.slots = self._names()
+        now = [(p, p.grad) for p, _ in self.grads]
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
+        self._place(self.grads, self.groups)
+        try:
+            if self.optimizer.global_clipnorm:
+                torch.nn.utils.clip_grad_norm_([p for p, g in self.grads if g is not None], self.optimizer.global_clipnorm)
+            self.real()
+        finally:
+            self._place(now, groups)
+
+    def _place(self, grads: Any, groups: Any) -> None:
+        for p, grad in grads:
+            if p.grad is not grad:
+                p.grad = grad
+        for group, values in zip(self.torch.param_groups, groups):
+            group.update(values)

@@ -1,0 +1,275 @@
+"""What each command of the command line does: one call of a public function, its report, an exit code.
+
+Everything but the standard library is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from keras_nanguard._cli.wording import in_options
+
+__all__ = [
+    "CLEAN",
+    "FOUND",
+    "MISUSE",
+    "Command",
+    "check_policy",
+    "completion",
+    "demo",
+    "diagnose",
+    "lint",
+    "recalibrate",
+    "repair",
+    "report",
+    "scan",
+]
+
+CLEAN, FOUND, MISUSE = 0, 1, 2
+
+Command = Callable[[argparse.Namespace], int]
+"""Takes the parsed arguments and returns the exit code."""
+
+
+def scan(given: argparse.Namespace) -> int:
+    """Scan files one after the other."""
+    from keras_nanguard._files.scan import scan as look
+
+    code = CLEAN
+    for path in given.paths:
+        with _progress() as progress:
+            report = look(path, progress=progress, **_limits(given))
+        if not report.clean:
+            code = FOUND
+        _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
+    return code
+
+
+def _scan_table(tables: Any, report: Any, notes: bool) -> None:
+    tables.scan(report, notes)
+
+
+def repair(given: argparse.Namespace) -> int:
+    """Repair a file."""
+    from keras_nanguard._files.repair import repair as mend
+
+    options = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
+    chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
+    report = mend(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
+    said = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
+    _show(said, given.json, lambda tables: tables.repair(said))
+    return CLEAN if report.clean else FOUND
+
+
+def recalibrate(given: argparse.Namespace) -> int:
+    """Load a model, estimate its BatchNormalization statistics from data, and save it."""
+    from keras_nanguard._files.loaded import data_arrays, load_model, save_model
+    from keras_nanguard._files.recalibrate import recalibrate as estimate
+
+    inputs, _ = data_arrays(given.data)
+    model = load_model(given.path)
+    report = estimate(model, inputs, given.batches, batch_size=given.batch_size, only=tuple(given.only))
+    output = save_model(model, given.path, given.output, given.overwrite)
+    if given.json:
+        _print_json({**report.to_dict(), "output": output})
+    else:
+        print(report)
+        print(f"Written to {output}.")
+    return CLEAN
+
+
+def lint(given: argparse.Namespace) -> int:
+    """Load a model and look for hazards."""
+    from keras_nanguard._files.loaded import data_arrays, load_model
+    from keras_nanguard._lint import lint as look
+
+    data = data_arrays(given.data) if given.data else (None, None)
+    report = look(load_model(given.path), *data, ignore=tuple(given.ignore))
+    _show(report, given.json, lambda tables: tables.lint(report))
+    return CLEAN if report.clean else FOUND
+
+
+def check_policy(given: argparse.Namespace) -> int:
+    """Check a policy: problems and warnings are findings, a file that is not there is misuse."""
+    from keras_nanguard._core.errors import PolicyError
+    from keras_nanguard._policy.explain import explain
+    from keras_nanguard._policy.no_effect import warnings_about
+    from keras_nanguard._policy.policy import Policy
+
+    try:
+        policy = Policy.from_any(given.policy)
+    except PolicyError as error:
+        if not error.problems:
+            raise
+        if given.json:
+            _print_json({"format": 1, "valid": False, "problems": list(error.problems), "warnings": []})
+        else:
+            print("\n".join(error.problems))
+        return FOUND
+    warnings = warnings_about(policy, _names_in(given.model))
+    if given.json:
+        _print_json({"format": 1, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
+    else:
+        print("\n".join([explain(policy), *(f"warning: {warning}" for warning in warnings)]))
+    return FOUND if warnings else CLEAN
+
+
+def _names_in(path: str | None) -> Any:
+    """Return what a policy can name of the model in a file, `None` where there is no file."""
+    if path is None:
+        return None
+    from keras_nanguard._files.model_names import model_names
+
+    return model_names(path)
+
+
+def diagnose(given: argparse.Namespace) -> int:
+    """Load a model and look for its first bad layer on the first rows of the data."""
+    from keras_nanguard._files.loaded import data_arrays, first_rows, load_model
+
+    inputs, targets = data_arrays(given.data)
+    model = load_model(given.path)
+    from keras_nanguard._diagnose.examine import diagnose as examine
+
+    found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
+    if given.json:
+        print(json.dumps(_finite(found.to_dict()), allow_nan=False))
+    else:
+        print(found)
+    if found.error and found.diagnosis.cause == "unknown":
+        print(f"keras-nanguard: {found.error}.", file=sys.stderr)
+        return MISUSE
+    return CLEAN if found.healthy else FOUND
+
+
+def _finite(value: Any) -> Any:
+    """Return plain JSON values with NaN and Inf as text, as in every record of this library."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replay(given: argparse.Namespace) -> int:
+    """Run the step of a bundle again; a step that goes bad again is a finding."""
+    from keras_nanguard._core.errors import BundleError, expected
+
+    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):  # said before a backend is loaded, which takes seconds
+        raise BundleError(expected("the folder of an incident", repr(given.bundle), "It holds bundle.json; report DIRECTORY names them."))
+    from keras_nanguard._diagnose.replay import replay as run
+
+    found = run(
+        given.bundle,
+        given.model,
+        mode=given.mode or "eager",
+        dtype=given.dtype,
+        device=given.device,
+        counterfactuals=not given.plain,
+        custom_objects=_own(given.own),
+    )
+    if given.json:
+        _print_json(found.to_dict())
+    else:
+        print(found)
+    return FOUND if found.result == "bad" else CLEAN
+
+
+def _own(modules: Sequence[str]) -> dict[str, Any]:
+    """Import modules by name, also from the current folder, and return their classes and functions by name."""
+    from keras_nanguard._core.errors import GuardError, expected
+
+    found: dict[str, Any] = {}
+    if modules and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            module = importlib.import_module(name.removesuffix(".py"))
+        except ImportError as error:
+            raise GuardError(
+                expected("a module that can be imported", f"--import {name}: {error}", "Run it where Python finds the module.")
+            ) from error
+        found |= {word: thing for word, thing in vars(module).items() if callable(thing) and not word.startswith("__")}
+    return found
+
+
+def report(given: argparse.Namespace) -> int:
+    """List the incidents that a guarded run has written down."""
+    from keras_nanguard._report import console, files
+
+    incidents = files.read(given.path)
+    refused = sum(i.refused for i in incidents)
+    head = console.summary(incidents, None, refused, 0)
+    if given.output:
+        print(f"Written to {files.write(incidents, head, given.output)}.")
+    elif given.json:
+        for incident in incidents:
+            _print_json(incident.to_dict())
+    else:
+        print("\n".join([head, *(console.incident_line(incident) for incident in incidents)]))
+    return FOUND if incidents else CLEAN
+
+
+def demo(given: argparse.Namespace) -> int:
+    """Run the demonstration."""
+    from keras_nanguard._core.errors import GuardError
+
+    try:
+        from keras_nanguard._cli.demo import run
+
+        return run()
+    except ImportError as error:
+        raise GuardError(str(error)) from error
+
+
+def completion(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print a completion script."""
+    from keras_nanguard._cli.completion import script
+
+    print(script(parser, given.shell), end="")
+    return CLEAN
+
+
+def _limits(given: argparse.Namespace) -> dict[str, Any]:
+    found = {"limit": given.limit, "statistics_limit": given.statistics_limit}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _show(report: Any, as_json: bool, tables: Callable[[Any], None]) -> None:
+    """Print a report: JSON where asked for, tables on a terminal, plain lines into a pipe or file."""
+    if as_json:
+        _print_json(report.to_dict())
+    elif sys.stdout.isatty():
+        from keras_nanguard._cli.tables import Tables
+
+        tables(Tables())
+    else:
+        print(report)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, allow_nan=False))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr where that is a terminal; it goes when the work is done."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,139 @@
+"""What the last steps measured, kept for the day when something goes wrong. Pure; imports no backend.
+
+Pushing costs a store into a list. All arithmetic waits until an incident asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+
+__all__ = ["JUMP", "RISE", "History", "Measured", "magnitudes", "sizes"]
+
+KEPT = 128
+"""Steps that are remembered; a power of two."""
+
+JUMP = 20.0
+"""Rise of the loss over its lowest value before, from which one look shows that the network has died of it."""
+
+RISE = 3.0
+"""Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
+kernels that have moved before."""
+
+_EXACT = 1e-20
+"""A sum of squares between this and its inverse has neither overflowed in float32 nor lost what matters."""
+
+FIRST = 5
+"""Steps from which the magnitude at the start is taken."""
+
+
+class Measured(NamedTuple):
+    """What one good step measured."""
+
+    step: int
+    loss: float
+    squares: float
+    scale: float
+
+    @property
+    def norm(self) -> float:
+        """Global norm of the unscaled gradients."""
+        squares = 2.0 * self.squares
+        return math.sqrt(squares) / self.scale if squares >= 0.0 and self.scale else math.nan
+
+
+class History:
+    """A ring of what good steps measured, and the very first of them.
+
+    Attributes:
+        weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
+    """
+
+    __slots__ = ("_first", "_ring", "weights")
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[int, float, float, float] | None] = [None] * KEPT
+        self._first: list[tuple[int, float, float, float]] = []
+        self.weights: dict[int, tuple[float, float]] = {}
+
+    def push(self, step: int, loss: float, squares: float, scale: float) -> None:
+        """Remember one good step: its loss, half the sum of squares of its gradients, its loss scale.
+
+        This runs in every step.
+        """
+        entry = self._ring[step & (KEPT - 1)] = (step, loss, squares, scale)
+        if step < FIRST:
+            self._first.append(entry)
+
+    def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
+        """Note how large these weights were at the start, while the first snapshot is still there."""
+        first = next((s for s in snapshots if s.step == 0), None)
+        if first is not None and not self.weights:
+            known = [(id(v), first.value(v)) for v in weights]
+            self.weights = {key: sizes(array) for key, array in known if array is not None}
+
+    def before(self, step: int) -> list[Measured]:
+        """Return what is remembered of the steps before this one, oldest first."""
+        return [Measured(*entry) for entry in self._entries(step)]
+
+    def _entries(self, step: int) -> list[tuple[int, float, float, float]]:
+        """Return the same as it is kept, for what looks at it again and again."""
+        return sorted([e for e in self._ring if e is not None and e[0] < step])
+
+    def first(self, step: int) -> list[Measured]:
+        """Return the first good steps, as far as they lie before this one."""
+        return [Measured(*entry) for entry in self._first[:FIRST] if entry[0] < step]
+
+    def jump(self, step: int) -> tuple[float, int]:
+        """Return the largest rise of the loss over its lowest value before, and the step of it."""
+        best, low = (1.0, 0), math.inf
+        entries = self._entries(step)
+        oldest = entries[0][0] if entries else step
+        for number, loss, _, _ in [*(e for e in self._first[:FIRST] if e[0] < oldest), *entries]:
+            size = abs(loss)
+            if not 0.0 < size < math.inf:  # neither NaN nor zero
+                continue
+            if size < low:
+                low = size
+            elif size / low > best[0]:
+                best = (size / low, number)
+        return best
+
+    def zeros(self, step: int, count: int) -> bool:
+        """Whether each of the last steps, so many, had a loss and no gradient at all."""
+        last = self._ring[(step - 1) & (KEPT - 1)]
+        if last is not None and last[0] == step - 1 and last[2] != 0.0:  # as a rule
+            return False
+        entries = self._entries(step)[-count:]
+        return len(entries) == count and all(squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries)
+
+    def moving(self, step: int) -> bool:
+        """Whether the last step still had a gradient: what stands still then does so alone."""
+        entries = self._entries(step)
+        return bool(entries) and entries[-1][2] > 0.0
+
+
+def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return the norm and the largest magnitude of an array."""
+    wide = finiteness.widen(array)
+    if wide.dtype.kind not in "fc" or not wide.size:
+        return 0.0, 0.0
+    with np.errstate(all="ignore"):
+        flat = wide.ravel()
+        largest = float(max(abs(flat.max()), abs(flat.min()))) if flat.dtype.kind == "f" else float(np.abs(flat).max())
+        squares, unit = float(np.vdot(flat, flat).real), 1.0
+        if not _EXACT < squares < 1.0 / _EXACT and 0.0 < largest < math.inf:
+            scaled, unit = flat / largest, largest
+            squares = float(np.vdot(scaled, scaled).real)
+    norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf
+    return (norm if math.isfinite(norm) else math.inf), largest
+
+
+def magnitudes(values: Iterable[float]) -> list[float]:
+    """Return the magnitudes of the finite values that are not zero."""
+    return [abs(v) for v in values if math.isfinite(v) and v != 0.0]

@@ -1,0 +1,146 @@
+"""What one step tells the host: a row of numbers for every step, a report for a refused one.
+
+Pure Python and NumPy; the backends fill these in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard._core.incident import Finding
+
+__all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
+
+FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
+"""The row of numbers, in this order: whether the step was refused (0 or 1); its loss; half the sum of squares of all
+gradients (scaled by the loss scale, if any); the sum over the statistics that the forward pass wrote; the sums over
+weights and slots after the update (0 where they were not read); the loss scale; the inner step (counted on the
+accelerator, only where one execution runs several steps); whether it was refused because an earlier step of the same
+execution left a bad state behind, or because the host had something to do first about the step before it."""
+
+
+PERIOD = 1 << 23
+"""The inner step is told modulo this number, which float32 holds exactly however long a run is."""
+
+
+def logged_losses(logs: Any) -> dict[str, Any]:
+    """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
+    if not isinstance(logs, dict):
+        return {}
+    return {k: v for k, v in logs.items() if str(k) == "loss"} or {k: v for k, v in logs.items() if str(k).endswith("loss")}
+
+
+def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the outputs that a call of `Model.compute_loss` was given, `None` where there are none."""
+    names = ("x", "y", "y_pred", "sample_weight", "training")
+    return {**dict(zip(names, args)), **kwargs}.get("y_pred")
+
+
+def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the flat outputs of a model, each with the name that Keras gives it."""
+    names = getattr(model, "output_names", None) or []
+    return [(str(names[i]) if i < len(names) else f"output_{i}", output) for i, output in enumerate(outputs)]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One step's row of numbers; a sum that is not finite says that something below it is not."""
+
+    refused: bool
+    loss: float
+    gradients: float
+    statistics: float
+    weights: float
+    slots: float
+    scale: float
+    step: int
+    halted: bool = False
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Verdict:
+        """Read a row in the order of `FIELDS`."""
+        refused, loss, gradients, statistics, weights, slots, scale, step, halted = row
+        return cls(refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0)
+
+    @property
+    def row(self) -> list[float]:
+        """The numbers that this was read from."""
+        return [float(getattr(self, name)) for name in FIELDS]
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global norm of the unscaled gradients."""
+        unscaled = self.gradients / self.scale / self.scale if self.scale else math.nan
+        return math.sqrt(2 * unscaled) if unscaled >= 0 else math.nan
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing that the step looked at is bad."""
+        total = self.loss + self.gradients + self.statistics + self.weights + self.slots
+        return math.isfinite(total) and self.scale_is_sound
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether the step committed and left weights or slots behind that are not finite."""
+        return not (self.refused or math.isfinite(self.weights + self.slots))
+
+    @property
+    def scale_is_sound(self) -> bool:
+        """Whether the loss scale can scale anything: finite and above 0."""
+        return math.isfinite(self.scale) and self.scale > 0
+
+    @property
+    def only_gradients(self) -> bool:
+        """Whether nothing but the gradients is bad, which is what an ordinary float16 overflow looks like."""
+        return (
+            self.refused
+            and not math.isfinite(self.gradients)
+            and math.isfinite(self.loss)
+            and math.isfinite(self.statistics)
+            and self.scale_is_sound
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a refused step kept: counts for each place it looked at, and the batch.
+
+    Attributes:
+        verdict: the row of that step.
+        rows: `(site, path)` of each place.
+        counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each place.
+        batch: the arguments of the step as they went in (nested as they were), or `None` where they were not kept.
+        replicas: the replicas that saw something bad, where there are several.
+        late: whether what is bad is the state, and the step before left it so.
+    """
+
+    verdict: Verdict
+    rows: tuple[tuple[str, str], ...]
+    counts: Any
+    batch: Any = None
+    replicas: tuple[int, ...] = ()
+    late: bool = False
+
+    def findings(self) -> list[Finding]:
+        """One finding for each bad place; a sum that overflowed although every entry is finite is an explosion."""
+        found = [
+            Finding(site, "nonfinite", path, int(nan), int(inf), int(size))
+            for (site, path), (nan, inf, size) in zip(self.rows, self.counts)
+            if nan or inf
+        ]
+        seen = {finding.site for finding in found}
+        v = self.verdict
+        if not math.isfinite(v.loss):
+            found.append(Finding("loss", "nonfinite", "", int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1, v.loss))
+        sums = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
+        if "slots" in seen:  # the sum over the weights may be over the slots as well
+            seen.add("weights")
+        for site, number in sums.items():
+            if not math.isfinite(number) and site not in seen:
+                found.append(Finding(site, "explosion", "", 0, 0, None, number))
+        if not v.scale_is_sound:
+            found.append(Finding("loss_scale", "collapse", "", value=v.scale))
+        return found

@@ -1,0 +1,194 @@
+"""Reads zip archives: `.keras` files and `.npz` files, without unpacking what can be read in place.
+
+A member that is stored uncompressed (as Keras and `numpy.savez` do) is read where it lies; a compressed HDF5 member
+goes to an unnamed temporary file first, within limits. No pickle is ever loaded. Imports no backend.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._files.arrays import float_name
+from keras_nanguard._files.hdf5 import open_hdf5, stored_arrays
+from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
+from keras_nanguard._files.window import Window
+
+__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
+
+WEIGHTS = "model.weights.h5"
+"""Name that Keras gives the weights within a `.keras` archive."""
+
+_MOST_EXPANSION = 100
+"""A compressed member may grow so many times: the limit of Keras' own loader (`saving_lib`)."""
+
+_MOST_JSON = 32 << 20
+"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON of nothing but empty lists
+takes 25 times its size in memory."""
+
+_READ_BYTES = 4 << 20
+
+_UNNAMED = "layers go by their place in the file"
+
+
+def read_archive(path: str) -> Contents:
+    """Read what stands in a `.keras` or `.npz` archive.
+
+    Args:
+        path: path of the archive.
+
+    Returns:
+        Its contents, open until `close` is called.
+
+    Raises:
+        FileFormatError: if the archive holds neither weights nor arrays, or is hostile.
+    """
+    with ExitStack() as stack:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        names = archive.namelist()
+        if WEIGHTS in names:
+            contents = _read_keras(archive, path, stack)
+        elif names and all(name.endswith(".npy") for name in names):
+            contents = Contents("npz", [_npy_member(archive, info) for info in archive.infolist()])
+        else:
+            raise FileFormatError(
+                expected(
+                    f"a zip archive with {WEIGHTS!r} (a .keras file) or of .npy arrays (an .npz file)",
+                    f"{plain_text(path)} with {len(names)} members, such as {plain_text(names[:3])}",
+                    "Save the model with model.save('name.keras').",
+                )
+            )
+        contents.close = stack.pop_all().close
+        return contents
+
+
+def read_json(text: bytes, what: str, notes: list[str]) -> Any:
+    """Return parsed JSON, or `None` with a note of the reason."""
+    try:
+        return json.loads(text)
+    except READ_FAULTS as error:
+        notes.append(f"{what} was not understood ({plain_text(error, 120)}): {_UNNAMED}.")
+        return None
+
+
+def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
+    notes: list[str] = []
+    config = _member_json(archive, "config.json", notes)
+    info = archive.getinfo(WEIGHTS)
+    window = _window(archive, info, path, stack)
+    packed = min(1.0, info.compress_size / max(1, info.file_size))
+    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window, packed)
+    return Contents("keras", arrays, names, config if isinstance(config, dict) else None, notes)
+
+
+def _member_json(archive: zipfile.ZipFile, name: str, notes: list[str]) -> Any:
+    try:
+        info = archive.getinfo(name)
+        if info.file_size > _MOST_JSON:
+            notes.append(f"{name} declares {info.file_size} bytes and was left out: {_UNNAMED}.")
+            return None
+        with archive.open(info) as member:
+            return read_json(member.read(_MOST_JSON), name, notes)
+    except READ_FAULTS as error:
+        notes.append(f"{name} was not read ({plain_text(error, 120)}): {_UNNAMED}.")
+        return None
+
+
+def _window(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str, stack: ExitStack) -> Window:
+    refuse_bomb(info)
+    if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
+        raw = stack.enter_context(Path(path).open("rb"))  # noqa: SIM115 (the stack closes it)
+        return Window(raw.fileno(), _data_start(raw, info), info.file_size)
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if info.file_size > free:
+        raise FileFormatError(f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and {tempfile.gettempdir()} has {free}.")
+    unpacked = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
+    with archive.open(info) as member:  # ends after `file_size` bytes, whatever the compressed data holds
+        shutil.copyfileobj(member, unpacked, _READ_BYTES)
+    unpacked.flush()
+    return Window(unpacked.fileno(), 0, info.file_size)
+
+
+def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Return where a member's bytes begin: behind its local header, whose name and extra field vary in length."""
+    raw.seek(info.header_offset)
+    header = raw.read(30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise FileFormatError(f"The archive's entry for {plain_text(info.filename)} points nowhere.")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    start = int(info.header_offset + 30 + name_length + extra_length)
+    if start + info.file_size > os.fstat(raw.fileno()).st_size:
+        raise FileFormatError(f"The archive ends before its member {plain_text(info.filename)} does: it is truncated.")
+    return start
+
+
+def refuse_bomb(info: zipfile.ZipInfo) -> None:
+    """Raise a `FileFormatError` for a member that is encrypted or declares far more than it stores."""
+    if info.flag_bits & 1:
+        raise FileFormatError(f"{plain_text(info.filename)} is encrypted, which no Keras file is.")
+    if info.file_size > BOMB_FLOOR and info.file_size > _MOST_EXPANSION * max(1, info.compress_size):
+        raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
+
+
+def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
+    location = plain_text(info.filename.removesuffix(".npy"))
+    try:
+        refuse_bomb(info)
+        with archive.open(info) as member:
+            shape, fortran, dtype, offset = npy_header(member)
+        size = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject:
+            raise ValueError("an array of pickled Python objects, which is never loaded")
+        if dtype.kind == "V":
+            raise ValueError(f"values of the unnamed kind {dtype}, which no reader can interpret")
+        if min(shape, default=0) < 0 or size != info.file_size - offset:
+            raise ValueError(f"its header declares {size} bytes where {info.file_size - offset} stand")
+    except READ_FAULTS as error:
+        return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=info.filename)
+    except FileFormatError as error:
+        return StoredArray(location, "?", (), 0, False, str(error), key=info.filename)
+    name = float_name(dtype)
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        return _npy_pieces(archive, info, dtype, offset)
+
+    shown = name or plain_text(dtype, 40)
+    order: Literal["C", "F"] = "F" if fortran else "C"
+    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, order, info.compress_size)
+
+
+def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return shape, order, dtype and length of the header, which NumPy reads as a literal of limited length."""
+    major, _ = npy.read_magic(member)
+    if major == 1:
+        shape, fortran, dtype = npy.read_array_header_1_0(member)
+    else:
+        shape, fortran, dtype = npy.read_array_header_2_0(member)
+    return shape, fortran, dtype, member.tell()
+
+
+def _npy_pieces(archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int) -> Iterator[NDArray[Any]]:
+    block_bytes = max(dtype.itemsize, _READ_BYTES // max(1, dtype.itemsize) * dtype.itemsize)
+    left = info.file_size - offset
+    with archive.open(info) as member:
+        member.read(offset)
+        while left:
+            block = member.read(min(left, block_bytes))
+            if len(block) % dtype.itemsize or not block:
+                raise ValueError(f"the archive ends within {plain_text(info.filename)}")
+            left -= len(block)
+            yield np.frombuffer(block, dtype)

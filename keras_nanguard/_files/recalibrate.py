@@ -1,0 +1,316 @@
+"""`recalibrate`: BatchNormalization statistics estimated anew from data; nothing else in the model moves.
+
+The method is PreciseBN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021): every batch passes through the model
+with each BatchNormalization using that batch's own mean and variance, and the population's follow from the batches' by
+the law of total variance, merged one batch at a time in float64 (Chan, Golub and LeVeque, 1983). So for a layer that
+sees the data itself the result is mean and variance of all of the data, whatever the size of the batches.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._files.live import LiveVariable, is_model, live_variables
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["RecalibrateReport", "Recalibrated", "recalibrate"]
+
+FORMAT = 1
+"""Number of the JSON form of a `RecalibrateReport`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrated:
+    """One layer whose statistics were estimated anew.
+
+    Attributes:
+        path: names of the layers that hold it and its own, joined by `/`.
+        mean_moved: largest change of a moving mean, or `None` where the old one was not finite.
+        variance_ratio: largest ratio between the new and an old variance or its inverse, or `None` likewise.
+        samples: values that each channel was estimated from.
+    """
+
+    path: str
+    mean_moved: float | None
+    variance_ratio: float | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecalibrateReport:
+    """What a recalibration did.
+
+    Attributes:
+        model: name of the model.
+        batches: number of batches that were run.
+        layers: the layers, in the order of the model.
+    """
+
+    model: str
+    batches: int
+    layers: tuple[Recalibrated, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, with a format number."""
+        return {"format": FORMAT, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+    def __repr__(self) -> str:
+        return f"RecalibrateReport({self.model!r}, {len(self.layers)} layers, {self.batches} batches)"
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {len(self.layers)} BatchNormalization layers from {self.batches} batches."]
+        for layer in self.layers:
+            moved = "not finite before" if layer.mean_moved is None else f"mean moved by up to {layer.mean_moved:.4g}"
+            ratio = "" if layer.variance_ratio is None else f", variance by up to x{layer.variance_ratio:.4g}"
+            lines.append(f"  {layer.path}: {moved}{ratio}, {layer.samples} values a channel")
+        return "\n".join(lines)
+
+
+def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size: int = 32, only: Sequence[str] = ()) -> RecalibrateReport:
+    """Estimate the moving statistics of BatchNormalization anew, from data run through the model.
+
+    Weights, optimizer, metrics, seeds, states and every other variable keep their bits. Dropout and noise stay off.
+    Frozen layers are estimated too, unless `only` leaves them out. If anything goes wrong, the old statistics are
+    put back.
+
+    Args:
+        model: a built Keras model; nested models are looked into.
+        data: arrays as `fit` takes them (no targets), or an iterable of batches (a `tf.data.Dataset`, a `PyDataset`, a
+            generator); of a batch that is a tuple the first element is used.
+        batches: number of batches to run; all there are by default.
+        batch_size: size of the batches into which arrays are cut.
+        only: shell patterns; only BatchNormalization layers whose path or name matches one.
+
+    Returns:
+        The report.
+
+    Raises:
+        GuardError: if the model has no such layer, the data is empty, or what reaches a layer is not finite.
+
+    Example:
+
+        recalibrate(model, x_train, batches=50)
+    """
+    if not is_model(model):
+        raise no_model(model, "recalibrate {path} --data FILE")
+    layers = _batchnorms(model, only)
+    if not layers:
+        raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is none to estimate."))
+    estimates = {path: _Estimate(layer) for path, layer in layers.items()}
+    others = [live for live in live_variables(model) if _may_move(live, estimates.values())]
+    kept = [(live.variable, live.read()) for live in others]
+    done = 0
+    try:
+        with ExitStack() as stack:
+            for path, estimate in estimates.items():
+                stack.enter_context(_watched(path, estimate))
+            for batch in itertools.islice(_batches(data, batch_size), batches):
+                _forward(model, batch)
+                done += 1
+        if not done:
+            raise GuardError(expected("at least one batch", "no data", "Pass arrays or an iterable of batches."))
+        found = tuple(estimate.report(path) for path, estimate in estimates.items() if estimate.count)
+        for estimate in estimates.values():
+            estimate.write()
+    except BaseException:
+        for estimate in estimates.values():
+            estimate.put_back()
+        raise
+    finally:
+        for variable, value in kept:
+            variable.assign(value)
+    return RecalibrateReport(str(model.name), done, found)
+
+
+class _Estimate:
+    """Mean and variance of one layer's inputs, merged batch by batch.
+
+    With `n, m, s` so far (count, mean, sum of squared deviations) and `k, a, v` of a batch (count, mean, variance):
+    `d = a - m`, `m += d k / (n + k)`, `s += v k + d**2 n k / (n + k)`, `n += k`.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.count = 0
+        self.mean: NDArray[Any] = np.zeros(1)
+        self._deviations: NDArray[Any] = np.zeros(1)
+        self._old = [(variable, np.array(variable.numpy())) for variable in self.variables()]
+
+    def variables(self) -> list[Any]:
+        """Return the moving statistics of the layer."""
+        names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
+        found = [getattr(self.layer, name, None) for name in names]
+        return [variable for variable in found if variable is not None]
+
+    @property
+    def variance(self) -> NDArray[Any]:
+        """Variance of everything so far."""
+        return self._deviations / max(1, self.count)
+
+    def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
+        """Take in one batch's statistics, from `count` values a channel."""
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self._deviations = self._deviations + variance * count + delta**2 * (self.count * count / total)
+        self.count = total
+
+    def assign(self, mean: Any, variance: Any) -> None:
+        """Give the layer these statistics."""
+        for variable in self.variables():
+            name = str(variable.name)
+            value = mean if name.endswith("mean") else variance if name.endswith("variance") else variance**0.5
+            variable.assign(value)
+
+    def write(self) -> None:
+        """Give the layer the estimate; a layer that was never reached keeps what it had."""
+        if self.count:
+            self.assign(self.mean.astype(np.float32), self.variance.astype(np.float32))
+        else:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Give the layer its old statistics."""
+        for variable, value in self._old:
+            variable.assign(value)
+
+    def report(self, path: str) -> Recalibrated:
+        """Return what is to become of the layer's statistics.
+
+        Raises:
+            GuardError: if the estimate is not finite.
+        """
+        if not (np.isfinite(self.mean).all() and np.isfinite(self.variance).all()):
+            raise GuardError(
+                expected(
+                    "finite inputs to every BatchNormalization",
+                    f"NaN or Inf at {path}",
+                    "Scan the model and the data; the old statistics were kept.",
+                )
+            )
+        old = {str(variable.name): value.astype(np.float64) for variable, value in self._old}
+        mean, variance = old["moving_mean"], old["moving_variance"]
+        if not (np.isfinite(mean).all() and np.isfinite(variance).all()):
+            return Recalibrated(path, None, None, self.count)
+        smallest = float(self.layer.epsilon)
+        ratio = np.maximum(self.variance, smallest) / np.maximum(variance, smallest)
+        moved = float(np.abs(self.mean - mean).max(initial=0.0))
+        return Recalibrated(path, moved, float(np.maximum(ratio, 1 / ratio).max(initial=1.0)), self.count)
+
+
+@contextmanager
+def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
+    """Let a layer use each batch's own statistics and hand them to its estimate, until the block ends."""
+    import keras
+
+
+    layer, original = estimate.layer, estimate.layer.call
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        values = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        axis = layer.axis % len(values.shape)
+        mean, variance, count = _moments(keras.ops, values, axis, mask)
+        try:
+            found = [np.asarray(keras.ops.convert_to_numpy(value), np.float64) for value in (mean, variance)]
+        except Exception as error:
+            message = expected("a model that runs eagerly", f"{path} within a compiled function", "Undo the compilation.")
+            raise GuardError(message) from error
+        estimate.merge(found[0], found[1], count)
+        estimate.assign(mean, variance)
+        return original(inputs, training=False, mask=mask)
+
+    with Overrides() as overrides:
+        overrides.set(layer, "call", call)
+        yield
+
+
+def _moments(ops: Any, values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
+    """Return mean and variance a channel, and how many values each is made of; masked positions are left out.
+
+    In two passes: `keras.ops.moments` takes the difference of two means on JAX and PyTorch, and loses small variances.
+    """
+    axes = [place for place in range(len(values.shape)) if place != axis]
+    if mask is None:
+        mean = ops.mean(values, axis=axes, keepdims=True)
+        variance = ops.mean(ops.square(values - mean), axis=axes)
+        return ops.reshape(mean, (-1,)), variance, int(np.prod([int(values.shape[place]) for place in axes]))
+    weights = ops.expand_dims(ops.cast(mask, values.dtype), axis)
+    share = ops.broadcast_to(weights, values.shape)
+    total = ops.maximum(ops.sum(share, axis=axes), 1e-12)
+    mean = ops.sum(ops.where(share > 0, values, 0.0), axis=axes) / total
+    shape = [1] * len(values.shape)
+    shape[axis] = -1
+    deviations = ops.where(share > 0, ops.square(values - ops.reshape(mean, shape)), 0.0)
+    count = int(np.asarray(ops.convert_to_numpy(total)).max())
+    return mean, ops.sum(deviations, axis=axes) / total, max(1, count)
+
+
+def _forward(model: Any, batch: Any) -> None:
+    from keras_nanguard._backends import current
+
+    with current.host().without_gradients():
+        model(batch, training=False)
+
+
+def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:
+    """Return the built BatchNormalization layers by the path of their names."""
+    found: dict[str, Any] = {}
+    for live in live_variables(model):
+        if live.identity.name == "moving_variance" and hasattr(live.layer, "moving_mean"):
+            found[live.identity.layer] = live.layer
+    wanted = {
+        path: layer
+        for path, layer in found.items()
+        if not only or any(fnmatch.fnmatchcase(name, one) for name in (path, str(layer.name)) for one in only)
+    }
+    return wanted
+
+
+def _may_move(live: LiveVariable, estimates: Iterable[_Estimate]) -> bool:
+    """Whether running the model may change a variable that is not estimated: a seed, a state, a running count."""
+    estimated = {id(variable) for estimate in estimates for variable in estimate.variables()}
+    if id(live.variable) in estimated or live.identity.role == "slot":
+        return False
+    return not getattr(live.variable, "trainable", False)
+
+
+def _batches(data: Any, batch_size: int) -> Iterator[Any]:
+    """Yield batches of inputs from arrays, or from an iterable of batches."""
+    arrays = list(_leaves(data))
+    if arrays and all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays):
+        length = min(int(array.shape[0]) for array in arrays)
+        for start in range(0, length, batch_size):
+            yield _cut(data, start, min(start + batch_size, length))
+        return
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    source = (data[index] for index in range(len(data))) if indexed else iter(data)
+    for batch in source:
+        yield batch[0] if isinstance(batch, tuple) else batch
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        for value in data.values():
+            yield from _leaves(value)
+    elif isinstance(data, (list, tuple)):
+        for value in data:
+            yield from _leaves(value)
+    else:
+        yield data
+
+
+def _cut(data: Any, start: int, stop: int) -> Any:
+    if isinstance(data, Mapping):
+        return {name: _cut(value, start, stop) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(_cut(value, start, stop) for value in data)
+    return data[start:stop]

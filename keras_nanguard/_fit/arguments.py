@@ -1,0 +1,128 @@
+"""The arguments of `NanGuard`: checked when the guard is made, each mistake answered in one sentence.
+
+Level 0: imports no backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._core.errors import GuardError, PolicyError, expected
+from keras_nanguard._policy.fields import problem, refuse, shown
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.presets import SECTIONS
+from keras_nanguard._policy.spelling import nearest
+
+__all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "verbosity"]
+
+ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume")
+"""The arguments of `NanGuard` besides the sections of a policy."""
+
+ON_DISK = {"snapshot": {"storage": "disk"}}
+"""What `resume=True` makes the default."""
+
+
+def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, resume: bool) -> Policy:
+    """Return the policy of a guard.
+
+    Raises:
+        PolicyError: with every problem of source and overrides, words that are neither argument nor section among them.
+        GuardError: if the policy needs a directory and there is none, or there is nothing to resume from.
+    """
+    strays = [_stray(word, value) for word, value in overrides.items() if word not in SECTIONS]
+    sections = {word: value for word, value in overrides.items() if word in SECTIONS}
+    try:
+        made = Policy.assembled(source, sections, ON_DISK if resume else None)
+    except PolicyError as error:
+        if not error.problems or not strays:
+            raise
+        strays += error.problems
+    refuse(strays, "the arguments of NanGuard")
+    kept = made.snapshot
+    if kept.storage == "disk" and directory is None:
+        received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")
+        raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
+    if resume and kept.storage != "disk":
+        received = "resume=True, with a policy whose snapshot.storage is 'memory'"
+        raise GuardError(expected("snapshots on disk to resume from", received, "Leave the storage out."))
+    if resume and not kept.every:
+        received = "resume=True, with a policy whose snapshot.every is 0"
+        raise GuardError(expected("snapshots to resume from", received, 'Write NanGuard(..., snapshot={"every": 100}).'))
+    return made
+
+
+def _stray(word: str, value: Any) -> str:
+    """Return the problem of a keyword argument that nobody knows."""
+    known = f"an argument ({', '.join(ARGUMENTS)}) or a section of a policy ({', '.join(SECTIONS)})"
+    return problem(word, known, value, nearest(word, ARGUMENTS) or nearest(word, SECTIONS))
+
+
+def verbosity(verbose: Any) -> int:
+    """Return 0, 1 or 2; True and False are 1 and 0.
+
+    Raises:
+        GuardError: for anything else.
+    """
+    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
+        remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
+        raise GuardError(expected("verbose to be 0, 1 or 2", f"verbose={shown(verbose)}", remedy))
+    return int(verbose)
+
+
+def folder(directory: Any) -> Path | None:
+    """Return the folder to write into, `None` where nothing is written.
+
+    Raises:
+        GuardError: if it is no path, or that of a file.
+    """
+    if directory is None:
+        return None
+    remedy = 'Write directory="run1", or leave it out to write nothing.'
+    if not isinstance(directory, (str, os.PathLike)):
+        raise GuardError(expected("directory to be the path of a folder", f"directory={shown(directory)}", remedy))
+    path = Path(directory)
+    if path.is_file():
+        raise GuardError(expected("directory to be the path of a folder", f"directory={shown(str(path))}, a file", remedy))
+    return path
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return an argument that is True or False.
+
+    Raises:
+        GuardError: for anything else.
+    """
+    if not isinstance(value, (bool, int)) or value not in (0, 1):
+        raise GuardError(expected(f"{name} to be True or False", f"{name}={shown(value)}", f"Write {name}=True."))
+    return bool(value)
+
+
+def functions(given: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions that a policy may call, by name.
+
+    Raises:
+        GuardError: if it is anything but a dict of names and functions.
+    """
+    if given is None:
+        return {}
+    named = isinstance(given, Mapping) and all(isinstance(name, str) and callable(function) for name, function in given.items())
+    if not named:
+        several = given if isinstance(given, (list, tuple, set)) else [given]
+        name = next((n for n in (getattr(one, "__name__", "") for one in several) if n.isidentifier()), "notify")
+        remedy = f'Write functions={{"{name}": {name}}}.'
+        raise GuardError(expected("functions to be a dict of names and functions", f"functions={shown(given)}", remedy))
+    return dict(given)
+
+
+def require_instance(guard: Any, kind: type[Any]) -> None:
+    """Refuse to go on where Keras called a method on the class: it was in the list of callbacks in place of a guard.
+
+    Raises:
+        GuardError: if it is so.
+    """
+    if not isinstance(guard, kind):
+        name = kind.__name__
+        raise GuardError(expected(f"a {name} among the callbacks", f"the class {name} itself", f"Write callbacks=[{name}()]."))

@@ -1,0 +1,119 @@
+"""Between a running fit and the callbacks that keep a model: nothing that is not finite is saved or taken for the best.
+
+A refused step leaves nothing bad to save. What is left are writes by someone else between two steps, and validation that
+is not finite: `ModelCheckpoint`, `EarlyStopping` and `ReduceLROnPlateau` take the first value they see for the best one,
+and no number is ever less than NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from keras_nanguard._backends import processes
+from keras_nanguard._fit.epoch_logs import numbers
+from keras_nanguard._fit.session import Session
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Firewall", "shielded"]
+
+
+class Firewall:
+    """Looks at the whole state before each save of a model, on the instance only, while a fit is guarded.
+
+    Args:
+        session: the host's half of the transaction; its policy heals what can be healed before the file is written.
+        callbacks: the callbacks of the fit.
+    """
+
+    def __init__(self, session: Session, callbacks: Iterable[Any]):
+        self.session = session
+        self._overrides = Overrides()
+        if not session.policy.refuse:
+            return
+        callbacks = list(callbacks)
+        for target, name in [(session.model, "save"), (session.model, "save_weights"), *keras_fitting.savers(callbacks)]:
+            if not hasattr(target, name):  # a trainer that is no `keras.Model`
+                continue
+            self._overrides.set(target, name, self._looked_at(getattr(target, name)))
+        for callback in callbacks:
+            if getattr(callback, "save_best_only", False) and getattr(callback, "save_freq", "epoch") != "epoch":
+                self._overrides.set(callback, "on_train_batch_end", _by_batches(callback, session))
+
+    def close(self) -> None:
+        """Give every method back."""
+        self._overrides.give_back()
+
+    def _looked_at(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self.session.scan("weights"):
+                return save(*args, **kwargs)
+            self.session.seen_outside([])
+            if not self.session.scan("weights"):
+                return save(*args, **kwargs)
+            where = kwargs.get("filepath", args[0] if args else "")
+            processes.print_line(f"NanGuard: not saved: {where}. The model holds NaN or Inf, and what was there before stays.")
+            return None
+
+        return guarded
+
+
+@contextmanager
+def shielded(callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()) -> Iterator[None]:
+    """Let no callback take for the best value so far what is not finite, or what no step has measured (`unmeasured`).
+
+    Those that compare go by what they know: the ones that keep the best model find no better one, the others say that they miss
+    the metric. All others, and History, see the logs as they are.
+    """
+    bad = {key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured}
+    with Overrides() as overrides:
+        for callback in callbacks if bad else ():
+            if hasattr(callback, "monitor_op") and getattr(callback, "monitor", None) in bad and "on_epoch_end" not in vars(callback):
+                overrides.set(callback, "on_epoch_end", _without(callback, callback.monitor))
+        yield
+
+
+def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]:
+    real = callback.on_epoch_end
+
+    def on_epoch_end(epoch: int, logs: Any = None) -> Any:
+        logs = {} if logs is None else logs
+        if getattr(callback, "save_best_only", False):
+            return _never_best(callback, key, logs, lambda seen: real(epoch, seen))
+        seen = {k: v for k, v in logs.items() if k != key}
+        result = real(epoch, seen)
+        logs.update({k: v for k, v in seen.items() if k not in logs})  # ReduceLROnPlateau adds its rate for those that come after it
+        return result
+
+    return on_epoch_end
+
+
+def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
+    """Return `on_train_batch_end` of a callback that keeps the best model and looks within an epoch."""
+    real = callback.on_train_batch_end
+
+    def on_train_batch_end(batch: int, logs: Any = None) -> Any:
+        if callback.monitor in session.logs.unmeasured:
+            return _never_best(callback, callback.monitor, logs or {}, lambda seen: real(batch, seen))
+        return real(batch, logs)
+
+    return on_train_batch_end
+
+
+def _never_best(callback: Any, key: str, logs: Any, run: Callable[[Any], Any]) -> Any:
+    """Run a callback that keeps the best model so that it finds no better one; its file name may hold the metric.
+
+    Without the metric it would save in any case; so it would with NaN where it has no best value yet.
+    """
+    comparison, best = callback.monitor_op, callback.best
+    callback.monitor_op = lambda value, other: False
+    callback.best = math.nan if best is None else best
+    try:
+        return run({**logs, key: math.nan})
+    finally:
+        callback.monitor_op, callback.best = comparison, best

@@ -1,0 +1,96 @@
+"""Logs as callbacks may see them: which of them are numbers, and what stands where nothing was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite, nan
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import layers as keras_layers
+
+__all__ = ["HUGEST", "Logs", "backfill", "numbers"]
+
+HUGEST = 3.4028234663852886e38
+"""The largest number of float32: finite, as TerminateOnNaN wants it, and no measurement that anybody takes for one."""
+
+
+def numbers(logs: Any) -> dict[str, float]:
+    """Return the logs that are single numbers. The dict that a metric may have as its result is flattened, as Keras does it."""
+    found: dict[str, float] = {}
+    for key, value in (logs or {}).items():
+        if isinstance(value, Mapping):
+            found.update(numbers(value))
+        elif np.ndim(value) == 0 and not isinstance(value, (str, bytes)):
+            try:
+                found[key] = float(value.detach() if hasattr(value, "detach") else value)  # PyTorch warns of a gradient
+            except (TypeError, ValueError):  # text in a tensor, `None`, an object of the user's
+                continue
+    return found
+
+
+def backfill(model: Any, name: str, epochs: int) -> None:
+    """Give the epochs of a fit before the first that has a log of this name a 0, so that all lists in History have one length."""
+    history = getattr(getattr(model, "history", None), "history", None)
+    if isinstance(history, dict) and name not in history:
+        history[name] = [0] * epochs
+
+
+class Logs:
+    """The logs of one fit.
+
+    Attributes:
+        known: those of the last committed step; `None` before there is one.
+        shown: those that callbacks have seen last.
+        unmeasured: the names of those among `shown` that no step has measured.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.known: Any = None
+        self.shown: Any = None
+        self.unmeasured: frozenset[str] = frozenset()
+
+    def measured(self, logs: Any) -> Any:
+        """Take over the logs of a committed step, or of metrics that hold some; returns them."""
+        self.known = self.shown = logs
+        self.unmeasured = frozenset()
+        return logs
+
+    def stand_in(self, logs: Mapping[str, Any], loss: float = nan) -> dict[str, Any]:
+        """Return what stands for the logs of a step that was refused, or of an epoch in which none has committed.
+
+        Args:
+            logs: what would be logged; only the names, and what is no float, count.
+            loss: the loss that the step computed.
+
+        For each log the last committed step's value stands, else for `loss` what this step computed, if it is finite, else the
+        worst number: `HUGEST`, or `-HUGEST` for a metric that is to grow. Text and whole numbers cannot be bad and stay.
+        """
+        rising = keras_layers.rising(self.model)
+        unmeasured: set[str] = set()
+
+        def one(key: str, value: Any, known: Any, grows: bool) -> Any:
+            grows = grows or any(key == name or key.endswith(f"_{name}") for name in rising)
+            if isinstance(value, Mapping):
+                inner = known if isinstance(known, Mapping) else {}
+                return {name: one(name, part, inner.get(name), grows) for name, part in value.items()}
+            if known is not None or not _is_float(value):
+                return value if known is None else known
+            if key == "loss" and isfinite(loss):
+                return loss
+            unmeasured.add(key)
+            worst = -HUGEST if grows else HUGEST
+            return np.full(np.shape(value), worst) if np.ndim(value) else worst
+
+        self.shown = one("", logs, self.known, False)
+        self.unmeasured = frozenset(unmeasured)
+        shown: dict[str, Any] = self.shown
+        return shown
+
+
+def _is_float(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, float) or finiteness.is_float(str(getattr(dtype, "name", dtype)).rpartition(".")[2])

@@ -1,0 +1,120 @@
+"""What a policy has changed in the course of training, as data: it outlives the fit, and the process.
+
+The state of the model is in the snapshots. What belongs to the guard is here: what the rules remember, and how far rate,
+clipping, loss scale and seeds are from what the user had chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._policy.ledger import Ledger
+
+__all__ = ["Course"]
+
+FORMAT = 1
+"""Number of the JSON form of a `Course`."""
+
+SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
+"""Settings of an optimizer that an action may change for the time of a fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the guard has to remember besides the state of the model.
+
+    Attributes:
+        ledger: what the rules remember, as `Ledger.to_dict()`.
+        rates: what was done to the rate of each optimizer, as `Rate.to_dict()`; `None` for one left alone.
+        settings: the settings of each optimizer that were changed, by name, with the value they have now.
+        rollbacks: how often the guard went back.
+        recovery: `(after, ramp)` while a lowered rate is to return.
+        lowered: steps and good steps since the rate was last lowered.
+        scale_bounds: floor and ceiling that the loss scale is kept between.
+        recalibration: batches to come and batches seen of an estimate of BatchNorm statistics.
+    """
+
+    ledger: Mapping[str, Any]
+    rates: tuple[Mapping[str, Any] | None, ...] = ()
+    settings: tuple[Mapping[str, Any], ...] = ()
+    rollbacks: int = 0
+    recovery: tuple[int, int] | None = None
+    lowered: tuple[int, int] | None = None
+    scale_bounds: tuple[float, float] | None = None
+    recalibration: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, session: Any) -> Course:
+        """Return where a session stands."""
+        optimizers = session.anatomy().optimizers
+        rates = [session.rates.get(id(optimizer)) for optimizer in optimizers]
+        touched = {(id(target), name) for target, name, _ in session.undo}
+        care = session.aftercare
+        estimate, at = care.recalibration, care.lowered_at
+        return cls(
+            ledger=session.ledger.to_dict(),
+            rates=tuple(rate.to_dict() if rate is not None else None for rate in rates),
+            settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
+            rollbacks=session.rollbacks,
+            recovery=care.recovery,
+            lowered=None if at is None else (session.step - at, session.good - care.lowered_good),
+            scale_bounds=care.scale_bounds,
+            recalibration=None if estimate is None else (estimate.left, estimate.seen),
+        )
+
+    def apply(self, session: Any, *, write: bool) -> None:
+        """Let a session that has not begun go on from here.
+
+        Args:
+            session: the session.
+            write: whether the model was made anew, so that its optimizers know nothing of what was done. Without it
+                they are the same ones; whatever the user has given them since the last fit counts.
+        """
+        session.ledger = Ledger.from_dict(self.ledger).resumed()
+        session.rollbacks = self.rollbacks
+        optimizers = session.anatomy().optimizers
+        for optimizer, done, settings in zip(optimizers, self.rates, self.settings):
+            if done is not None:
+                session.rate(optimizer).resume(done, write)
+            for name, value in settings.items():
+                target = next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name))
+                session.undo.append((target, name, getattr(target, name)))
+                setattr(target, name, value)
+        care = session.aftercare
+        care.recovery, care.scale_bounds = self.recovery, self.scale_bounds
+        if self.lowered is not None:
+            care.lowered_at, care.lowered_good = (-since for since in self.lowered)
+        if self.recalibration is not None:
+            care.estimate(session, *self.recalibration)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values with a format number."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Course:
+        """Rebuild a course from `to_dict()`.
+
+        Raises:
+            FileFormatError: if it is of another format, or a field is missing, unknown or of another kind.
+        """
+        names = {entry.name for entry in fields(cls)}
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
+            received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
+        Ledger.from_dict(data["ledger"])
+        try:
+            return cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
+        except TypeError as error:
+            raise FileFormatError(f"The course of a run has a malformed field: {error}") from error
+
+
+def _changed(optimizer: Any, touched: set[tuple[int, str]]) -> Iterator[tuple[str, Any]]:
+    for target in (optimizer, keras_optimizers.inner(optimizer)):
+        for name in SETTINGS:
+            if (id(target), name) in touched:
+                yield name, getattr(target, name)

@@ -1,0 +1,168 @@
+"""BatchNorm statistics that lag behind the batches' own: training looks well, and validation does not.
+
+No step shows it, for a train step never reads the moving statistics. So it is looked for where a validation ends with a loss
+far above that of training, in a model with BatchNormalization, and it is measured: one batch of the validation is run with the
+moving statistics as they are, with statistics estimated anew from the last train batches, and with what the moving ones will have
+come to when this fit ends. Only where the new ones undo the difference, and the rest of the fit does not, it is reported. Nothing
+is left changed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.epoch_logs import numbers
+from keras_nanguard._fit.pending_recovery import learning
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Lagging"]
+
+LOOKS = 3
+"""Validations of one fit that are looked into, besides the last one."""
+
+FAR = 2.0
+"""How many times the loss of training, and the loss with new statistics, that of validation has to be before it counts."""
+
+LAST = 8
+"""Train steps whose losses say where training stands, and whose batches the new statistics are estimated from."""
+
+UNDONE = 0.5
+"""Share of the difference between the losses of validation and of training that the new statistics have to undo."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Losses of one batch: with the moving statistics, with new ones, and with those that this fit will end with."""
+
+    now: float
+    anew: float
+    later: float
+    worst: str
+
+    def lags(self, trained: float) -> bool:
+        """Whether the moving statistics are to blame, and stay so."""
+        small = FAR * max(self.anew, trained)
+        return min(self.now, self.later) > small and self.now - self.anew >= UNDONE * (self.now - trained)
+
+
+class Lagging:
+    """Looks into the validations of one fit, until it has found something."""
+
+    def __init__(self) -> None:
+        self._looks, self._done = LOOKS, False
+
+    @np.errstate(all="ignore")  # what is looked at is not finite
+    def look(self, session: Any, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
+        """Return what a validation shows, `None` where it shows nothing. Never raises.
+
+        Args:
+            session: the session of the fit.
+            logs: of the validation.
+            batch: returns `(x, y, sample_weight)` of one batch of it, `None` where none can be had.
+            plan: how many `epochs` the fit has, and `steps` each of them, where that is known.
+        """
+        steps = plan.get("steps") or session.step - session.epoch_start
+        remaining = steps * max((plan.get("epochs") or 1) - session.epoch - 1, 0)
+        layers = learning(session.model)
+        trained, loss = _trained(session), numbers(logs).get("loss", math.nan)
+        if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(session.model):
+            return None
+        if not self._looks and remaining:
+            return None
+        self._looks = max(self._looks - 1, 0)
+        try:
+            found = _measured(session, layers, batch, remaining)
+        except Exception:  # noqa: BLE001  a model of the user's that cannot be run so is no trouble
+            return None
+        if found is None or not found.lags(trained):
+            return None
+        self._done = True
+        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(session, layers, found, loss, trained)
+
+
+def _trained(session: Any) -> float:
+    """Return the typical loss of the last steps of this epoch, NaN where there is none."""
+    losses = [m.loss for m in session.history.before(session.step) if m.step >= session.epoch_start][-LAST:]
+    return statistics.median(losses) if losses else math.nan
+
+
+def _spread_out(model: Any) -> bool:
+    """Whether the model trains on several devices or in several processes, where one batch cannot be run by itself."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return getattr(strategy, "num_replicas_in_sync", 1) > 1 or keras.distribution.distribution() is not None
+
+
+def _measured(session: Any, layers: list[Any], batch: Callable[[], Any], remaining: int) -> _Measured | None:
+    from keras_nanguard._backends.shared.replay import preserved
+    from keras_nanguard._files.recalibrate import recalibrate
+
+    model, anatomy = session.model, session.anatomy()
+    moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
+    with preserved([*anatomy.everything, *anatomy.metrics, *anatomy.unlisted]):
+        data, trained = batch(), session.recent.last(LAST, session.transaction.batch)
+        if data is None or not trained:
+            return None
+        x, y, weights = data
+        inputs = [keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in trained]
+
+        def loss() -> float:
+            return float(keras.ops.convert_to_numpy(model.compute_loss(x, y, model(x, training=False), weights)))
+
+        now, before = loss(), [keras_variables.read(v) for v in moving]
+        recalibrate(model, iter(inputs), only=[name for layer in layers for name in (layer.path, layer.name)])
+        anew, after = loss(), [keras_variables.read(v) for v in moving]
+        for variable, old, new in zip(moving, before, after):
+            share = _layer_of(layers, variable).momentum ** remaining
+            keras_variables.write(variable, new + (old - new) * share)
+        return _Measured(now, anew, loss(), _worst(layers, before, after))
+
+
+def _layer_of(layers: list[Any], variable: Any) -> Any:
+    return next(layer for layer in layers if variable is layer.moving_mean or variable is layer.moving_variance)
+
+
+def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
+    """Return the path of the layer whose moving variance is furthest from the new one."""
+
+    def factor(number: int) -> float:
+        old, new = (finiteness.widen(values[2 * number + 1]) + 1e-12 for values in (before, after))
+        return max(float((old / new).max()), float((new / old).max()))
+
+    return str(layers[max(range(len(layers)), key=factor)].path)
+
+
+def _diagnosis(session: Any, layers: list[Any], found: _Measured, loss: float, trained: float) -> Diagnosis:
+    momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
+    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in session.anatomy().optimizers]
+    steps = max((int(keras_variables.read(counter)) for counter in counters), default=session.good)
+    needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
+    share = momentum**steps
+    if share > 0.005:
+        lag = f"After {steps} steps at momentum={momentum:g} they still carry {share:.1%} of the values that they began with."
+        remedy = f"Train for more steps: at this momentum it takes {needed} until 1% is left of those values."
+    else:
+        lag = f"At momentum={momentum:g} they are a mean over some {needed} steps, in which the weights have moved on."
+        remedy = "Lower the learning rate towards the end, so that the statistics catch up."
+    faster = ("Or give BatchNormalization a smaller momentum: 0.9 takes 44 steps.",) if momentum > 0.9 else ()
+    return Diagnosis(
+        "batchnorm_statistics",
+        found.worst,
+        evidence=(
+            f"The loss of the validation is {loss:.3g}, that of the last train steps {trained:.3g}.",
+            f"On one batch of the validation it is {found.now:.3g} with the moving statistics, "
+            f"and {found.anew:.3g} with statistics estimated from the last train batches.",
+            lag,
+        ),
+        advice=(remedy, *faster, "Or estimate them anew when training is done: keras_nanguard.recalibrate(model, x)."),
+        confidence=0.9,
+    )

@@ -1,0 +1,139 @@
+"""Lowering the learning rate of one optimizer so that it stays lowered, and putting it back.
+
+A plain rate is lowered in its own variable, where every other callback sees it. A schedule or a callable stays
+untouched (so does the saved config): what it gives is scaled, on the instance, by a factor that the compiled step
+reads from a variable. In both cases::
+
+    rate of the next step = factor * the rate that there would be without the guard
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["Rate"]
+
+
+class Rate:
+    """The learning rate of one optimizer.
+
+    Attributes:
+        factor: what the guard multiplies the rate by now.
+        lowest: the smallest factor since the rate was last what it would have been.
+        given: stands in for the factor of a schedule while a step that is a pure function is traced.
+    """
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = keras_optimizers.inner(optimizer)
+        self.factor = self.lowest = 1.0
+        self._left: float | None = None  # the plain rate as the guard has left it
+        self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
+        self._scale: Any = None
+        self.given: Any = None
+        self._overrides = Overrides()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rate is a number in a variable, not a schedule or a callable."""
+        return keras_optimizers.rate_variable(self.optimizer) is not None
+
+    @property
+    def value(self) -> float:
+        """The rate of the next step."""
+        return keras_optimizers.learning_rate(self.optimizer)
+
+    def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
+        """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""
+        self.hold()
+        before = self.value
+        after = max(before * factor, min_lr)
+        if after > before * (1 - 1e-6):  # the rate is a float32, min_lr is not
+            after = before
+        retrace = after < before and self._set(self.factor * after / before)
+        return before, after, retrace
+
+    def raise_to(self, factor: float) -> None:
+        """Bring the factor back up to this value, at most 1."""
+        self.hold()
+        self._set(min(max(factor, self.factor), 1.0))
+
+    def _set(self, factor: float) -> bool:
+        ratio, self.factor = factor / self.factor, factor
+        self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)
+        if self.plain:
+            self._assign(self.value * ratio)
+            return False
+        first = self._scale is None
+        if first:
+            self._install()
+        self._scale.assign(factor)
+        return first
+
+    def _install(self) -> None:
+        self._scale = keras.Variable(1.0, trainable=False, dtype="float32", name="nanguard_rate_factor")
+        scale = self._scale
+
+        def scaled(real: Callable[[], Any]) -> Any:
+            rate = keras.ops.convert_to_tensor(real())
+            return rate * keras.ops.cast(scale if self.given is None else self.given, rate.dtype)
+
+        keras_optimizers.set_rate(self.optimizer, scaled, self._overrides)
+
+    def _assign(self, value: float) -> None:
+        keras_optimizers.rate_variable(self.optimizer).assign(value)
+        self._left = self.value
+
+    def hold(self) -> None:
+        """Keep a plain rate lowered where another callback has set it since.
+
+        A callback that scales the rate it finds (ReduceLROnPlateau) goes on from the lowered one and is left alone; one
+        that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
+        tells which it is: the geometric mean of the lowered and of the old level lies between the two.
+        """
+        if self._left is None or not self.plain or self.factor >= 1:
+            return
+        found = self.value
+        if math.isclose(found, self._left, rel_tol=1e-6):
+            return
+        self._absolute |= found > self._left / math.sqrt(self.factor)
+        self._assign(found * self.factor if self._absolute else found)
+
+    def release(self) -> None:
+        """Take the scaling off the optimizer; a plain rate stays where it is."""
+        if self._scale is not None:
+            self._overrides.give_back()
+            self._scale = None
+            self.factor = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what has been done to the rate, as plain JSON values."""
+        rate = self.value if self.plain else None
+        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
+
+    def resume(self, done: Mapping[str, Any], write: bool) -> None:
+        """Go on from what `to_dict` told.
+
+        Args:
+            done: what it told.
+            write: whether a plain rate is written as it was. Without it, one that someone has changed since counts as
+                chosen anew, and nothing that was done to it before matters any more.
+        """
+        factor, rate = float(done["factor"]), done["rate"]
+        if self.plain != (rate is not None):
+            return
+        if self.plain and write:
+            self._assign(rate)
+        elif self.plain and not math.isclose(self.value, rate, rel_tol=1e-6):
+            return
+        self._left, self._absolute = rate, bool(done["absolute"])
+        self.factor = factor if self.plain else 1.0
+        if factor < 1 and not self.plain:
+            self._set(factor)
+        self.lowest = float(done["lowest"])

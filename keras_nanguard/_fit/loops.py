@@ -1,0 +1,127 @@
+"""Guarding a loop that has no Keras trainer: `guard.watch(model, *optimizers)` and `guard.step(fn)`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_nanguard._backends.current import adapted, loop_step
+from keras_nanguard._core.errors import GuardError, GuardInUseError
+from keras_nanguard._fit.session import Session
+from keras_nanguard._keras import optimizers as keras_optimizers
+
+__all__ = ["LoopMixin"]
+
+
+class LoopMixin:
+    """The part of `NanGuard` for hand-written loops."""
+
+    session: Session | None
+    _lines: Any
+    _watching: bool = False
+
+    def _session(self, model: Any, optimizers: Any = None) -> Session:
+        raise NotImplementedError
+
+    def _resume(self, steps: int | None = None) -> None:
+        raise NotImplementedError
+
+    def _print_policy_warnings(self) -> None:
+        raise NotImplementedError
+
+    def _print(self, text: str) -> None:
+        raise NotImplementedError
+
+    def _print_counted(self) -> None:
+        if counted := self._lines.counted():
+            self._print(f"NanGuard: {counted}")
+
+    @contextlib.contextmanager
+    def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
+        """Guard the steps made with `step` for this model and these optimizers.
+
+        Args:
+            model: any `keras.Model` or `keras.Layer` that holds the weights, compiled or not; on PyTorch any
+                `torch.nn.Module`, too.
+            *optimizers: the optimizers that the loop uses; those of the model where none is given. On PyTorch those of
+                `torch.optim`, too.
+
+        Raises:
+            GuardError: if there is no optimizer.
+            GuardInUseError: if this guard already watches a loop.
+
+        Example:
+
+        ```python
+        with guard.watch(model, optimizer):
+            step = guard.step(train_step)
+            for x, y in batches:
+                loss = step(x, y)
+                if guard.stopped:
+                    break
+        ```
+        """
+        if self._watching:
+            raise GuardInUseError(
+                "Expected a guard that watches no loop. Received: one that does. Use one NanGuard for each loop."
+            )
+        model, optimizers = adapted(model, optimizers)
+        optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
+        if not optimizers:
+            raise GuardError(
+                "Expected at least one optimizer. Received: none, and the model has none. "
+                "Write guard.watch(model, optimizer)."
+            )
+        self.session = self._session(model, optimizers)
+        self._print_policy_warnings()
+        self._resume()
+        self._watching = True
+        try:
+            yield self.session
+            self.session.restore()  # where the loop had no step left to make
+        finally:
+            self._watching = False
+            self._print_counted()
+            self.session.end()
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the step as a transaction.
+
+        Args:
+            function: one train step: it computes a loss, takes gradients and calls `optimizer.apply`. Plain Python runs
+                eagerly; a `tf.function` is compiled as it was, XLA included. Every scalar that it returns counts as its
+                loss.
+
+        Returns:
+            A callable of the same arguments and results. What a refused step returns is what it computed, NaN included;
+            `guard.refused` tells.
+
+        Raises:
+            GuardError: when called outside of `watch`.
+        """
+        held: dict[str, Any] = {}
+
+        @functools.wraps(getattr(function, "python_function", function))
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self._watching or self.session is None:
+                raise GuardError(
+                    "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one outside. "
+                    "Move the loop into the with block."
+                )
+            if held.get("session") is not self.session:
+                held["session"], held["run"] = self.session, loop_step(function, self.session)
+            return held["run"](*args, **kwargs)
+
+        return guarded
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last step of a watched loop was refused."""
+        return self.session is not None and self.session.last_refused
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy has ended training; a loop of your own has to look."""
+        return self.session is not None and self.session.stopped

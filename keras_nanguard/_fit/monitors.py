@@ -1,0 +1,169 @@
+"""Finite trouble that no single step shows: looked for now and then between two steps, on the host.
+
+A look reads a few small variables. Weights are read only where the loss has jumped before, to see whether they still
+move. Every test here is one that a healthy run cannot meet, whatever its noise: values that stay *bit for bit* where
+they are although they have to move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.history import JUMP, RISE
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Monitors"]
+
+LOOKS = (10, 30, 60, 100)
+"""Steps of the first looks; then one every `EVERY` steps."""
+
+EVERY = 50
+
+NEVER = 50
+"""Good steps after which statistics that stand where they were initialised never move at all."""
+
+LEAP = 1e3
+"""Factor between two looks by which a settled moving variance has been ruined."""
+
+SETTLED = 10
+"""Good steps after which a moving variance is no more than a factor of 20 below its place, at the usual momentum."""
+
+ZEROS = 30
+"""Steps in a row without any gradient, although there is a loss, after which nothing is learned."""
+
+
+class Monitors:
+    """What is looked at between two steps of one fit.
+
+    Args:
+        checks: the `checks` section of the policy.
+
+    Attributes:
+        due: step of the next look.
+        statistics: the sum over the moving statistics that the last step measured (see `Verdict`).
+        ceiling: a sum from which the next look does not wait.
+    """
+
+    def __init__(self, checks: Any):
+        self.checks = checks
+        self.due: float = LOOKS[0]
+        self.statistics, self.ceiling = 0.0, math.inf
+        self._told: set[str] = set()
+        self._weights: Mapping[int, np.ndarray[Any, Any]] = {}  # fingerprints of kernels
+        self._weights_of = self._still = 0
+        self._variances: dict[int, float] = {}
+        self._rollbacks = 0
+
+    @np.errstate(all="ignore")  # what is looked at is not finite
+    def look(self, session: Any) -> list[Finding]:
+        """Return what is wrong with the state between two steps, each trouble once."""
+        step = session.step
+        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if session.good >= SETTLED else math.inf
+        self.due = next((at for at in LOOKS if at > step), step + EVERY)
+        if session.rollbacks != self._rollbacks:
+            self._rollbacks, self._weights, self._variances = session.rollbacks, {}, {}
+            self._told.clear()
+        found: list[Finding] = []
+        watches = {"dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
+        for name, watch in watches.items():
+            findings = list(watch(session))
+            if findings and name not in self._told:
+                self._told.add(name)
+                found += findings
+        return found
+
+    def _dead(self, session: Any) -> Iterator[Finding]:
+        """Kernels that stand still after the loss has jumped: every unit above them is dead."""
+        rise = session.history.jump(session.step)[0] if self.checks.gradients.enabled else 1.0
+        if rise < RISE:
+            self._weights, self._still = {}, 0
+            return
+        anatomy = session.anatomy()
+        before, since = self._weights, self._weights_of
+        kernels = [v for v in anatomy.trainable if len(v.shape) > 1]
+        self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, session.good
+        compared = [v for v in kernels if id(v) in before]
+        if session.good - since < 5 or len(compared) < 2 or not _learns(anatomy.optimizers):
+            return
+        frozen = [v for v in compared if np.array_equal(before[id(v)], self._weights[id(v)])]
+        if len(frozen) <= len(compared) / 2 or not session.history.moving(session.step):
+            self._still = 0
+            return
+        self._still += 1
+        if rise >= JUMP or (self._still > 1 and _moved(frozen, session.ring.oldest())):
+            yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
+
+    def _zero(self, session: Any) -> Iterator[Finding]:
+        """Gradients that are exactly zero, step after step, in a model that computes in float16."""
+        if not self.checks.gradients.enabled or not session.history.zeros(session.step, ZEROS):
+            return
+        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(session.model)):
+            yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
+
+    def _stuck(self, session: Any) -> Iterator[Finding]:
+        """BatchNorm statistics that stand where they were initialised, although the layer learns."""
+        patience = self.checks.statistics.stuck_after
+        if not self.checks.statistics.enabled or not patience or session.good < min(NEVER, patience):
+            return
+        first = session.ring.oldest()
+        for layer in _learning(session.model):
+            if first is not None and _never_moved(layer, first):
+                path = layer.moving_mean.path
+                yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
+
+    def _leap(self, session: Any) -> Iterator[Finding]:
+        """A settled moving variance that has grown by orders of magnitude since the last look."""
+        if not self.checks.statistics.enabled:
+            return
+        for layer in _learning(session.model):
+            now = float(np.max(finiteness.widen(keras_variables.view(layer.moving_variance)), initial=0.0))
+            before = self._variances.get(id(layer))
+            if session.good >= SETTLED and math.isfinite(now):
+                self._variances[id(layer)] = now
+            if before is not None and now > LEAP * max(before, 1e-3):
+                yield Finding("statistics", "spike", layer.moving_variance.path, value=now)
+
+    def _scale(self, session: Any) -> Iterator[Finding]:
+        """A loss scale outside of its range."""
+        check = self.checks.loss_scale
+        for scale, _ in session.anatomy().scales if check.enabled else ():
+            value = float(keras_variables.read(scale))
+            if value < check.min_value:
+                yield Finding("loss_scale", "collapse", str(scale.path), value=value)
+            elif value > check.max_value:
+                yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
+
+
+def _learning(model: Any) -> list[Any]:
+    """Return the BatchNorm layers whose statistics move."""
+    return [layer for layer in keras_layers.batchnorms(model) if layer.built and layer.trainable]
+
+
+def _moved(kernels: Sequence[Any], then: Any) -> bool:
+    """Whether any of these kernels has moved since a snapshot."""
+    before = [(then.value(v), v) for v in kernels] if then is not None else []
+    return any(value is not None and not np.array_equal(value, keras_variables.view(v)) for value, v in before)
+
+
+def _learns(optimizers: Any) -> bool:
+    return all(keras_optimizers.learning_rate(o) > 1e-12 for o in optimizers)
+
+
+def _never_moved(layer: Any, first: Any) -> bool:
+    """Whether the statistics hold 0 and 1 as at the start, while gamma or beta have moved."""
+    mean, variance = keras_variables.view(layer.moving_mean), keras_variables.view(layer.moving_variance)
+    if np.any(mean != 0) or np.any(variance != 1):
+        return False
+    for variable in (layer.gamma, layer.beta):
+        start = first.value(variable) if variable is not None else None
+        if start is not None and not np.array_equal(start, keras_variables.view(variable)):
+            return True
+    return False

@@ -1,0 +1,120 @@
+"""What goes on after the policy has changed something: a lowered rate returns, a loss scale stays within its bounds,
+BatchNorm statistics are estimated anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_nanguard._fit.recalibration import Recalibration
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Aftercare"]
+
+
+class Aftercare:
+    """What is under way in one fit; nothing, as a rule.
+
+    Attributes:
+        lowered_at: the step at which the rate was last lowered, `None` where it never was.
+        lowered_good: how many good steps the fit had seen by then.
+        undone: for each time the guard went back, how many good steps the fit had seen by then, and how many it undid.
+        recovery: `(after, ramp)` while a lowered rate is to return.
+        scale_bounds: floor and ceiling that the loss scale is kept between.
+        recalibration: the estimate of BatchNorm statistics in progress.
+    """
+
+    def __init__(self) -> None:
+        self.lowered_at: int | None = None
+        self.lowered_good = 0
+        self.undone: list[tuple[int, int]] = []
+        self.recovery: tuple[int, int] | None = None
+        self.scale_bounds: tuple[float, float] | None = None
+        self.recalibration: Recalibration | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there is something to do after a good step."""
+        return bool(self.recovery or self.scale_bounds or self.recalibration)
+
+    def lowered(self, session: Any, recovery: tuple[int, int] | None) -> None:
+        """Note that the rate was lowered just now, and how it is to return."""
+        self.lowered_at, self.lowered_good, self.recovery = session.step, session.good, recovery
+
+    def estimate(self, session: Any, batches: int, seen: int = 0) -> int:
+        """Start to estimate the statistics of all layers that learn theirs anew; returns how many layers that are."""
+        layers = learning(session.model)
+        self.recalibration = Recalibration(layers, batches, seen) if layers else None
+        return len(layers)
+
+    def after_good_step(self, session: Any) -> None:
+        """Do what is due after one good step, or after an execution of several whose last one was good."""
+        if self.recovery is not None:
+            self._recover(session, *self.recovery)
+        if self.scale_bounds is not None:
+            _bound_scale(session, *self.scale_bounds)
+        if self.recalibration is not None:
+            session.reach()
+            if self.recalibration.step(session.good):
+                self.recalibration = None
+
+    def settle(self, session: Any) -> None:
+        """Do what is due between two executions: an estimate that was started within the last one counts from here."""
+        if self.recalibration is not None:
+            self.recalibration.settle(session.good)
+
+    def tried(self, good: int) -> bool:
+        """Whether a step has committed at the rate as it is now, given how many good ones the fit has seen."""
+        return good > (self.lowered_good if self.lowered_at is not None else 0) and good > 0
+
+    def rolled_back_to(self, snapshot: Any, good: int) -> int:
+        """Note that the state of a snapshot is put back after so many good steps; returns how many of them that undoes."""
+        earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
+        steps = max(good - int(snapshot.good) - earlier, 0)
+        self.undone.append((good, steps))
+        return steps
+
+    def start_over(self) -> None:
+        """Start an estimate over whose statistics were just written by someone else."""
+        if self.recalibration is not None:
+            for variable, value in initial_statistics(self.recalibration.layers):
+                keras_variables.write(variable, value)
+            self.recalibration.restart()
+
+    def _recover(self, session: Any, after: int, ramp: int) -> None:
+        """Bring a lowered rate back, `after` good steps after it was lowered, over `ramp` steps."""
+        since = session.good - self.lowered_good - after
+        if since < 0:
+            return
+        session.reach()
+        share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
+        for rate in session.rates.values():
+            rate.raise_to(rate.lowest ** (1.0 - share))
+        if share >= 1.0:
+            self.recovery = None
+
+
+def _bound_scale(session: Any, floor: float, ceiling: float) -> None:
+    for scale, _ in session.anatomy().scales:
+        value = float(keras_variables.read(scale))
+        if not floor <= value <= ceiling:
+            keras_variables.write(scale, min(max(value, floor), ceiling))
+
+
+def learning(model: Any) -> list[Any]:
+    """Return the BatchNormalization layers whose statistics a train step moves."""
+    layers = keras_layers.batchnorms(model)
+    return [layer for layer in layers if layer.built and layer.trainable and layer.momentum < 1.0]
+
+
+def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
+    """Return the statistics of BatchNormalization layers, each with the value that its layer starts with."""
+    found = []
+    for layer in layers:
+        for variable, initializer in (
+            (layer.moving_mean, layer.moving_mean_initializer),
+            (layer.moving_variance, layer.moving_variance_initializer),
+        ):
+            found.append((variable, keras_variables.read_tensor(initializer(tuple(variable.shape), dtype=variable.dtype))))
+    return found

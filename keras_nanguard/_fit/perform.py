@@ -1,0 +1,341 @@
+"""Doing what a policy decided: one function per action, each of which ends as done or as skipped with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.incident import SITES, Incident, Outcome
+from keras_nanguard._fit import quarantine as _quarantine_files
+from keras_nanguard._fit.pending_recovery import initial_statistics, learning
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["HEALING", "PERFORMERS", "perform"]
+
+HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
+"""Actions that put another state in the place of the one that steps have run on."""
+
+_ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
+"""Actions after which training goes on from a state that no snapshot holds."""
+
+Answer = tuple[str, str]
+"""`("done" | "skipped", detail)`."""
+
+_SEED_STEP = 7919
+"""How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
+
+
+def perform(session: Any, incident: Incident, report: Any) -> tuple[Outcome, ...]:
+    """Do every action of the incident's decision; returns what came of each.
+
+    An action that fails is told as skipped with the error, so that one that cannot be done never hides the rest.
+    """
+    outcomes = []
+    assert incident.decision is not None
+    for action in incident.decision.actions:
+        name = action["action"]
+        parameters = {key: value for key, value in action.items() if key != "action"}
+        try:
+            status, detail = PERFORMERS[name](session, incident, report, parameters)
+        except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
+            status, detail = "skipped", f"{type(problem).__name__}: {problem}"
+        outcomes.append(Outcome(name, status, detail))
+        if name in _ANEW and status == "done":
+            session.recent.restart(session.step + 1)
+    return tuple(outcomes)
+
+
+def _skip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", "the step was left out; the state is as it was before it"
+
+
+def _warn(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", p.get("message", "")
+
+
+def _newest(session: Any, depth: int = 1) -> Snapshot | None:
+    session.ring.promote(session.good)
+    found: Snapshot | None = session.ring.newest(depth)
+    return found
+
+
+def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    snapshot = _newest(session, p.get("depth", 1))
+    if snapshot is None:
+        return "skipped", "there is no verified snapshot to go back to"
+    undone = _put_back(session, snapshot, incident, report)
+    if p.get("reseed", True):
+        for seed in keras_variables.seeds(session.anatomy().other):
+            moved = keras_variables.read(seed)
+            moved[..., -1] += np.asarray(_SEED_STEP * (session.rollbacks + 1), moved.dtype)
+            keras_variables.write(seed, moved)
+    session.rollbacks += 1
+    skip = int(p.get("skip_batches", 0))
+    session.skip_batches += skip
+    also = f"; the next {skip} batches are left out" if skip else ""
+    lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
+    return "done", f"back to the state {_moment(snapshot)}; {lost}{also}"
+
+
+def _moment(snapshot: Snapshot) -> str:
+    """Return of when a snapshot is, in words that read the same whether steps are counted from 0 or from 1."""
+    return f"after {_times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
+
+
+def _times(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _put_back(session: Any, snapshot: Snapshot, incident: Incident, report: Any) -> int:
+    """Write a snapshot into the model; returns how many committed steps that undoes."""
+    spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
+    undone: int = session.aftercare.rolled_back_to(snapshot, session.good) + spoilt
+    session.ring.forget_after(snapshot.step)
+    session.recent.restart(session.step + 1, snapshot)
+    for variable in session.anatomy().restorable:
+        value = snapshot.value(variable)
+        if value is not None:
+            keras_variables.write(variable, value)
+    session.trend.settle()
+    session.aftercare.start_over()
+    return undone
+
+
+def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    last = session.aftercare.lowered_at
+    if last is not None and incident.step - last < p.get("cooldown", 0):
+        return "skipped", f"lowered {_times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
+    if _before_update(incident) and not session.aftercare.tried(session.good):
+        since = "yet" if last is None else "since it was lowered"
+        return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
+    told = []
+    retrace = False
+    for optimizer in session.anatomy().optimizers:
+        before, after, anew = session.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
+        retrace |= anew
+        if after < before:
+            told.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
+    if retrace:
+        session.rebuild()
+    if not told:
+        return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
+    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    session.aftercare.lowered(session, recovery)
+    return "done", "learning rate of " + ", ".join(told)
+
+
+def _before_update(incident: Incident) -> bool:
+    """Whether a step was refused for something that stood before its update: at any rate it comes to the same."""
+    return incident.refused and any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
+
+
+def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    told, reasons = [], []
+    for optimizer in session.anatomy().optimizers:
+        inner = keras_optimizers.inner(optimizer)
+        now = inner.global_clipnorm
+        tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
+        tight = max(tight, p["min_clipnorm"])
+        if inner.clipnorm or inner.clipvalue:
+            reasons.append(f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm")
+        elif now is not None and tight >= now:
+            reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
+        else:
+            session.undo.append((inner, "global_clipnorm", now))
+            inner.global_clipnorm = tight
+            told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    if told:
+        session.rebuild()
+    return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
+
+
+def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    told = []
+    for optimizer in session.anatomy().optimizers:
+        if not (variables := keras_optimizers.scales_of(optimizer)):
+            continue
+        scale, counter = variables
+        before = float(keras_variables.read(scale))
+        start = p["reset_to"] if p.get("reset_to") is not None else before
+        start = optimizer.initial_scale if math.isnan(start) else start
+        after = min(max(start, p["floor"]), p["ceiling"])
+        keras_variables.write(scale, np.float32(after))
+        keras_variables.write(counter, np.zeros_like(keras_variables.read(counter)))
+        growth = p.get("growth_steps")
+        if growth:
+            session.undo.append((optimizer, "dynamic_growth_steps", optimizer.dynamic_growth_steps))
+            optimizer.dynamic_growth_steps = growth
+        doubling = f", doubling after {growth} good steps" if growth else ""
+        told.append(f"loss scale {before:g} -> {after:g}{doubling}")
+    if not told:
+        return "skipped", "the model does not scale its loss"
+    session.aftercare.scale_bounds = (p["floor"], p["ceiling"])
+    if p.get("growth_steps"):
+        session.rebuild()
+    return "done", ", ".join(told)
+
+
+def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    anatomy = session.anatomy()
+    whole = [v for v in (*anatomy.trainable, *anatomy.statistics, *anatomy.slots) if id(v) not in session.tolerated]
+    bad = [(v, value) for v in whole if not finiteness.is_finite(value := keras_variables.view(v))]
+    if not bad:
+        return "skipped", "no entry is bad"
+    good = _source(session, p["source"], [v for v, _ in bad])
+    missing = [v.path for v, _ in bad if good.get(id(v)) is None]
+    if missing:
+        return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
+    count = 0
+    for variable, _ in bad:
+        value = keras_variables.read(variable)
+        places = ~np.isfinite(finiteness.widen(value))
+        value[places] = np.asarray(good[id(variable)])[places]
+        keras_variables.write(variable, value)
+        count += int(places.sum())
+    return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
+
+
+def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
+    """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
+    if source == "last_good":
+        snapshot = _newest(session)
+        return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
+    if source == "initializer":
+        return {**{id(v): keras_layers.initial_value(session.model, v) for v in variables}, **_first_slots(session)}
+    return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
+
+
+def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
+    """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
+    first: dict[int, np.ndarray[Any, Any]] = {}
+    for optimizer in session.anatomy().optimizers:
+        if not optimizer.built:
+            continue
+        fresh = keras_optimizers.fresh_like(optimizer)
+        first |= {id(v): keras_variables.read(new) for v, new in zip(optimizer.variables, fresh.variables)}
+        first |= {id(average): keras_variables.read(weight) for average, weight in keras_optimizers.averages_of(optimizer)}
+    return first
+
+
+def _reset_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    layers = [layer for layer in keras_layers.batchnorms(session.model) if layer.built]
+    if not layers:
+        return "skipped", "the model has no BatchNormalization"
+    values = initial_statistics(layers)
+    if p["source"] == "last_good":
+        snapshot = _newest(session)
+        values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
+        if any(value is None for _, value in values):
+            return "skipped", "there is no last good state"
+    for variable, value in values:
+        keras_variables.write(variable, value)
+    return "done", f"{len(values)} statistics set back"
+
+
+def _recalibrate_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    layers = learning(session.model)
+    if not layers:
+        return "skipped", "the model has no BatchNormalization that learns its statistics"
+    for variable, value in initial_statistics(layers):
+        keras_variables.write(variable, value)
+    session.aftercare.estimate(session, p["batches"])
+    return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
+
+
+def _reset_slots(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    slots = [v for v in session.anatomy().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
+    if p["scope"] == "bad":
+        slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
+    first = _first_slots(session) if slots else {}
+    for variable in slots:
+        keras_variables.write(variable, first[id(variable)])
+    return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
+
+
+def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    if session.directory is None:
+        return "skipped", "NanGuard has no directory to keep batches in"
+    if report is None or report.batch is None:
+        return "skipped", "there is no batch to keep"
+    return _quarantine_files.keep(session.directory, incident, report.batch, p["max_batches"], p["max_mb"])
+
+
+def _stop(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    session.model.stop_training = True
+    return "done", "training stops; " + _ended(session, incident, report, p.get("restore", True))
+
+
+def _raise_error(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    return "done", "NonFiniteError is raised; " + _ended(session, incident, report, p.get("restore", True))
+
+
+def _ended(session: Any, incident: Incident, report: Any, restore: bool) -> str:
+    """End training; returns in words which state and which learning rates it leaves behind."""
+    session.stopped = True
+    state = _restored(session, incident, report) if restore else "the state is left as it is"
+    return "; ".join([state, *_rates_left(session, restore)])
+
+
+def _restored(session: Any, incident: Incident, report: Any) -> str:
+    if incident.refused and not any(f.site == "state" for f in incident.findings):
+        return "the refused step left the last good state in place"
+    snapshot = _newest(session)
+    if snapshot is None:
+        return "there is no good state to restore"
+    _put_back(session, snapshot, incident, report)
+    return f"the state {_moment(snapshot)} restored"
+
+
+def _rates_left(session: Any, restore: bool) -> list[str]:
+    """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
+    told = []
+    for optimizer in session.anatomy().optimizers:
+        rate = session.rates.get(id(optimizer))
+        if rate is None or rate.factor >= 1:
+            continue
+        lowered = rate.value
+        if restore:
+            rate.raise_to(1.0)
+            told.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
+        else:
+            told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
+    if restore:
+        session.aftercare.recovery = None
+    return told
+
+
+def _call(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+    function = session.functions.get(p["function"])
+    if function is None:
+        known = ", ".join(sorted(session.functions)) or "none"
+        return "skipped", f"no function is registered as {p['function']!r} (registered: {known})"
+    result = function(incident)
+    return "done", "" if result is None else str(result)
+
+
+Performer = Callable[[Any, Incident, Any, Mapping[str, Any]], Answer]
+
+PERFORMERS: dict[str, Performer] = {
+    "skip": _skip,
+    "rollback": _rollback,
+    "lower_lr": _lower_lr,
+    "clip": _clip,
+    "fix_loss_scale": _fix_loss_scale,
+    "repair": _repair,
+    "reset_batchnorm": _reset_batchnorm,
+    "recalibrate_batchnorm": _recalibrate_batchnorm,
+    "reset_slots": _reset_slots,
+    "quarantine": _quarantine,
+    "warn": _warn,
+    "stop": _stop,
+    "raise_error": _raise_error,
+    "call": _call,
+}
+"""The function for each action of `keras_nanguard.actions.ACTIONS`; a test holds the two tables together."""

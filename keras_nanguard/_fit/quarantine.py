@@ -1,0 +1,100 @@
+"""Bad batches on disk, to look at later: plain arrays, without pickle, each file whole or not there.
+
+A file is called `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, with `/name` or `/number` after
+that where the data is nested; sparse and ragged tensors are there by their parts (`x/values`, `x/indices`). One more
+entry, `incident`, holds the record of the incident as JSON text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._keras import spread_arrays
+
+__all__ = ["arrays_of", "keep"]
+
+FOLDER = "quarantine"
+
+_SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested_row_splits")
+"""What sparse and ragged tensors are made of."""
+
+_NAMES = ("x", "y", "sample_weight")
+
+
+def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float) -> tuple[str, str]:
+    """Write a batch to disk; returns `("done", path)`, or `("skipped", reason)` where there is no room for it.
+
+    Args:
+        directory: the guard's directory.
+        incident: the incident that it led to.
+        batch: the arguments of the step.
+        max_batches: how many there may be.
+        max_mb: how many megabytes they may take together.
+    """
+    folder = Path(directory) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_files.sweep(folder)
+    kept = sorted(folder.glob("step-*.npz"))
+    if len(kept) >= max_batches:
+        return "skipped", f"{len(kept)} batches are in {folder} already, and max_batches is {max_batches}"
+    arrays = arrays_of(batch)
+    arrays["incident"] = np.array(incident.to_json())
+    size = sum(array.nbytes for array in arrays.values())
+    taken = sum(path.stat().st_size for path in kept)
+    if taken + size > max_mb * 1e6:
+        return "skipped", f"{(taken + size) / 1e6:.3g} MB would be in {folder}, and max_mb is {max_mb:g}"
+    path = _free(folder, f"step-{incident.step:08d}")
+    beside = folder / f"{atomic_files.BESIDE}{os.getpid()}.npz"
+    with beside.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    atomic_files.put(beside, path)
+    return "done", f"the batch is in {path}"
+
+
+def _free(folder: Path, name: str) -> Path:
+    """Return a path that is not taken: an earlier run may have had the same step."""
+    path, number = folder / f"{name}.npz", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.npz"
+    return path
+
+
+def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every array of a batch by its name, in dtypes that NumPy can write and read without pickle."""
+    data = batch[0] if len(batch) == 1 else batch
+    parts = dict(zip(_NAMES, data)) if isinstance(data, tuple) and len(data) <= len(_NAMES) else {"x": data}
+    return {path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)}
+
+
+def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        children = [(str(key), value) for key, value in data.items()]
+    elif isinstance(data, (list, tuple)):
+        children = [(str(number), value) for number, value in enumerate(data)]
+    else:
+        names = _RAGGED if hasattr(data, "flat_values") else _SPARSE if hasattr(data, "dense_shape") else ()
+        children = [(name, getattr(data, name)) for name in names]
+        if not children and data is not None:
+            yield path, data
+    for name, child in children:
+        yield from _leaves(f"{path}/{name}", child)
+
+
+def _plain(value: Any) -> np.ndarray[Any, Any]:
+    array = spread_arrays.as_array(value)
+    if array.dtype.kind == "O":  # text, as TensorFlow hands it out
+        text = [str(item, "utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
+        return np.array(text).reshape(array.shape)
+    if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
+        return array.astype(np.float32)
+    return array

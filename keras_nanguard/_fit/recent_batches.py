@@ -1,0 +1,98 @@
+"""The batches of the last committed steps: references that are let go again as others come.
+
+Remembering a batch costs an append, and a look at the shapes of its arrays: batches of any size may come, and those that
+are remembered never take more than a fixed number of bytes. Which state they go on from is asked for when something has gone wrong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._fit.snapshots import Snapshot
+
+__all__ = ["Approach", "Recent"]
+
+@dataclass(frozen=True)
+class Approach:
+    """The steps that led up to an incident.
+
+    Attributes:
+        snapshot: the state that they are to be run from.
+        steps: their numbers.
+        batches: the arguments of each.
+        exact: whether they are all the steps that were committed since the snapshot.
+    """
+
+    snapshot: Snapshot
+    steps: tuple[int, ...]
+    batches: tuple[Any, ...]
+    exact: bool
+
+
+class Recent:
+    """What the last committed steps were given."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, Any]] = deque()
+        self._sizes: deque[int] = deque()  # of the last entry of those that share what they were given, 0 of the others
+        self._bytes = self._since = 0
+        self._cut = False
+        self._origin: Snapshot | None = None
+
+    def push(self, step: int, given: Any) -> None:
+        """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""
+        if hasattr(given, "part"):
+            given = given.part(step)
+        if self._entries and self._entries[-1][1] is given:
+            size, self._sizes[-1] = self._sizes[-1], 0
+        else:
+            size = batch_memory.bytes_of(getattr(given, "tensors", given))
+            self._bytes += size
+        self._entries.append((step, given))
+        self._sizes.append(size)
+        while self._entries and (self._bytes > batch_memory.MAX_BYTES or len(self._entries) > batch_memory.MAX_BATCHES):
+            self._entries.popleft()
+            self._bytes -= self._sizes.popleft()
+            self._cut = True
+
+    def restart(self, step: int, origin: Snapshot | None = None) -> None:
+        """Forget everything: the steps from this one on go on from another state, that of a snapshot or one of no name."""
+        self._entries.clear()
+        self._sizes.clear()
+        self._bytes, self._cut = 0, False
+        self._origin, self._since = origin, step
+
+    def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
+        """Return the arguments of the last steps, at most so many, oldest first; `batch` is as below."""
+        found = [batch(step, given) for step, given in list(self._entries)[-count:]]
+        return [args for args in found if args is not None]
+
+    def approach(self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]) -> Approach | None:
+        """Return the steps that led up to this moment, from the earliest snapshot from which all of them are known.
+
+        Where they are known from none, those that are known, and the newest snapshot: the same data from a sound state.
+
+        Args:
+            snapshots: those that are at hand, oldest first.
+            batch: returns the arguments of a step, `None` where they are gone.
+        """
+        found = [(step, batch(step, given)) for step, given in self._entries]
+        gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
+        known = found[gone + 1 :]
+        if not known:
+            return None
+        cut = gone >= 0 or self._cut
+        first = known[0][0] if cut else self._since
+        since = [s for s in snapshots if s.step >= first]
+        if since and any(step >= since[0].step for step, _ in known):
+            return _approach(since[0], [(step, args) for step, args in known if step >= since[0].step], True)
+        origin = self._origin or (snapshots[-1] if snapshots else None)
+        return _approach(origin, known, origin is self._origin and not cut) if origin is not None else None
+
+
+def _approach(snapshot: Snapshot, known: Sequence[tuple[int, Any]], exact: bool) -> Approach:
+    return Approach(snapshot, tuple(step for step, _ in known), tuple(args for _, args in known), exact)

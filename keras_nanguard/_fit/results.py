@@ -1,0 +1,93 @@
+"""Results of `evaluate` and `predict` that are not finite: the batch that shows it is found again, and why it does.
+
+Keras gives callbacks no batch of theirs. So a call that ended in NaN is gone through once more, up to the first batch
+that shows it; a healthy call costs nothing. Data from a generator can be read only once, and is left alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.epoch_logs import numbers
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
+
+BATCHES = 64
+"""Batches that are gone through at most."""
+
+
+def bad_metrics(logs: Any) -> list[Finding]:
+    """Return a finding for each metric of an evaluation that is not finite."""
+    return [Finding("validation", "nonfinite", k, value=v) for k, v in numbers(logs).items() if not math.isfinite(v)]
+
+
+def bad_arrays(logs: Any) -> list[Finding]:
+    """Return a finding for the first array of predictions that is not finite."""
+    for name, array in keras_variables.named_arrays((logs or {}).get("outputs")):
+        nan, inf, size = finiteness.counts(array)
+        if nan or inf:
+            return [Finding("predictions", "nonfinite", name, nan, inf, size)]
+    return []
+
+
+@np.errstate(all="ignore")  # what is looked at is not finite
+def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
+    """Return why the `evaluate` or `predict` that runs now came to no finite result, `None` where no batch shows it.
+
+    Never raises: a diagnosis that fails must not end the call. `says`: print a line where it takes longer than a second.
+    """
+    from keras_nanguard._diagnose.notice import when_slow
+
+    with when_slow("NanGuard: diagnosing a result that is not finite ..." if says else ""):
+        return _diagnosed(model)
+
+
+def _diagnosed(model: Any) -> Diagnosis | None:
+    try:
+        for x, y, weights in itertools.islice(_batches(), BATCHES):
+            predicted = model(x, training=False)
+            if _finite(predicted):
+                loss = model.compute_loss(x, y, predicted, weights) if y is not None and model.compiled else 0.0
+                if _finite(loss):
+                    continue
+                return _first_bad(model, x, y, weights)
+            return _first_bad(model, x, None, None)
+    except Exception as error:  # noqa: BLE001
+        return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
+    return None
+
+
+def one_batch() -> tuple[Any, Any, Any] | None:
+    """Return `(x, y, sample_weight)` of the first batch of the `evaluate` that runs, `None` where workers prepare the data."""
+    adapter = keras_fitting.running_data()
+    return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
+
+
+def _batches() -> Iterator[tuple[Any, Any, Any]]:
+    adapter = keras_fitting.running_data()
+    if adapter is None:
+        return
+    for data in adapter.get_numpy_iterator():
+        data = tuple(data) if isinstance(data, (list, tuple)) else (data,)
+        yield keras.utils.unpack_x_y_sample_weight(data)
+
+
+def _finite(value: Any) -> bool:
+    arrays = [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(value)]
+    return all(finiteness.is_finite(array) for array in arrays)
+
+
+def _first_bad(model: Any, x: Any, y: Any, weights: Any) -> Diagnosis:
+    from keras_nanguard._diagnose.examine import diagnose
+
+    return diagnose(model, x, y, weights).diagnosis

@@ -1,0 +1,129 @@
+"""Going on in a new process from the snapshots that another one has left on disk."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._backends import current
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.snapshot_files import COURSE, Record, folder_of, read, written
+from keras_nanguard._fit.snapshots_on_disk import build_optimizers, load, signature, variables_of
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Resumed", "find"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        path: the snapshot.
+        record: what is written there.
+        course: what the policy had changed.
+        epoch: the epoch.
+        batch: how many batches of it are through.
+    """
+
+    path: Path
+    record: Record
+    course: Course
+    epoch: int
+    batch: int
+
+    def restore(self, session: Any) -> None:
+        """Write the state into the model of a session that has not begun, and what the policy remembers.
+
+        The metrics of an epoch that is half through go on; those of a new epoch begin anew. Where the process ended before its
+        second snapshot, and the first was taken before the model had its variables, training begins with those that it has now.
+
+        Raises:
+            GuardError: if the model is another one, or is not built.
+        """
+        build_optimizers(session.anatomy(), self.record.optimizers)
+        if self.record.untrained and self.record.signature != signature(variables_of(session.anatomy())):
+            text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."
+            warnings.warn(text, stacklevel=2)
+        else:
+            self._write(session)
+        self.course.apply(session, write=True)
+
+    def _write(self, session: Any) -> None:
+        anatomy = session.anatomy()
+        fresh = [(metric, keras_variables.read(metric)) for metric in anatomy.metrics]
+        try:
+            drawn = load(session.model, variables_of(anatomy), anatomy.metrics, self.path, self.record)
+        except FileFormatError as error:
+            remedy = "Build the model as in the run before (call it on data once), or leave resume=True out."
+            raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error
+        for metric, value in fresh if not self.batch else ():
+            keras_variables.write(metric, value)
+        if drawn is not None:
+            current.host().set_generator_state(drawn)
+
+    def leaves_nothing_of(self, epochs: int | None) -> bool:
+        """Whether a fit of so many epochs has nothing left to train."""
+        return epochs is not None and self.epoch >= epochs
+
+    def sentence(self, epochs: int | None = None) -> str:
+        """Return the line that is printed, for a fit of so many epochs."""
+        place = f"{self.path}: epoch {self.epoch + 1}, after {self.batch} of its batches"
+        if self.leaves_nothing_of(epochs):
+            return f"NanGuard: restores {place}. Nothing is left to train: fit has epochs={epochs}."
+        return f"NanGuard: goes on from {place}."
+
+
+def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
+    """Return the newest verified snapshot that is whole; each broken one is passed over with a warning.
+
+    Args:
+        directory: the guard's directory.
+        steps: batches of an epoch, where that is known.
+
+    Returns:
+        Where the run goes on; `None` where there is no snapshot at all.
+
+    Raises:
+        GuardError: if there are snapshots and none of them can be used, or if that cannot be known.
+    """
+    folder = folder_of(directory)
+    faults: list[str] = []
+    for path in reversed(_written(folder)):
+        try:
+            record = read(path)
+            if not record.verified:
+                continue
+            course = _course(folder, record)
+        except FileFormatError as error:
+            faults.append(str(error))
+            warnings.warn(f"NanGuard resumes from an older snapshot: {error}.", stacklevel=2)
+            continue
+        epoch, batch = record.epoch, record.batch
+        while steps and batch >= steps:
+            epoch, batch = epoch + 1, batch - steps
+        return Resumed(path, record, course, epoch, batch)
+    if faults:
+        remedy = f"Start anew without resume=True, or after removing {folder}."
+        raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))
+    return None
+
+
+def _written(folder: Path) -> list[Path]:
+    try:
+        return written(folder)
+    except FileFormatError as error:
+        raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
+
+
+def _course(folder: Path, record: Record) -> Course:
+    """Return what the policy had changed last, or when the snapshot was taken where the newer file is broken."""
+    try:
+        return Course.from_dict(atomic_files.read_json(folder / COURSE))
+    except FileFormatError as error:
+        warnings.warn(f"NanGuard resumes with what the policy knew at the snapshot: {error}.", stacklevel=3)
+        return Course.from_dict(record.course)

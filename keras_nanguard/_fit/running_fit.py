@@ -1,0 +1,147 @@
+"""Which `fit` a callback works for, and whether it still runs.
+
+A callback hears when training begins, and not when it is cut short: by an exception of another callback, of the data, or
+by Ctrl-C. So the end is watched from three sides: exceptions that pass through the callbacks of that fit, the death of
+its `CallbackList`, and, for whatever slips through, a look at the running frames the next time it matters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import keras
+
+from keras_nanguard._keras import overrides
+
+__all__ = ["Fit", "outside", "surrounding", "told_later"]
+
+_HOOKS = tuple(
+    f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
+)
+
+
+_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(keras.__file__)))
+
+
+def outside() -> int:
+    """Return the `stacklevel` at which the caller's warning points at the user's own line, past Keras and this library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def surrounding() -> Any:
+    """Return the `CallbackList` from inside of which this is called, `None` where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+_OF_A_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+"""Added by `fit` itself; they look at logs alone."""
+
+
+def told_later(callbacks: Any) -> bool:
+    """Whether Keras may tell this `CallbackList` of a batch in another thread, so that none of it acts before the next step.
+
+    `CallbackList` in keras/src/callbacks/callback_list.py asks the same of ends of batches.
+    """
+    if callbacks is None:
+        return False
+    others = [c for c in callbacks.callbacks if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)]
+    stock = keras.callbacks.Callback
+    return all(getattr(getattr(c, name), "__func__", None) is getattr(stock, name) for c in others for name in _OF_A_BATCH)
+
+
+def _is_inside(frame: FrameType | None, callbacks: Any) -> bool:
+    while frame is not None:
+        name = "callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self"
+        if frame.f_locals.get(name) is callbacks:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Fit:
+    """One running `fit`, `evaluate` or `predict`, known by its `CallbackList`.
+
+    Args:
+        cut_short: called once when it ends by an exception, or is found to have ended unnoticed.
+        around_epoch_end: called with the logs of an epoch; returns the context in which the callbacks see them.
+    """
+
+    def __init__(self, callbacks: Any, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]):
+        self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
+        self._cut_short, self._around_epoch_end = cut_short, around_epoch_end
+        if callbacks is not None:
+            self._death = weakref.finalize(callbacks, cut_short)
+            self._death.atexit = False
+            for name in _HOOKS:
+                overrides.set_instance(callbacks, name, self._watched(name))
+
+    @classmethod
+    def around(cls, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]) -> Fit:
+        """Return the fit from inside of which this is called."""
+        return cls(surrounding(), cut_short, around_epoch_end)
+
+    @property
+    def known(self) -> bool:
+        """Whether it was called from inside of a `CallbackList` at all, and not by hand."""
+        return self._callbacks is not None
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the list."""
+        callbacks = self._callbacks() if self._callbacks is not None else None
+        return list(callbacks.callbacks) if callbacks is not None else []
+
+    @property
+    def runs(self) -> bool:
+        """Whether some thread is inside of the call that made the `CallbackList`, or of the list itself."""
+        callbacks = self._callbacks() if self._callbacks is not None else None
+        if callbacks is None:
+            return False
+        frames = sys._current_frames()
+        frames[threading.get_ident()] = sys._getframe(1)  # a frame that held itself would hold the fit and its data, too
+        return any(_is_inside(frame, callbacks) for frame in frames.values())
+
+    def close(self) -> None:
+        """Take the watch off again."""
+        callbacks = self._callbacks() if self._callbacks is not None else None
+        if self._callbacks is not None:
+            self._death.detach()  # a list that dies later must not end the next fit
+        if callbacks is not None:
+            for name in _HOOKS:
+                overrides.unset_instance(callbacks, name)
+
+    def _epoch_end(self, callbacks: Any, epoch: int, logs: Any = None) -> Any:
+        with self._around_epoch_end(logs):
+            return type(callbacks).on_epoch_end(callbacks, epoch, logs)
+
+    def _watched(self, name: str) -> Callable[..., Any]:
+        reference, cut_short = self._callbacks, self._cut_short
+        assert reference is not None
+
+        around = self._epoch_end if name == "on_epoch_end" else getattr(type(reference()), name)
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return around(reference(), *args, **kwargs)
+            except BaseException:
+                cut_short()
+                raise
+
+        return hook

@@ -1,0 +1,93 @@
+"""What can be seen of a step from the host: bad values in its batch and in the state, and the numbers that an incident carries."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.data_names import input_names, named
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
+
+__all__ = ["bad_state", "in_batch", "tolerate", "values"]
+
+
+DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
+"""Site and name of each part of a batch, by its place."""
+
+HUGE = 1e30
+"""Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
+
+
+def bad_state(
+    anatomy: Anatomy, site: str, tolerated: Container[int], marks: Container[int], policy: Any
+) -> list[Finding]:
+    """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
+
+    With site `state` all of them are told as trouble that was there before the step, finite numbers included that are
+    so large that sums over them are not; else each is told under its own site.
+    """
+    groups = {"weights": anatomy.trainable, "statistics": anatomy.statistics, "slots": anatomy.slots}
+    findings = []
+    for own, variables in groups.items():
+        for variable in variables:
+            nan, inf, size = finiteness.counts(keras_variables.view(variable))
+            if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
+                findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
+            elif site == "state" and not (nan or inf) and (own != "statistics" or keras_variables.is_statistic(variable)):
+                limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
+                largest = finiteness.largest(keras_variables.view(variable))
+                if largest > limit:
+                    findings.append(Finding("state", "out_of_range", variable.path, 0, 0, size, largest))
+    return findings
+
+
+def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
+    """Return the numbers of one step that an incident carries."""
+    told = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
+    for optimizer in list(optimizers)[:1]:
+        told["learning_rate"] = keras_optimizers.learning_rate(optimizer)
+    if any(keras_optimizers.is_loss_scaled(o) for o in optimizers):
+        told["loss_scale"] = verdict.scale
+    return told
+
+
+def tolerate(session: Any, anatomy: Anatomy) -> list[Any]:
+    """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
+    bad = [v for v in anatomy.constants if not finiteness.is_finite(keras_variables.view(v))]
+    nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
+    session.marks |= nan & keras_layers.states_of_own_layers(session.model) if nan else set()
+    session.tolerated |= session.marks | {id(v) for v in bad} - nan
+    return [v for v in anatomy.constants if id(v) in session.tolerated]
+
+
+def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
+    """Return findings for the inputs and targets of a refused step, named as the user does: `x`, `x/age`, `y`."""
+    findings, names = [], input_names(model)
+    for site, name, part in _parts(report.batch) if report is not None and report.batch is not None else ():
+        for path, array in keras_variables.named_arrays(part):
+            nan, inf, size = finiteness.counts(array)
+            if nan or inf:
+                place = named("/".join(filter(None, (name, path))), names)
+                findings.append(Finding(site, "nonfinite", place, nan, inf, size))
+    return findings
+
+
+def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield site, name and value of each part of a batch; a step of a loop has its arguments as `(args, kwargs)`."""
+    args, named = batch, {}
+    if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
+        args, named = batch
+    data = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+    for (site, name), value in zip(DATA, data):
+        single = isinstance(value, (list, tuple)) and len(value) == 1
+        yield site, name, value[0] if single else value
+    for number, value in enumerate(data[len(DATA) :], len(DATA)):
+        yield "inputs", str(number), value
+    for name, value in named.items():
+        yield "inputs", name, value

@@ -1,0 +1,122 @@
+"""The files of a snapshot: which folders are snapshots, and what stands in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import FileFormatError, expected
+
+__all__ = ["COURSE", "REST", "WEIGHTS", "Record", "folder_of", "next_number", "read", "written"]
+
+FORMAT = 1
+"""Number of the form of `snapshot.json`."""
+
+NAME = re.compile(r"snapshot-([0-9]{8,})")
+"""Name of a snapshot. Whatever has another one in the folder is not ours, and is left alone."""
+
+FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weights.h5", "rest.npz", "snapshot.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What `snapshot.json` tells.
+
+    Attributes:
+        step: number of steps that were complete, in the fit that took it.
+        epoch, batch: the epoch, and how many batches of it were through.
+        verified: whether enough good steps have followed.
+        files: SHA-256 of each file beside.
+        signature: SHA-256 of the shapes and dtypes of all variables, in their order.
+        rest: `[number, path, dtype]` of each variable in `rest.npz`.
+        metrics: how many variables of metrics are there besides.
+        optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
+        course: what the policy had changed, as `Course.to_dict()`.
+        measured: learning rates and loss scales at that time, for whoever reads the file.
+        versions: of Keras, its backend, NumPy and this library.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    verified: bool
+    files: dict[str, str]
+    signature: str
+    rest: tuple[tuple[int, str, str], ...]
+    metrics: int
+    optimizers: tuple[tuple[int, ...] | None, ...]
+    course: dict[str, Any]
+    measured: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def untrained(self) -> bool:
+        """Whether no step can have been made before: no optimizer was built."""
+        return all(weights is None for weights in self.optimizers)
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder of its snapshot."""
+        atomic_files.write_json(folder / RECORD, {"format": FORMAT, **asdict(self)})
+
+
+def folder_of(directory: str | Path) -> Path:
+    """Return where the snapshots of a guard's directory are."""
+    return Path(directory) / FOLDER
+
+
+def written(folder: Path) -> list[Path]:
+    """Return the snapshots in a folder, oldest first, broken ones included.
+
+    Raises:
+        FileFormatError: if the folder is there and cannot be read.
+    """
+    return [path for _, path in sorted(_numbered(folder)) if path.is_dir()]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return everything in a folder that has the name of a snapshot, with the number in it."""
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FileFormatError(f"{folder} cannot be read: {error}") from error
+    return [(int(match[1]), path) for path in entries if (match := NAME.fullmatch(path.name)) is not None]
+
+
+def next_number(folder: Path) -> int:
+    """Return the number of the next snapshot, above that of everything in the folder that has the name of one."""
+    return max((number for number, _ in _numbered(folder)), default=0) + 1
+
+
+def read(path: Path) -> Record:
+    """Return the record of a snapshot, with every file of it checked.
+
+    Raises:
+        FileFormatError: if a file is missing, cut short, changed, or of another format.
+    """
+    data = atomic_files.read_json(path / RECORD)
+    if data.pop("format", None) != FORMAT:
+        raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it."))
+    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+    try:
+        record = Record(**given)
+    except TypeError as error:
+        raise FileFormatError(f"{path / RECORD} has a malformed field: {error}") from error
+    for name, fingerprint in record.files.items():
+        _check(path / name, fingerprint)
+    return record
+
+
+def _check(file: Path, fingerprint: str) -> None:
+    try:
+        if file.name not in (WEIGHTS, REST) or not file.is_file():
+            raise FileFormatError(f"{file} is missing")
+        found = atomic_files.fingerprint(file)
+    except OSError as error:
+        raise FileFormatError(f"{file} cannot be read: {error}") from error
+    if found != fingerprint:
+        raise FileFormatError(f"{file} is not as it was written: its checksum does not fit")

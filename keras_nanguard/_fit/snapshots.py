@@ -1,0 +1,147 @@
+"""A ring of verified states in host memory.
+
+A snapshot is taken only of a state that is finite when it is read, and counts as *verified* only once good steps have
+followed it: a state can be finite and doomed. Copies are made into buffers that are used again, so that the ring never
+takes more than `keep` copies of the train state and asks the system for memory only once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Ring", "Snapshot", "first_bad"]
+
+
+@dataclass
+class Snapshot:
+    """A copy of the train state.
+
+    Attributes:
+        step: number of steps that were complete when it was taken.
+        good: how many good steps the fit had seen by then.
+        verified: whether enough good steps have followed.
+        arrays: the values, by variable.
+    """
+
+    step: int
+    good: int
+    verified: bool = False
+    arrays: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
+        """Return the copy of one variable, `None` where the snapshot has none."""
+        return self.arrays.get(id(variable))
+
+
+class Ring:
+    """The snapshots of one fit, newest last.
+
+    Args:
+        keep: how many there may be at a time; the newest one that is verified is never given up for a new one.
+        good_after: good steps that make a snapshot verified. The state before the first step is verified by itself:
+            there is nothing older to go back to.
+    """
+
+    only_reads = True
+    """Whether taking a snapshot does nothing but read variables."""
+
+    def __init__(self, keep: int, good_after: int):
+        self.keep, self.good_after = max(keep, 1), good_after
+        self.snapshots: list[Snapshot] = []
+
+    def take(
+        self,
+        variables: Iterable[Any],
+        step: int,
+        good: int,
+        verified: bool = False,
+        tolerated: Container[int] = (),
+    ) -> str:
+        """Copy the state; returns `""`, or the path of the first variable that is not finite, and then keeps nothing.
+
+        Variables whose `id` is in `tolerated` may be infinite.
+        """
+        self.promote(good)
+        values = [(v, keras_variables.view(v)) for v in variables]
+        bad = first_bad(values, tolerated)
+        if bad:
+            return bad
+        spare = self._give_up()
+        fresh = Snapshot(step, good, verified or self.good_after == 0, spare.arrays if spare is not None else {})
+        for variable, value in values:
+            fresh.arrays[id(variable)] = _copy(value, fresh.arrays.get(id(variable)))
+        self.snapshots.append(fresh)
+        return ""
+
+    def promote(self, good: int) -> None:
+        """Mark as verified what enough good steps have followed, given how many the fit has seen."""
+        for snapshot in self.snapshots:
+            snapshot.verified |= good - snapshot.good >= self.good_after
+
+    def next_proof(self, good: int) -> float:
+        """Return how many more good steps make a snapshot verified, infinitely many where none waits for it."""
+        waiting = [self.good_after - (good - s.good) for s in self.snapshots if not s.verified]
+        return max(min(waiting), 1) if waiting else math.inf
+
+    def newest(self, depth: int = 1) -> Snapshot | None:
+        """Return the verified snapshot that is `depth`-th from the newest, the oldest one where there are fewer."""
+        verified = [s for s in self.snapshots if s.verified]
+        return verified[-min(depth, len(verified))] if verified else None
+
+    def oldest(self) -> Snapshot | None:
+        """Return the oldest snapshot that is kept, `None` where there is none."""
+        return self.snapshots[0] if self.snapshots else None
+
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """See to it that a snapshot's values are in memory; returns whether they are."""
+        return True
+
+    def forget_after(self, step: int) -> None:
+        """Give up the snapshots taken after this step: the run that they belong to has been undone."""
+        self.snapshots = [s for s in self.snapshots if s.step <= step]
+
+    def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
+        """Add the first value of a variable that came into being after the first snapshot."""
+        if self.snapshots and id(variable) not in self.snapshots[0].arrays and self.snapshots[0].step == 0:
+            self.snapshots[0].arrays[id(variable)] = value
+
+    def note(self, session: Any) -> None:
+        """Keep what the policy has changed so far; a ring in memory ends with its process and has no need to."""
+
+    def _give_up(self) -> Snapshot | None:
+        """Take the snapshot that a new one replaces out of the ring and return it, `None` while there is room.
+
+        An unproven one goes first, then the oldest. The caller has made sure that there will be a new one.
+        """
+        if len(self.snapshots) < self.keep:
+            return None
+        unproven = [s for s in self.snapshots if not s.verified]
+        gone = unproven[0] if unproven else self.snapshots[0]
+        self.snapshots = [s for s in self.snapshots if s is not gone]
+        return gone
+
+
+def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ()) -> str:
+    """Return the path of the first variable whose value, given beside it, is not finite; `""` where all are.
+
+    Variables whose `id` is in `tolerated` may be infinite.
+    """
+    for variable, value in values:
+        if id(variable) not in tolerated and not finiteness.is_finite(value):
+            return str(getattr(variable, "path", "")) or "a variable"
+    return ""
+
+
+def _copy(value: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+        return np.array(value)
+    np.copyto(buffer, value)
+    return buffer

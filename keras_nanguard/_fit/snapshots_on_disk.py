@@ -1,0 +1,316 @@
+"""A ring of verified states on disk, from which another process can go on.
+
+Each snapshot is one folder, written beside and renamed::
+
+    snapshots/
+      course.json                what the policy has changed so far, written anew at every incident
+      snapshot-00000012/
+        state.weights.h5         what Keras itself saves: weights, statistics, optimizers. Any Keras program can load it
+        rest.npz                 what it leaves out: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
+        snapshot.json            position, verified or not, checksums of the two files, and of itself
+
+A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._backends import current
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, Record, folder_of, next_number, read, written
+from keras_nanguard._fit.snapshots import Ring, Snapshot, first_bad
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.overrides import without_warnings
+from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._version import __version__
+
+__all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
+
+GENERATOR = "generator"
+"""In `rest.npz`, on PyTorch: the state of its generator."""
+
+def variables_of(anatomy: Anatomy) -> list[Any]:
+    """Return everything that a snapshot on disk holds, in its order, but the metrics."""
+    return list(anatomy.everything)
+
+
+def signature(variables: Iterable[Any]) -> str:
+    """Return what two models have in common if the state of one fits the other."""
+    text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_optimizers(anatomy: Anatomy, trained: Sequence[Sequence[int] | None]) -> None:
+    """Build the optimizers that were built when a snapshot was taken, for the same weights."""
+    weights = [*anatomy.trainable, *anatomy.other]
+    for optimizer, numbers in zip(anatomy.optimizers, trained):
+        if numbers is not None and not optimizer.built and max(numbers, default=0) < len(weights):
+            optimizer.build([weights[number] for number in numbers])
+
+
+def load(
+    model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record
+) -> np.ndarray[Any, Any] | None:
+    """Write a snapshot that `read` has checked into the variables of a model, and its metrics where they are the same.
+
+    Returns:
+        The state of the generator that is no variable's, for the `host` of a backend; `None` where there is none.
+
+    Raises:
+        FileFormatError: if it belongs to a model of another shape; some variables may be written by then.
+    """
+    if record.signature != signature(variables):
+        raise FileFormatError(f"{path} belongs to another model: its variables have other shapes or dtypes")
+    try:
+        if WEIGHTS in record.files:
+            with without_warnings():
+                model.load_weights(path / WEIGHTS)
+        with np.load(path / REST, allow_pickle=False) as arrays:
+            for number, _, dtype in record.rest:
+                keras_variables.write(variables[number], _typed(arrays[f"v{number}"], dtype))
+            if len(metrics) == record.metrics:
+                for number, metric in enumerate(metrics):
+                    keras_variables.write(metric, arrays[f"m{number}"])
+            drawn: np.ndarray[Any, Any] | None = arrays.get(GENERATOR)
+            return drawn
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise FileFormatError(f"{path} does not fit this model: {error}") from error
+
+
+class DiskRing(Ring):
+    """The snapshots of one fit on disk.
+
+    The state before the first step also stays in memory while it is the newest good one: a model may get variables in
+    its first step that no file written before can hold.
+
+    Args:
+        keep: how many there may be in the folder at a time, those of earlier runs included.
+        good_after: good steps that make a snapshot verified.
+        directory: the guard's directory.
+        session: the session that takes them.
+    """
+
+    only_reads = False
+
+    def __init__(self, keep: int, good_after: int, directory: str | Path, session: Any):
+        super().__init__(keep, good_after)
+        self.folder, self.session = folder_of(directory), session
+        self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
+
+    def take(
+        self,
+        variables: Iterable[Any],
+        step: int,
+        good: int,
+        verified: bool = False,
+        tolerated: Container[int] = (),
+    ) -> str:
+        """Write the state to disk; returns `""`, or the path of the first variable that is not finite."""
+        self.promote(good)
+        verified |= self.good_after == 0
+        for snapshot in self.snapshots:
+            if snapshot.step != 0:
+                snapshot.arrays = {}
+        variables = list(variables)
+        bad = first_bad([(v, keras_variables.view(v)) for v in variables], tolerated)
+        if bad:
+            return bad
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+        atomic_files.sweep(self.folder)
+        path = self.folder / f"snapshot-{next_number(self.folder):08d}"
+        beside = self.folder / f"{atomic_files.BESIDE}{path.name}"
+        beside.mkdir()
+        record = self._write(beside, step, verified)
+        atomic_files.put(beside, path)
+        self.note(self.session)
+        arrays = {id(v): keras_variables.read(v) for v in variables} if not self.snapshots else {}
+        self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
+        self._prune()
+        return ""
+
+    def promote(self, good: int) -> None:
+        """Mark as verified what enough good steps have followed, in the files too."""
+        proven = [s for s in self.snapshots if not s.verified]
+        super().promote(good)
+        for snapshot in proven:
+            if snapshot.verified and isinstance(snapshot, _OnDisk):
+                snapshot.prove()
+
+    def newest(self, depth: int = 1) -> Snapshot | None:
+        """Return the verified snapshot that is `depth`-th from the newest, or the next older one where that is broken."""
+        while (snapshot := super().newest(depth)) is not None:
+            if self.at_hand(snapshot):
+                return snapshot
+            self.snapshots = [s for s in self.snapshots if s is not snapshot]
+        return None
+
+    def at_hand(self, snapshot: Snapshot) -> bool:
+        """Read a snapshot's values from disk where they are not in memory; returns whether they are now."""
+        if snapshot.arrays or not isinstance(snapshot, _OnDisk):
+            return True
+        try:
+            self._fetch(snapshot)
+        except FileFormatError as error:
+            warnings.warn(f"NanGuard leaves a snapshot out: {error}", stacklevel=3)
+        return bool(snapshot.arrays)
+
+    def forget_after(self, step: int) -> None:
+        """Give up the snapshots taken after this step, on disk too."""
+        for snapshot in self.snapshots:
+            if snapshot.step > step and isinstance(snapshot, _OnDisk):
+                atomic_files.remove(snapshot.path)
+        super().forget_after(step)
+
+    def note(self, session: Any) -> None:
+        """Write down what the policy has changed so far."""
+        if self.folder.exists():
+            atomic_files.write_json(self.folder / COURSE, Course.of(session).to_dict())
+
+    def _fetch(self, snapshot: _OnDisk) -> None:
+        """Read the values back, by way of the model, which is left as it is."""
+        record = read(snapshot.path)
+        variables = variables_of(self.session.anatomy())
+        with _left_as_they_are(variables):
+            load(self.session.model, variables, (), snapshot.path, record)
+            snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
+
+    def _write(self, folder: Path, step: int, verified: bool) -> Record:
+        session, anatomy = self.session, self.session.anatomy()
+        variables = variables_of(anatomy)
+        files = {}
+        if hasattr(session.model, "save_weights") and session.model.built:  # a layer alone has no file format of its own
+            type(session.model).save_weights(session.model, folder / WEIGHTS)  # checked already: past the firewall
+            files[WEIGHTS] = _kept(folder / WEIGHTS)
+        left_out = self._not_in(folder / WEIGHTS, variables) if files else frozenset(range(len(variables)))
+        rest = {number: keras_variables.read(variables[number]) for number in sorted(left_out)}
+        with (folder / REST).open("wb") as file:
+            metrics = {f"m{number}": keras_variables.read(metric) for number, metric in enumerate(anatomy.metrics)}
+            arrays = {f"v{number}": _plain(array) for number, array in rest.items()}
+            if (drawn := current.host().generator_state()) is not None:
+                arrays[GENERATOR] = drawn
+            np.savez(file, allow_pickle=False, **arrays, **metrics)  # type: ignore[arg-type]
+        files[REST] = _kept(folder / REST)
+        epoch, batch = session.position()
+        record = Record(
+            step=step,
+            epoch=epoch,
+            batch=batch,
+            verified=verified,
+            files=files,
+            signature=signature(variables),
+            rest=tuple((number, str(variables[number].path), array.dtype.name) for number, array in rest.items()),
+            metrics=len(metrics),
+            optimizers=_trained(anatomy),
+            course=Course.of(session).to_dict(),
+            measured={
+                "learning_rate": [str(keras_optimizers.learning_rate(o)) for o in anatomy.optimizers],
+                "loss_scale": [str(float(keras_variables.read(scale))) for scale, _ in anatomy.scales],
+            },
+            versions={
+                "keras": keras.__version__,
+                "backend": current.name(),
+                "numpy": np.__version__,
+                "keras_nanguard": __version__,
+            },
+        )
+        record.write(folder)
+        return record
+
+    def _not_in(self, weights: Path, variables: list[Any]) -> frozenset[int]:
+        """Return the numbers of the variables that Keras does not save: those that loading the file does not bring back.
+
+        Found by trying, once for each set of variables, so that no layer or release of Keras can be wrong about it.
+        """
+        key = tuple(id(v) for v in variables)
+        if self._left_out[0] != key:
+            with _left_as_they_are(variables) as before, without_warnings():
+                for variable, value in zip(variables, before):
+                    keras_variables.write(variable, (value == 0).astype(value.dtype))
+                self.session.model.load_weights(weights)
+                changed = [not _same(keras_variables.read(v), value) for v, value in zip(variables, before)]
+            self._left_out = (key, frozenset(number for number, bad in enumerate(changed) if bad))
+        return self._left_out[1]
+
+    def _prune(self) -> None:
+        """Bring the folder down to `keep` snapshots: those of earlier runs go first, then as in memory."""
+        ours = {s.path for s in self.snapshots if isinstance(s, _OnDisk)}
+        foreign = [path for path in written(self.folder) if path not in ours]
+        for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
+            atomic_files.remove(path)
+        newest = self.snapshots.pop()
+        while len(self.snapshots) >= self.keep:
+            gone = self._give_up()
+            if isinstance(gone, _OnDisk):
+                atomic_files.remove(gone.path)
+        self.snapshots.append(newest)
+
+
+class _OnDisk(Snapshot):
+    """A snapshot whose values are in files until they are asked for."""
+
+    def __init__(self, step: int, good: int, verified: bool, arrays: dict[int, Any], path: Path, record: Record):
+        super().__init__(step, good, verified, arrays)
+        self.path, self.record = path, record
+
+    def prove(self) -> None:
+        """Note in its file that enough good steps have followed."""
+        if self.path.exists():
+            Record(**{**_shallow(self.record), "verified": True}).write(self.path)
+
+
+def _shallow(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in Record.__slots__}
+
+
+@contextmanager
+def _left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Give variables their values back at the end, whatever has happened in between."""
+    before = [keras_variables.read(variable) for variable in variables]
+    try:
+        yield before
+    finally:
+        for variable, value in zip(variables, before):
+            keras_variables.write(variable, value)
+
+
+def _trained(anatomy: Anatomy) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the numbers of the weights that each optimizer is built for."""
+    numbers = {id(v): number for number, v in enumerate((*anatomy.trainable, *anatomy.other))}
+    built = [keras_optimizers.trained_by(o) if o.built else None for o in anatomy.optimizers]
+    return tuple(None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built)
+
+
+def _kept(path: Path) -> str:
+    atomic_files.settle(path)
+    return atomic_files.fingerprint(path)
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array in a dtype that NumPy itself can write: bfloat16 and float8 as the bytes they are."""
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" or array.dtype.isbuiltin != 1 else array
+
+
+def _typed(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Undo `_plain`."""
+    if array.dtype.name == dtype:
+        return array
+    import ml_dtypes
+
+    return array.view(getattr(ml_dtypes, dtype))
+
+
+def _same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.tobytes() == other.tobytes()

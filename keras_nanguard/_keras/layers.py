@@ -1,0 +1,156 @@
+"""The layers of a model: all of them at any depth, their names, their policies, their own states.
+
+Each function says which name private to Keras it uses, and why there is no public way; `tests/diagnosis/test_internals.py` and
+`tests/keras_internals/test_internals.py` fail when a release of Keras takes one of them away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = [
+    *("adds_losses", "batchnorm_statistics", "batchnorms", "exchange", "exchange_policy", "initial_value", "layers_of", "mode"),
+    *("operations_of", "output_shapes", "path_of", "recurrent_states", "rising", "snake_case", "states_of_own_layers"),
+    *("symbolic_inputs", "with_mask_of"),
+]
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the model and all of its layers at any depth, in the order in which Keras lists them."""
+    return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def recurrent_states(layer: Any) -> list[Any]:
+    """Return the state of a stateful recurrent layer, which stands in no list of variables; none of any other layer."""
+    states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
+    return [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)] if states is not None else []
+
+
+def batchnorms(model: Any) -> list[Any]:
+    """Return the BatchNormalization layers at any depth."""
+    return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def batchnorm_statistics(model: Any) -> list[Any]:
+    """Return the moving means and variances of all BatchNormalization layers."""
+    return [v for layer in batchnorms(model) if layer.built for v in (layer.moving_mean, layer.moving_variance)]
+
+
+def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
+    """Return a first value for a variable: drawn anew by its layer's initializer."""
+    shape = tuple(variable.shape)
+    for layer in layers_of(model):
+        if any(v is variable for v in layer.weights) and variable.path == f"{layer.path}/{variable.name}":
+            initializer = getattr(layer, f"{variable.name}_initializer", None)
+            if initializer is not None:
+                return keras_variables.read_tensor(initializer(shape, dtype=variable.dtype))
+            return np.full(shape, 1.0 if variable.name in ("gamma", "variance", "moving_variance") else 0.0)
+    return np.zeros(shape)
+
+
+def operations_of(model: Any) -> list[Any]:
+    """Return the operations (`keras.ops.log(x)` on symbolic tensors) of all functional models within a model."""
+    found = {}
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.Layer) and hasattr(layer, "operations"):
+            for operation in layer.operations:
+                if not isinstance(operation, keras.layers.Layer):
+                    found[id(operation)] = operation
+    return list(found.values())
+
+
+def path_of(layer: Any, parent: str | None, model: Any) -> str:
+    """Return the Keras path of a layer; one without weights has none, so it is named after the layer it runs in.
+
+    Args:
+        layer: a layer or an operation.
+        parent: path of the layer it runs in, `None` where it runs in none.
+        model: the outermost model, whose name is no part of the paths in a functional one.
+    """
+    path = getattr(layer, "path", None)
+    if path:
+        return str(path)
+    if parent is None or (parent == path_of(model, None, model) and hasattr(model, "operations")):
+        return str(layer.name)
+    return f"{parent}/{layer.name}"
+
+
+def with_mask_of(source: Any, tensor: Any) -> Any:
+    """Return the tensor with the mask that Keras has put on another one (an attribute with private accessors)."""
+    mask = keras.src.backend.get_keras_mask(source)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(tensor, mask)
+    return tensor
+
+
+def exchange(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]]) -> None:
+    """Set an attribute past Keras' tracking, and note in `undo` what it was."""
+    undo.append((target, name, getattr(target, name)))
+    object.__setattr__(target, name, value)
+
+
+def exchange_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]) -> None:
+    """Give a layer another dtype policy where it computes or stores in one of these dtypes.
+
+    `Layer._dtype_policy` is private; the public setter would quantize, or write into a shared `DTypePolicyMap`.
+    """
+    policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
+    if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
+        exchange(layer, "_dtype_policy", policy, undo)
+
+
+def symbolic_inputs(model: Any) -> list[Any]:
+    """Return the symbolic inputs of low dtype of all functional models within a model, which cast their inputs so.
+
+    `KerasTensor._dtype` is private and `dtype` is read-only.
+    """
+    found = []
+    for layer in layers_of(model):
+        for tensor in keras.tree.flatten(getattr(layer, "_inputs", None) or []):
+            if isinstance(tensor, keras.KerasTensor) and str(tensor.dtype) in ("float16", "bfloat16"):
+                found.append(tensor)
+    return found
+
+
+def snake_case(name: str) -> str:
+    """Return a class name as Keras turns it into the name of an object."""
+    return str(keras.src.utils.naming.to_snake_case(name))
+
+
+def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
+    """Return the shape of each output of a functional model; none for other models."""
+    return [tuple(t.shape) for t in keras.tree.flatten(getattr(model, "outputs", None) or [])]
+
+
+def mode(model: Any, training: bool) -> dict[str, bool]:
+    """Return the arguments that call a model in training or inference mode, none where its `call` takes none."""
+    return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
+
+
+def adds_losses(model: Any) -> bool:
+    """Whether a layer of the model adds a loss of its own, by `add_loss` or by an activity regularizer."""
+    layers = layers_of(model)
+    return any(getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers)
+
+
+def rising(model: Any) -> set[str]:
+    """Return the names of the metrics that are to grow; `Metric._direction` says it, which Keras' own callbacks ask, too."""
+    found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
+    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}
+
+
+def states_of_own_layers(model: Any) -> set[int]:
+    """Return the `id` of each variable that a layer of the user's own has made to be no weight, and of each buffer of PyTorch.
+
+    Only those may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be numbers. Only
+    `Layer._non_trainable_variables` tells them from frozen weights.
+    """
+    own = [layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")]
+    found = {id(v) for layer in own for v in getattr(layer, "_non_trainable_variables", ())}
+    native = [v for v in model.non_trainable_variables if not isinstance(v, keras_variables.VARIABLE)]
+    return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

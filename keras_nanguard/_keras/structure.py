@@ -1,0 +1,63 @@
+"""How Keras' objects are put together, read off the objects alone: importing this imports no Keras.
+
+Names private to Keras that are used here, each because no public way exists:
+
+- ``Layer._flatten_layers()``: the layers directly within a layer; ``Layer.layers`` is there on models alone.
+- ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic tensor, and from what.
+- ``Sequential._functional``: the graph of a `Sequential`.
+- ``Model._compile_metrics`` and its ``_user_metrics``: the metrics as they were given to `compile`.
+- ``LossFunctionWrapper._fn_kwargs``: the options of a loss that is made of a function.
+- ``Optimizer._learning_rate``: the rate as it was given, a schedule included; the public property calls a schedule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["arguments_of", "children", "given_metrics", "given_rate", "graph_operations", "loss_options", "source_of", "symbolic_arguments"]
+
+
+def children(layer: Any) -> list[Any]:
+    """Return the layers directly within a layer."""
+    flatten = getattr(layer, "_flatten_layers", None)
+    if flatten is not None:
+        return list(flatten(include_self=False, recursive=False))
+    return list(getattr(layer, "layers", ()))
+
+
+def graph_operations(layer: Any) -> list[Any]:
+    """Return the operations of the graph of a functional or sequential model, layers included; none of another layer."""
+    inner = getattr(layer, "_functional", None)
+    return list(getattr(layer, "operations", None) or getattr(inner, "operations", None) or ())
+
+
+def source_of(tensor: Any) -> tuple[Any, int, int] | None:
+    """Return the operation that computes a symbolic tensor, with the number of its call and of the output; else `None`."""
+    history: Any = getattr(tensor, "_keras_history", None)
+    return None if history is None else (history.operation, history.node_index, history.tensor_index)
+
+
+def arguments_of(operation: Any) -> list[Any]:
+    """Return the arguments of the first call of an operation in a graph, positional ones first."""
+    arguments = operation._inbound_nodes[0].arguments
+    return [*arguments.args, *arguments.kwargs.values()]
+
+
+def symbolic_arguments(operation: Any, call: int) -> list[Any]:
+    """Return the symbolic tensors that a call of an operation was given."""
+    return list(operation._inbound_nodes[call].input_tensors)
+
+
+def loss_options(loss: Any) -> dict[str, Any]:
+    """Return the options of a loss that is made of a function, by name."""
+    return dict(getattr(loss, "_fn_kwargs", None) or {})
+
+
+def given_metrics(model: Any) -> Any:
+    """Return the metrics as they were given to `compile`, `None` where there are none."""
+    return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
+
+
+def given_rate(optimizer: Any) -> Any:
+    """Return the learning rate as it was given: a variable, a schedule or a callable."""
+    return getattr(optimizer, "_learning_rate", None)

@@ -1,0 +1,104 @@
+"""The whole train state of a model: which variables make it up, and what each of them is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["Anatomy"]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The whole train state of a model and its optimizers, by role.
+
+    Attributes:
+        trainable: weights that the optimizers update, those that are no part of the model included.
+        other: every other variable of the model: BatchNorm statistics, frozen weights, seed generators, and the states
+            of stateful RNNs, which stand in no list of Keras' own.
+        metrics: variables of the loss tracker and of the metrics.
+        slots: variables of the optimizers apart from rate and loss scale: moments, iterations, accumulators, EMA.
+        scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
+        rates: learning-rate variables of optimizers whose rate is a plain number.
+        optimizers: the outermost optimizers.
+        unlisted: what a step may write although it stands in no list of Keras' own: variables of the backend's own that
+            a layer holds, and the generator that Keras falls back to where no seed is given.
+    """
+
+    trainable: tuple[Any, ...]
+    other: tuple[Any, ...]
+    metrics: tuple[Any, ...]
+    slots: tuple[Any, ...]
+    scales: tuple[tuple[Any, Any], ...]
+    rates: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+    unlisted: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> Anatomy:
+        """Read the anatomy of a built model; optimizers that are not built yet contribute nothing."""
+        optimizers = tuple(keras_optimizers.find_optimizers(model) if optimizers is None else optimizers)
+        updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
+        trainable = keras_variables.unique([*model.trainable_variables, *updated])
+        states = [s for layer in keras_layers.layers_of(model) for s in keras_layers.recurrent_states(layer)]
+        other = keras_variables.unique([*model.non_trainable_variables, *states])
+        metrics = keras_variables.unique(model.metrics_variables) if hasattr(model, "metrics_variables") else []
+        scales = [(o.dynamic_scale, o.step_counter) for o in optimizers if keras_optimizers.is_loss_scaled(o) and o.built]
+        rates = [r for o in optimizers if keras_variables.is_variable(r := getattr(keras_optimizers.inner(o), "_learning_rate", None))]
+        apart = {id(v) for v in [*rates, *(v for pair in scales for v in pair), *trainable]}
+        apart |= {id(o._learning_rate) for o in optimizers if keras_variables.is_variable(getattr(o, "_learning_rate", None))}
+        slots = [v for o in optimizers for v in o.variables if id(v) not in apart]
+        return cls(
+            tuple(trainable),
+            tuple(v for v in other if id(v) not in {id(t) for t in trainable}),
+            tuple(metrics),
+            tuple(keras_variables.unique(slots)),
+            tuple(scales),
+            tuple(rates),
+            optimizers,
+            tuple(_unlisted(model)),
+        )
+
+    @property
+    def statistics(self) -> tuple[Any, ...]:
+        """The float variables among `other`."""
+        return tuple(v for v in self.other if finiteness.is_float(v.dtype))
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The float variables among `other` that are no running statistic: frozen weights, masks, "best so far" values.
+
+        Such a variable may be infinite on purpose (a mask of -Inf), which is tolerated where it is so from the start.
+        """
+        return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
+
+    @property
+    def restorable(self) -> tuple[Any, ...]:
+        """What a rollback puts back: all of the train state but the loss scale, which has learned, and the rates."""
+        return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
+
+    @property
+    def everything(self) -> tuple[Any, ...]:
+        """Every variable of the train state but the metrics."""
+        scales = [v for pair in self.scales for v in pair]
+        return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots, *scales, *self.rates]))
+
+
+def _unlisted(model: Any) -> list[Any]:
+    """`keras.src.random.seed_generator.global_seed_generator` keeps its generator under this name in Keras' global state."""
+    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+    held = [item for layer in keras_layers.layers_of(model) for value in vars(layer).values() for item in keras_variables.flat(value)]
+    held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
+    held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
+    native = [v for v in held if not isinstance(v, keras_variables.VARIABLE) and hasattr(v, "assign") and keras_variables.has_handle(v)]
+    native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
+    native += list(model.buffers()) if hasattr(model, "buffers") else []
+    return keras_variables.unique([*native, *([generator.state] if generator is not None else [])])

@@ -1,0 +1,306 @@
+"""When a rule fires: conditions on what the ledger remembers, which combine with `any`, `all` and `not`.
+
+A condition counts the bad steps that its rule matches, and counts anew each time the rule has fired: `consecutive = 3`
+fires at the third bad step in a row, at the sixth, at the ninth. Level 0: imports no backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from keras_nanguard._policy.checking import check
+from keras_nanguard._policy.fields import made, spec
+from keras_nanguard._policy.ledger import Tally
+
+__all__ = [
+    "CONDITIONS",
+    "LONGEST_WINDOW",
+    "AllOf",
+    "AnyOf",
+    "Condition",
+    "Consecutive",
+    "Fraction",
+    "Immediately",
+    "Not",
+    "Spike",
+    "Total",
+    "Within",
+    "from_file",
+]
+
+LONGEST_WINDOW = 10_000
+"""Most steps a window may span: what is inside it is remembered step by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition, as data. `name` is its word in policy files."""
+
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        """Return whether the condition holds at `step`, which the tally has counted already."""
+        raise NotImplementedError
+
+    def needs(self, sole: bool) -> int | None:
+        """Return after how many matching steps since the last firing it surely holds, all of them in one bad run.
+
+        Args:
+            sole: every step of the run matches; otherwise bad steps of other rules may stand in between.
+
+        Returns:
+            The number, or None where nothing is sure.
+        """
+        raise NotImplementedError
+
+    @property
+    def horizon(self) -> int:
+        """How many steps back the matching steps have to be remembered one by one."""
+        return 0
+
+    def sentence(self) -> str:
+        """Return the condition as the start of a sentence."""
+        raise NotImplementedError
+
+    def to_file(self) -> dict[str, Any]:
+        """Return the condition as `from_file` reads it."""
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {self.name: given}
+
+
+@dataclass(frozen=True, slots=True)
+class Immediately(Condition):
+    """Always. What a rule without `after` has."""
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return True
+
+    def needs(self, sole: bool) -> int | None:
+        return 1
+
+    def sentence(self) -> str:
+        return "each time"
+
+    def to_file(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Consecutive(Condition):
+    """So many bad steps with no good step in between."""
+
+    name: ClassVar[str] = "consecutive"
+    steps: int = field(metadata=spec("bad steps in a row", unit="steps", ge=1, le=1e6))
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return min(tally.consecutive, tally.since) >= self.steps
+
+    def needs(self, sole: bool) -> int | None:
+        return self.steps
+
+    def sentence(self) -> str:
+        return f"at {self.steps} in a row"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class Total(Condition):
+    """So many bad steps in all, in a row or not."""
+
+    name: ClassVar[str] = "total"
+    steps: int = field(metadata=spec("bad steps in all", unit="steps", ge=1, le=1e6))
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return tally.since >= self.steps
+
+    def needs(self, sole: bool) -> int | None:
+        return self.steps
+
+    def sentence(self) -> str:
+        return f"at {self.steps} in all"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class Within(Condition):
+    """So many bad steps within a window of steps."""
+
+    name: ClassVar[str] = "within"
+    times: int = field(metadata=spec("bad steps", unit="steps", ge=1, le=LONGEST_WINDOW))
+    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+
+    ordered: ClassVar = (("times", "steps"),)
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return _inside(tally, step, self.steps) >= self.times
+
+    def needs(self, sole: bool) -> int | None:
+        return self.times if sole else None
+
+    @property
+    def horizon(self) -> int:
+        return self.steps
+
+    def sentence(self) -> str:
+        return f"at {self.times} within {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Fraction(Condition):
+    """A share of the last steps was bad. Steps before the run count as good."""
+
+    name: ClassVar[str] = "fraction"
+    share: float = field(metadata=spec("share of bad steps", gt=0, le=1))
+    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+
+    @property
+    def times(self) -> int:
+        """The share as a number of steps."""
+        return max(1, math.ceil(self.share * self.steps - 1e-9))
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return _inside(tally, step, self.steps) >= self.times
+
+    def needs(self, sole: bool) -> int | None:
+        return self.times if sole else None
+
+    @property
+    def horizon(self) -> int:
+        return self.steps
+
+    def sentence(self) -> str:
+        return f"when {self.share * 100:g}% of the last {self.steps} steps were so"
+
+
+@dataclass(frozen=True, slots=True)
+class Spike(Condition):
+    """Loss or gradient norm made so many finite jumps within the last steps, the present one included."""
+
+    name: ClassVar[str] = "spike"
+    times: int = field(default=1, metadata=spec("finite jumps", ge=1, le=1000))
+    steps: int = field(default=100, metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+
+    ordered: ClassVar = (("times", "steps"),)
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return sum(jump > step - self.steps for jump in jumps) >= self.times
+
+    def needs(self, sole: bool) -> int | None:
+        return None
+
+    def sentence(self) -> str:
+        count = "a jump" if self.times == 1 else f"{self.times} jumps"
+        return f"after {count} of loss or gradient norm within {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Condition):
+    """At least one of several conditions."""
+
+    name: ClassVar[str] = "any"
+    parts: tuple[Condition, ...] = ()
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return any(part.met(tally, step, jumps) for part in self.parts)
+
+    def needs(self, sole: bool) -> int | None:
+        return min((sure for part in self.parts if (sure := part.needs(sole)) is not None), default=None)
+
+    @property
+    def horizon(self) -> int:
+        return max(part.horizon for part in self.parts)
+
+    def sentence(self) -> str:
+        return "(" + " or ".join(part.sentence() for part in self.parts) + ")"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: [part.to_file() for part in self.parts]}
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf(Condition):
+    """All of several conditions at once."""
+
+    name: ClassVar[str] = "all"
+    parts: tuple[Condition, ...] = ()
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return all(part.met(tally, step, jumps) for part in self.parts)
+
+    def needs(self, sole: bool) -> int | None:
+        each = [part.needs(sole) for part in self.parts]
+        sure = [count for count in each if count is not None]
+        return max(sure) if len(sure) == len(each) else None
+
+    @property
+    def horizon(self) -> int:
+        return max(part.horizon for part in self.parts)
+
+    def sentence(self) -> str:
+        return "(" + " and ".join(part.sentence() for part in self.parts) + ")"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: [part.to_file() for part in self.parts]}
+
+
+@dataclass(frozen=True, slots=True)
+class Not(Condition):
+    """The opposite of a condition."""
+
+    name: ClassVar[str] = "not"
+    part: Condition = field(default_factory=Immediately)
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        return not self.part.met(tally, step, jumps)
+
+    def needs(self, sole: bool) -> int | None:
+        return None
+
+    @property
+    def horizon(self) -> int:
+        return self.part.horizon
+
+    def sentence(self) -> str:
+        return f"unless {self.part.sentence()}"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: self.part.to_file()}
+
+
+CONDITIONS: dict[str, type[Condition]] = {
+    kind.name: kind for kind in (Consecutive, Total, Within, Fraction, Spike, AnyOf, AllOf, Not)
+}
+"""Every condition by its name in policy files."""
+
+
+def from_file(table: Mapping[str, Any]) -> Condition:
+    """Return the condition that a policy file writes as `{ consecutive = 3 }` or `{ any = [{...}, {...}] }`.
+
+    Args:
+        table: what has been validated (see `_schema`).
+    """
+    ((name, given),) = table.items()
+    kind = CONDITIONS[name]
+    if kind in (Consecutive, Total):
+        return made(kind, {"steps": given})
+    if kind is Not:
+        return Not(from_file(given))
+    if kind in (AnyOf, AllOf):
+        return made(kind, {"parts": tuple(from_file(part) for part in given)})
+    return made(kind, given)
+
+
+def _inside(tally: Tally, step: int, window: int) -> int:
+    """Return how many matching steps lie within the last `window` steps and after the last firing."""
+    start = step - window if tally.fired is None else max(step - window, tally.fired)
+    return sum(matching > start for matching in tally.recent)

@@ -1,0 +1,151 @@
+"""Reading policy files: TOML, JSON and YAML into plain tables, whatever somebody put into the file.
+
+A file is data. Nothing in it is run, nothing in it is expanded, and everything that is wrong with it becomes one
+sentence: a directory, another encoding, too large, too deep, a number written twice, a YAML tag. Level 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._core.errors import PolicyError, expected
+from keras_nanguard._policy.fields import shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["SUFFIXES", "checked_depth", "parsed", "read"]
+
+LARGEST_FILE = 65_536
+"""Most bytes of a policy file. The longest preset has two thousand."""
+
+DEEPEST = 24
+"""Deepest nesting of tables and lists. Conditions within conditions are the only thing that nests at all."""
+
+MOST_VALUES = 20_000
+"""Most values in one policy."""
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the table that a policy file holds.
+
+    Raises:
+        PolicyError: if it cannot be read, or is not what its suffix says.
+    """
+    file = Path(path)
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
+        what = "a policy file that ends in " + ", ".join(SUFFIXES)
+        raise PolicyError(expected(what, shown(os.fspath(path)), "Rename the file to what it holds."))
+    name = shown(os.fspath(path))
+    return parsed(_text(file, name), suffix, name)
+
+
+def parsed(text: str, suffix: str, name: str = "the text") -> dict[str, Any]:
+    """Return the table that a text in the format of `suffix` stands for.
+
+    Raises:
+        PolicyError: if it is not well formed, or is no table, or is too deep.
+    """
+    word = SUFFIXES[suffix]
+    try:
+        document = _PARSERS[word](text)
+    except PolicyError:
+        raise
+    except RecursionError:
+        problem = f"nested deeper than {DEEPEST}"
+    except (ValueError, OverflowError, ArithmeticError, LookupError) as error:
+        problem = shown(" ".join(str(error).split()))[1:-1]
+    else:
+        if not isinstance(document, dict):
+            raise PolicyError(expected(f"a table in {name}", shown(document), "Start with version = 1."))
+        checked_depth(document, name)
+        return document
+    raise PolicyError(expected(f"well-formed {word} in {name}", problem, "Correct the file.")) from None
+
+
+def checked_depth(document: Mapping[Any, Any], name: str) -> None:
+    """Refuse a document that is too deep, too large or goes in a circle, and keys that are no text.
+
+    Raises:
+        PolicyError: if it is so.
+    """
+    remedy = "A policy needs a few dozen values; make it plain."
+    level: list[Any] = [document]
+    count = 0
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level for inner in _inside(outer, name)]
+        count += len(level)
+        if count > MOST_VALUES:
+            raise PolicyError(expected(f"at most {MOST_VALUES} values in {name}", f"at least {count}", remedy))
+        if not level:
+            return
+    raise PolicyError(expected(f"at most {DEEPEST} levels of nesting in {name}", "more", remedy))
+
+
+def _inside(outer: Any, name: str) -> Iterable[Any]:
+    if isinstance(outer, Mapping):
+        odd = [key for key in outer if not isinstance(key, str)]
+        if odd:
+            raise PolicyError(expected(f"words as keys in {name}", shown(odd[0]), "Put the key in quotes."))
+        return outer.values()
+    return outer if isinstance(outer, (list, tuple)) else ()
+
+
+def _text(file: Path, name: str) -> str:
+    """Return the text of a regular file of moderate size, in UTF-8."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            kind = "a directory" if file.is_dir() else "something that is no regular file"
+            raise PolicyError(expected(f"a policy file at {name}", kind, "Name the file itself."))
+        with file.open("rb") as stream:
+            raw = stream.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        raise PolicyError(expected(f"a policy file at {name}", problem, "Check the path.")) from None
+    if len(raw) > LARGEST_FILE:
+        raise PolicyError(expected(f"at most {LARGEST_FILE} bytes in {name}", "more", "Name a policy file."))
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"the byte 0x{raw[error.start]:02x} at offset {error.start}"
+        raise PolicyError(expected(f"UTF-8 text in {name}", problem, "Save the file as UTF-8.")) from None
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} twice in one table")
+    return table
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"the number {word}, which JSON does not have")
+
+
+def _yaml(text: str) -> Any:
+    try:
+        from keras_nanguard._policy import plain_yaml
+    except ImportError:
+        remedy = "Install it with: pip install keras_nanguard[yaml], or write the policy in TOML or JSON."
+        raise PolicyError(expected("the package pyyaml, to read a YAML policy", "no such package", remedy)) from None
+    return plain_yaml.loaded(text, DEEPEST)
+
+
+SUFFIXES = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
+"""The format that each suffix stands for."""
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": _json, "YAML": _yaml}

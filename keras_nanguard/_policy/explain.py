@@ -1,0 +1,135 @@
+"""What a policy will do, in sentences: the text of `keras-nanguard check-policy`. Level 0: imports no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.rules import Rule
+from keras_nanguard._policy.settings import LIMITED, SWITCHED, Checks
+
+__all__ = ["explain"]
+
+MOMENTS = {
+    "any": "",
+    "refused": " of a refused step",
+    "committed": " in a committed state",
+    "before_training": " before the first step",
+    "from_start": " of a refused step, as long as no step has committed",
+}
+
+
+KINDS = {
+    "nonfinite": "NaN or Inf",
+    "explosion": "an explosion",
+    "spike": "a spike",
+    "out_of_range": "a value out of range",
+    "collapse": "a collapse",
+    "stuck": "a value that never moves",
+}
+
+
+def explain(policy: Policy) -> str:
+    """Return sentences, one on a line, that tell what a policy will do."""
+    return "\n".join(line for part in (_title, _bound, _checks, _snapshots, _rules, _layers) for line in part(policy))
+
+
+def _title(policy: Policy) -> Iterator[str]:
+    if policy.title:
+        yield f"Policy {policy.title}."
+
+
+def _bound(policy: Policy) -> Iterator[str]:
+    if not policy.refuse:
+        yield "Bad steps are seen and told, and are not refused."
+    steps = policy.longest_trouble
+    if steps is not None:
+        yield f"A bad step is refused. If every step is bad, training ends after at most {_times(steps, 'step')}."
+    elif policy.refuse:
+        yield "A bad step is refused."
+
+
+def _checks(policy: Policy) -> Iterator[str]:
+    named = [(entry.name, getattr(policy.checks, entry.name)) for entry in fields(Checks)]
+    off = [name for name, site in named if name in SWITCHED and not site.enabled]
+    if off:
+        yield f"Between two steps it does not look at {', '.join(off)}."
+    limits = [f"{name} {site.max_abs:g}" for name, site in named if name in LIMITED and site.max_abs]
+    if limits:
+        yield f"Largest magnitudes that are in order: {', '.join(limits)}."
+    scale, trend = policy.checks.loss_scale, policy.checks.trend
+    if scale.enabled:
+        yield (
+            f"The loss scale is in order from {scale.min_value:g} to {scale.max_value:g}; "
+            f"{_times(scale.patience, 'overflow')} in a row may settle by themselves."
+        )
+    if trend.enabled:
+        yield (
+            f"Loss or gradient norm {trend.spike_factor:g} times its level is a spike, and {trend.explosion_factor:g} "
+            f"times its start over {_times(trend.patience, 'step')} an explosion."
+        )
+
+
+def _snapshots(policy: Policy) -> Iterator[str]:
+    kept = policy.snapshot
+    if kept.every == 0:
+        yield "It takes no snapshots."
+        return
+    where = "in host memory" if kept.storage == "memory" else "on disk"
+    proved = f"after {_times(kept.good_after, 'good step')}" if kept.good_after else "at once"
+    yield f"It takes a snapshot every {_times(kept.every, 'step')}, keeps {kept.keep} {where}, and holds one for good {proved}."
+
+
+def _rules(policy: Policy) -> Iterator[str]:
+    for rule in policy.rules:
+        yield f"Rule {rule.name}: {_rule(rule)}"
+
+
+def _rule(rule: Rule) -> str:
+    if not rule.enabled:
+        return "switched off."
+    kinds = " or ".join(KINDS[kind] for kind in rule.kind) or "trouble"
+    what = f"{kinds}{' in ' + ', '.join(rule.on) if rule.on else ''}{MOMENTS[rule.when]}"
+    narrowed = "".join(_narrowed(rule))
+    pauses = f" It then rests for {_times(rule.cooldown, 'step')}." if rule.cooldown else ""
+    again = f" After {_times(rule.reset_after, 'good step')} in a row it starts anew." if rule.reset_after else ""
+    return f"on {what}{narrowed}, {rule.after.sentence()}, the guard {_ladder(rule)}.{pauses}{again}"
+
+
+def _narrowed(rule: Rule) -> Iterator[str]:
+    if rule.layer:
+        yield f", at layers {', '.join(rule.layer)}"
+    if rule.cause:
+        yield f", caused by {' or '.join(rule.cause)}"
+    if rule.magnitude.min_abs is not None:
+        yield f", of magnitude {rule.magnitude.min_abs:g} or more"
+    if rule.magnitude.min_share is not None:
+        yield f", in {rule.magnitude.min_share * 100:g}% of the entries or more"
+    sites, causes = " or ".join(rule.unless.on), " or ".join(rule.unless.cause)
+    excepted = [*([f"{sites} are bad too"] if sites else ()), *([f"the cause is {causes}"] if causes else ())]
+    if excepted:
+        yield f", unless {' or '.join(excepted)}"
+
+
+def _ladder(rule: Rule) -> str:
+    parts = [rung.sentence() for rung in rule.ladder]
+    if rule.ladder[-1].limit is not None:
+        parts.append("does nothing more")
+    return ", then ".join(parts)
+
+
+def _layers(policy: Policy) -> Iterator[str]:
+    for section in policy.layers:
+        parts = [f"{site} {_setting(given)}" for site, given in section.to_file().items()]
+        yield f"Layers that meet {section.glob!r} differ: {'; '.join(parts)}."
+
+
+def _setting(given: object) -> str:
+    if isinstance(given, dict):
+        return ", ".join(f"{word} = {value}" for word, value in given.items())
+    return "looked at" if given else "not looked at"
+
+
+def _times(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

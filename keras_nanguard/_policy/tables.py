@@ -1,0 +1,104 @@
+"""pydantic models made from records: each table of a policy file has the fields of the dataclass that its values end up in.
+
+Needs pydantic; imports no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, create_model, model_validator
+from pydantic import Field as Described
+from pydantic_core import PydanticCustomError
+
+from keras_nanguard._policy.fields import MOST, contradictions, made, plain_type, printable, wording
+
+__all__ = ["MODELS", "WORDINGS", "OneKey", "Table", "checked_printable", "described", "model", "model_of", "table_of"]
+
+WORDINGS: dict[tuple[str, str], str] = {}
+"""What a field of a model expects, in words, by the names of model and field."""
+
+
+MODELS: dict[type[Any], Any] = {}
+"""The model of each record."""
+
+
+class Table(BaseModel):
+    """A table of a policy file: no unknown words, no conversions, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class OneKey(Table):
+    """A table whose one key says what it is."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and len(given) != 1:
+            raise PydanticCustomError("single", "{what}", {"what": cls.__doc__})
+        return given
+
+
+def model(
+    name: str, doc: str, entries: Mapping[str, Any], base: type[Table] = Table, checks: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a model made at run time; nothing of it is known to a type checker."""
+    make: Any = create_model
+    return make(name, __base__=base, __doc__=doc, __validators__=dict(checks or {}), **entries)
+
+
+def described(entry: Field[Any], model: str) -> tuple[Any, Any]:
+    """Return annotation and description of one field of a record, as pydantic wants them."""
+    meta, kind = entry.metadata, plain_type(entry)
+    WORDINGS[model, entry.name] = wording(entry)
+    annotation: Any = {"int": int, "float": float, "str": str, "bool": bool}[kind]
+    bounds = dict(meta["bounds"])
+    if meta["choices"]:
+        annotation = Literal[meta["choices"]]
+    elif kind == "str":
+        bounds = {"pattern": meta["pattern"]} if meta["pattern"] else {"max_length": meta["longest"]}
+        annotation = Annotated[str, AfterValidator(checked_printable)]
+    elif kind == "int":
+        bounds = {"ge": 0, "le": MOST, **bounds}
+    unit = f" ({meta['unit']})" if meta["unit"] else ""
+    default = ... if entry.default is MISSING else entry.default
+    return annotation, Described(default=default, description=f"{meta['meaning']}{unit}", **bounds)
+
+
+def checked_printable(text: str) -> str:
+    """Refuse a text that can not stand in a report."""
+    if not printable(text):
+        raise PydanticCustomError("printable", "printable")
+    return text
+
+
+def table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> Any:
+    """Return the model of a record; `alone`: no other document is laid under it, so fields are checked together too."""
+    known = {entry.name: described(entry, name) for entry in fields(record) if "meaning" in entry.metadata}
+
+    def together(table: Table) -> Table:
+        given = {word: getattr(table, word) for word in known if word in table.model_fields_set}
+        found = contradictions(made(record, given))
+        if found:
+            raise PydanticCustomError("together", "{problems}", {"problems": "\n".join(found)})
+        return table
+
+    checks = {"together": model_validator(mode="after")(together)} if alone else {}
+    MODELS[record] = model(name, (record.__doc__ or "").split("\n")[0], known | more, checks=checks)
+    return MODELS[record]
+
+
+def model_of(record: type[Any]) -> Any:
+    """Return the model of a record that is written in code: its fields one by one, without regard to one another."""
+    if record not in _ALONE:
+        known = {entry.name: described(entry, record.__name__) for entry in fields(record) if "meaning" in entry.metadata}
+        _ALONE[record] = model(record.__name__, (record.__doc__ or "").split("\n")[0], known)
+    return _ALONE[record]
+
+
+_ALONE: dict[type[Any], Any] = {}

@@ -1,0 +1,130 @@
+"""Incidents in files: written by a guard, read back by the command line. Data only; nothing in a file can run code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.incident import FORMAT, Incident
+from keras_nanguard._report import console, log
+
+__all__ = ["read", "write"]
+
+LARGEST = 256 << 20
+"""Bytes of the largest file that is read."""
+
+
+def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]) -> Path:
+    """Write incidents to a file and return its path; it is written beside and renamed, so it is never half there.
+
+    Args:
+        incidents: what to write.
+        head: a few lines that stand before the incidents in a text for people.
+        path: ends in `.json` (one object with a format number), `.jsonl` (one incident a line), `.md` or `.html`.
+
+    Raises:
+        GuardError: for another ending.
+        OSError: if it cannot be written, such as `FileNotFoundError` where its folder is missing; it names `path`.
+    """
+    path = Path(path)
+    texts: dict[str, Callable[[], str]] = {
+        ".json": lambda: json.dumps({"format": FORMAT, "incidents": [i.to_dict() for i in incidents]}, indent=2),
+        ".jsonl": lambda: "".join(i.to_json() + "\n" for i in incidents),
+        ".md": lambda: console.markdown(incidents, head),
+        ".html": lambda: _html(console.markdown(incidents, head)),
+    }
+    if path.suffix not in texts:
+        raise GuardError(expected("a path that ends in .json, .jsonl, .md or .html", f"path={str(path)!r}", "Choose one of them."))
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(texts[path.suffix](), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:  # of the temporary file, which is not what was asked for
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    return path
+
+
+def _html(text: str) -> str:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    page = Console(record=True, file=io.StringIO(), width=110)
+    page.print(Markdown(text))
+    return page.export_html()
+
+
+def read(path: str | os.PathLike[str]) -> list[Incident]:
+    """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, or a folder of bundles.
+
+    Raises:
+        GuardError: if there is no such file, or it holds something else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_folder(path)
+    if path.suffix == ".jsonl":
+        return _lines(path)
+    document = _document(_text(path), path)
+    if isinstance(document, dict) and isinstance(document.get("incidents"), list):
+        return [_incident(entry, path) for entry in document["incidents"]]
+    return [_incident(document, path)]
+
+
+def _of_folder(path: Path) -> list[Incident]:
+    """Return the incidents of a run by its directory: those of its log, and of the bundles that the log does not list."""
+    logged = _lines(path / log.NAME) if (path / log.NAME).is_file() else None
+    listed = {Path(incident.bundle).name for incident in logged or () if incident.bundle}
+    patterns = ("incident.json", "*/incident.json", "incidents/*/incident.json")
+    files = sorted({p for pattern in patterns for p in path.glob(pattern) if p.is_file() and p.parent.name not in listed})
+    if not files and logged is None:
+        raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which holds neither", _REMEDY))
+    bundled = sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
+    return [*bundled, *(logged or ())]
+
+
+def _lines(path: Path) -> list[Incident]:
+    """Return the incidents of a file of lines; a last one without its end belongs to a process that writes it, or died there."""
+    lines = _text(path).split("\n")
+    if path.name == log.NAME:
+        del lines[-1]
+    return [_incident(_document(line, path), path) for line in lines if line.strip()]
+
+
+_REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the directory that was given to NanGuard."
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise GuardError(expected("a file or a folder", f"{str(path)!r}, which is neither", _REMEDY))
+        if path.stat().st_size > LARGEST:
+            raise GuardError(expected(f"a file of at most {LARGEST} bytes", f"{str(path)!r}, which is larger", _REMEDY))
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise GuardError(expected("a readable report", f"{str(path)!r}: {reason}", _REMEDY)) from error
+
+
+def _document(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GuardError(expected("JSON", f"{str(path)!r}: {error}", _REMEDY)) from error
+
+
+def _incident(data: Any, path: Path) -> Incident:
+    try:
+        return Incident.from_dict(data)
+    except GuardError as error:
+        raise GuardError(f"{path}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise GuardError(expected("an incident", f"{str(path)!r}: {error}", _REMEDY)) from error

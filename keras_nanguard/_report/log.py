@@ -1,0 +1,58 @@
+"""The incidents of a run in its directory, one JSON line each, written as they happen.
+
+Whole lines only: a line that could not be written to its end is taken back, and what a killed process left half-written goes when the
+next one begins. Imports no backend.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keras_nanguard._core.incident import Incident
+
+__all__ = ["NAME", "add", "begin"]
+
+NAME = "incidents.jsonl"
+"""Name of the file within the guard's directory."""
+
+_TAIL = 1 << 20
+
+
+def begin(directory: str | os.PathLike[str]) -> None:
+    """Make the file where it is missing, so that a run without incidents can be told from none, and end it with a whole line.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / NAME).open("ab+") as file:
+        size = end = file.tell()
+        while end:
+            start = max(0, end - _TAIL)
+            file.seek(start)
+            if (at := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + at + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+def add(directory: str | os.PathLike[str], incident: Incident) -> None:
+    """Write one incident at the end of the file.
+
+    Raises:
+        OSError: if it cannot be written; the file is then as it was.
+    """
+    line = (incident.to_json() + "\n").encode()
+    with (Path(directory) / NAME).open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written = file.write(line)
+            if written < len(line):
+                raise OSError(28, "The disk is full", str(Path(directory) / NAME))
+        except OSError:
+            file.truncate(before)
+            raise

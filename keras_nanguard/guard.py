@@ -1,0 +1,397 @@
+"""`NanGuard`: the one line that a user adds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_nanguard._backends import processes
+from keras_nanguard._backends.current import attachment, waits_for_steps
+from keras_nanguard._backends.interface import Attachment
+from keras_nanguard._backends.shared.attach import attached_to
+from keras_nanguard._core.errors import GuardInUseError
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._fit import arguments, results
+from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
+from keras_nanguard._fit.epoch_logs import backfill
+from keras_nanguard._fit.lagging_statistics import Lagging
+from keras_nanguard._fit.loops import LoopMixin
+from keras_nanguard._fit.policy_lines import policy_lines
+from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.running_fit import Fit, outside, surrounding, told_later
+from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._policy.no_effect import Setting
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._report import console, files, log
+
+__all__ = ["NanGuard"]
+
+REFUSED = "refused_steps"
+"""Key in the epoch logs and in `History` under which the left-out steps of an epoch stand beside its means."""
+
+
+class NanGuard(LoopMixin, keras.callbacks.Callback):
+    """Guards training against NaN, Inf and finite explosions.
+
+    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
+    is refused inside the compiled step and leaves everything as it was. The policy then decides what to change.
+
+    Args:
+        policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
+            `.json` file, a dict of the same shape, or a `Policy`.
+        directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
+        verbose: 0 or False prints nothing; 1 or True a line for the first incidents of each kind and for each at which something
+            is changed, and a line per epoch that counts the others and the left-out steps; 2 a line for every incident. Lines
+            count steps, epochs and batches from 1, as the progress bar of Keras does.
+        functions: functions by name for the action `call`, each called with the `Incident`.
+        diagnose: find out why a step was refused. Costs nothing until one is.
+        resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
+            position in the data, and everything that the policy remembers. Snapshots are kept on disk then.
+        **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
+
+    Attributes:
+        incidents: list of `Incident`, in the order in which they happened.
+
+    A copy of a guard (`copy.deepcopy`, a pickle) has its settings and its incidents so far, and guards nothing.
+
+    Raises:
+        PolicyError: if the policy is not valid; every problem is reported at once.
+        GuardError: if an argument is of the wrong type.
+
+    Example:
+
+    ```python
+    guard = NanGuard()
+    model.fit(x, y, epochs=10, callbacks=[guard])
+    print(guard.summary())
+    ```
+    """
+
+    def __init__(
+        self,
+        policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        verbose: int = 1,
+        functions: Mapping[str, Callable[[Incident], Any]] | None = None,
+        diagnose: bool = True,
+        resume: bool = False,
+        **overrides: Any,
+    ):
+        super().__init__()
+        self.verbose, self.functions = arguments.verbosity(verbose), arguments.functions(functions)
+        self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
+        self.diagnose = arguments.flag("diagnose", diagnose)
+        self.policy = arguments.policy(policy, overrides, self.directory, self.resume)
+        self.incidents: list[Incident] = []
+        self._said: set[str] = set()
+        self._unnamed = self._resumed = False
+        self._lines = console.Lines(every=verbose == 2)
+        self._counts = (0, 0, 0)
+        self.session: Session | None = None
+        self._attachment: Attachment | None = None
+        self._scratch: Any = None
+        self._fit: Fit | None = None
+        self._firewall: Firewall | None = None
+        self._training, self._lagging = False, Lagging()
+        self._predicted: list[Finding] = []
+        self._epoch_counts: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
+        unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
+        kept = ("resume", "functions", "diagnose", "incidents", "_said", "_lines")
+        own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
+        return {**unused, **own, "incidents": list(self.incidents), "_counts": self._counted(), "_watching": False}
+
+    @property
+    def async_safe(self) -> bool:
+        """Whether Keras may tell callbacks of a batch in another thread.
+
+        Not where each verdict is waited for anyway: that thread has nothing to wait for then, and handing it every batch
+        costs more than the callbacks do.
+        """
+        return not waits_for_steps()
+
+    # Installing and uninstalling
+
+    def set_model(self, model: Any = None) -> None:
+        """Called by Keras before anything else; puts the transaction in place.
+
+        Raises:
+            GuardError: if the class itself is among the callbacks: Keras then calls this on the class, and gives the model
+                in place of the guard.
+        """
+        arguments.require_instance(self, NanGuard)
+        if model is None:
+            return
+        if self._fit is not None and self._fit.runs:
+            raise GuardInUseError(
+                f"Expected a guard that is not at work. Received: one that guards a running fit of "
+                f"{getattr(self.model, 'name', None)!r}. Make a NanGuard of its own for each fit that runs at a time."
+            )
+        self._detach()
+        super().set_model(model)
+        self._fit = Fit.around(self._detach, self._around_epoch_end)
+        self._attach(model)
+
+    def _attach(self, model: Any) -> None:
+        other = attached_to(model)
+        if other is not None:
+            if other.in_use():
+                text = "Two NanGuards in one fit: the first one guards, this one does nothing. Give callbacks=[...] one of them."
+                warnings.warn(text, stacklevel=outside())
+                return
+            other.detach()
+        self.session = self._session(model)
+        self._attachment = attachment(model, self.session)
+        self._attachment.in_use = self._at_work
+        self._attachment.attach()
+        self._note(log.begin)
+        self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
+
+    def _at_work(self) -> bool:
+        return self._fit is not None and (self._fit.runs or not self._fit.known)
+
+    def _session(self, model: Any, optimizers: Any = None) -> Session:
+        from keras_nanguard._diagnose.explain_step import Explainer
+
+        session = Session(
+            model,
+            self.policy,
+            self._tell,
+            explain=Explainer(bool(self.verbose)) if self.diagnose else None,
+            optimizers=optimizers,
+            functions=self.functions,
+        )
+        directory, self._scratch = processes.folder(self.directory)
+        session.directory = None if directory is None else str(directory)
+        if directory is not None and self.policy.snapshot.storage == "disk":
+            kept = self.policy.snapshot
+            session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
+        earlier = self.session
+        if earlier is not None and earlier.model is model:
+            session.tolerated, session.marks = set(earlier.tolerated), set(earlier.marks)
+            if earlier.course is not None:
+                earlier.course.apply(session, write=False)
+        return session
+
+    def _detach(self) -> None:
+        """Give the model its own methods back, whatever happened."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            attachment.detach()
+            keras_fitting.begin_at(attachment.model, None)
+        if self._firewall is not None:
+            self._firewall.close()
+        if self._fit is not None:
+            self._fit.close()
+        self._training = False
+
+    # What Keras calls
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
+        self._training, self._lagging = True, Lagging()
+        self._epoch_counts = []
+        if self._attachment is None and self.session is not None:
+            self._attach(self.model)
+            self.model.make_train_function(force=True)
+        self._note_callbacks()
+        self._print_policy_warnings()
+        self._resume((self.params or {}).get("steps"))
+        if self.session is not None and self.session.resuming is not None:
+            keras_fitting.begin_at(self.model, self.session.resuming.epoch)
+            if self.session.resuming.leaves_nothing_of(self._epochs()):
+                self._restore_at_once()
+
+    def start_counting(self, model: Any) -> None:
+        """Begin a fit of a model that is guarded without this callback standing in its list."""
+        keras.callbacks.Callback.set_model(self, model)
+        self._training, self._epoch_counts = True, []
+        self._note_callbacks()
+        self._print_policy_warnings()
+
+    def _print_policy_warnings(self) -> None:
+        """Print a line for each rule and setting of the policy that can do nothing in this run, each once.
+
+        A model that is built by its first step (a subclassed one on TensorFlow) is compared with after the first epoch.
+        """
+        if self.session is None or not self.verbose:
+            return
+        self._unnamed = not getattr(self.session.model, "built", True)
+        setting = Setting(self.directory is not None, self.functions, self.diagnose)
+        for line in policy_lines(self.policy, setting, self.session.model, self.session.optimizers):
+            self._print_once(line)
+
+    def _note_callbacks(self) -> None:
+        if self.session is not None:
+            self.session.told_later = told_later(surrounding())
+
+    def _resume(self, steps: int | None = None) -> None:
+        """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
+        if self.resume and not self._resumed and self.session is not None and self.directory is not None:
+            self._resumed = True
+            self.session.resuming = found = find(self.directory, steps)
+            processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
+            if found is not None and self.verbose:
+                processes.print_line(found.sentence(self._epochs()))
+
+    def _epochs(self) -> int | None:
+        """Return how many epochs the running fit has, `None` where that is not known."""
+        return (self.params or {}).get("epochs") if self._training else None
+
+    def _restore_at_once(self) -> None:
+        """Put the state to go on from in its place, where no step is to come that would do it."""
+        if self.session is not None and self.session.resuming is not None:
+            if self._attachment is not None:
+                self._attachment.prepare()
+            self.session.restore()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Do nothing: all is done right after the step. Keras looks at whether this is here; see `async_safe`."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note where the epoch starts."""
+        if self.session is not None:
+            self.session.begin_epoch(epoch)
+            if self.session.resuming is not None:
+                self.session.skip_batches = self.session.resuming.batch
+                self.session.epoch_passed = -self.session.resuming.batch  # the metrics hold them
+                keras_fitting.begin_at(self.model, None)
+
+    def before_epoch_end(self, logs: Any) -> None:
+        """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
+        if self.session is None:
+            return
+        self.session.settle()
+        if self.session.idle and isinstance(logs, dict):
+            logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
+
+    @contextlib.contextmanager
+    def _around_epoch_end(self, logs: Any) -> Iterator[None]:
+        self.before_epoch_end(logs)
+        callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
+        with shielded(callbacks, logs, self.session.logs.unmeasured if self.session is not None else ()):
+            yield
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Put the number of left-out steps beside the means of the epoch, and say so."""
+        if self.session is None:
+            return
+        if self._unnamed:
+            self._print_policy_warnings()
+        count = self.session.epoch_refused
+        self._epoch_counts.append(count)
+        if logs is not None and any(self._epoch_counts):
+            backfill(self.model, REFUSED, len(self._epoch_counts) - 1)
+            logs[REFUSED] = count
+        unmeasured = sorted(self.session.logs.unmeasured)
+        self._print(console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Take the transaction off."""
+        self._restore_at_once()
+        self._print_counted()
+        self._detach()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Know of all steps before a validation shows what they made."""
+        if self.session is not None:
+            self.session.settle()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """See a validation or evaluation that is not finite, and a validation that only lagging BatchNorm statistics spoil."""
+        bad = results.bad_metrics(logs)
+        self._tell_results(bad)
+        if self._training and not bad:
+            self._look_for_lag(logs)
+        self._leave()
+
+    def _look_for_lag(self, logs: Any) -> None:
+        if self.session is None or not self.diagnose or not self.policy.checks.statistics.enabled:
+            return
+        found = self._lagging.look(self.session, logs, results.one_batch, self.params or {})
+        if found is not None:
+            self.session.seen_outside(*found)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See predictions that are not finite; the first ones are told when the call ends."""
+        self._predicted = self._predicted or results.bad_arrays(logs)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Tell what was seen, and take the transaction off."""
+        found, self._predicted = self._predicted, []
+        self._tell_results(found)
+        self._leave()
+
+    def _tell_results(self, findings: list[Finding]) -> None:
+        """Tell of results that are not finite; outside of training nothing is done about them."""
+        if findings and self.session is not None:
+            diagnosis = results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
+            self.session.seen_outside(findings, diagnosis, act=self._training)
+
+    def _leave(self) -> None:
+        if not self._training:
+            self._detach()
+
+    # What the user reads
+
+    def __repr__(self) -> str:
+        incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
+        return f"NanGuard({self.policy.title.partition(':')[0] or 'a policy of its own'!r}, {incidents})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _tell(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+        self._note(lambda directory: log.add(directory, incident))
+        self._print(self._lines.line(incident))
+
+    def _note(self, write: Callable[[str], None]) -> None:
+        """Write to the directory; training goes on where that fails, and one line says so."""
+        directory = self.session.directory if self.session is not None else None
+        if directory is None:
+            return
+        try:
+            write(directory)
+        except OSError as error:
+            self._print_once(f"NanGuard: {log.NAME} cannot be written: {error}.")
+
+    def _print(self, text: str) -> None:
+        if text and self.verbose:
+            processes.print_line("\n" + text)
+
+    def _print_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            processes.print_line(line)
+
+    def summary(self) -> str:
+        """Return what was seen and done, in a few lines of text."""
+        return console.summary(self.incidents, *self._counted())
+
+    def _counted(self) -> tuple[int, int, int]:
+        session = self.session
+        return (session.step, session.refused, session.overflows) if session is not None else self._counts
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write all incidents to a file and return its path.
+
+        `.json` holds one object with a format number, `.jsonl` one incident a line; `.md` and `.html` are texts for
+        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it. Of
+        several processes the first one writes it.
+
+        Raises:
+            GuardError: for another ending.
+        """
+        return files.write(self.incidents, self.summary(), path) if processes.index() == 0 else Path(path)

@@ -1,0 +1,147 @@
+"""`NanGuardModel`: the transaction for those who subclass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+from keras_nanguard._backends.current import attachment
+from keras_nanguard._backends.shared.attach import attached_to
+from keras_nanguard._keras import overrides
+from keras_nanguard.guard import NanGuard
+
+__all__ = ["NanGuardModel"]
+
+
+def _has_callback(model: Any) -> bool:
+    """Whether a `NanGuard` among the callbacks of a fit stands in for this model's train function."""
+    return attached_to(model) is not None
+
+
+def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model is made of inputs and outputs, by the rule of keras/src/models/model.py."""
+    return len(args) == 2 or (len(args) == 1 and "outputs" in kwargs) or ("inputs" in kwargs and "outputs" in kwargs)
+
+
+@functools.cache
+def _functional() -> type:
+    """Return the class of Keras' functional models."""
+    x = keras.Input((1,), name="x")
+    return type(keras.Model(x, x, name="model"))
+
+
+class _OfTensors:
+    """Reads, on a class, as the class of the same name for functional models; it is found there when a model is unpickled.
+
+    Keras makes a class functional for good, with all that it inherits from, when one model of it is made of inputs and outputs.
+    After that no class that inherits from `NanGuardModel` could be made in another way.
+    """
+
+    def __get__(self, model: Any, cls: Any) -> type:
+        return cls if issubclass(cls, _functional()) else _made_of_tensors(cls)
+
+
+@functools.cache
+def _made_of_tensors(cls: type) -> type:
+    named = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._of_tensors", "__doc__": cls.__doc__}
+    made = type(cls.__name__, (cls, _functional()), named)
+    package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
+    return keras.saving.register_keras_serializable(package, name)(made) if package else made
+
+
+class _Epochs(keras.callbacks.Callback):
+    """Tells the guard of a model where epochs start, and the epoch logs how many steps were left out."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.guard: NanGuard = model.nanguard
+
+    @property
+    def async_safe(self) -> bool:
+        return self.guard.async_safe
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+    def _is_in_charge(self) -> bool:
+        return self.guard.session is not None and not _has_callback(self.model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.start_counting(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.before_epoch_end(logs)
+            self.guard.on_epoch_end(epoch, logs)
+
+
+@keras.saving.register_keras_serializable("keras_nanguard")
+class NanGuardModel(keras.Model):
+    """A `keras.Model` whose train step is a transaction without any callback.
+
+    Subclass it as you would `keras.Model`; `fit`, `train_on_batch` and a `train_step` of your own are guarded, with as
+    many optimizers as the model holds. Everything that `NanGuard` tells is told by `model.nanguard`.
+
+    Example:
+
+    ```python
+    class Autoencoder(NanGuardModel):
+        nanguard_policy = "recover"
+
+        def train_step(self, data):
+            ...
+    ```
+
+    Attributes:
+        nanguard_policy: the policy, as `NanGuard` takes it; set it on the class or on the model before training.
+        nanguard: the `NanGuard` that holds incidents and summary, made on first use. A model that is copied or loaded has one of
+            its own, with no incidents.
+    """
+
+    nanguard_policy: Any = "recover"
+    nanguard_verbose: int = 1
+    _of_tensors = _OfTensors()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
+            self.__class__ = self._of_tensors
+        super().__init__(*args, **kwargs)
+
+    @property
+    def nanguard(self) -> NanGuard:
+        """The guard of this model."""
+        guard, wanted = self.__dict__.get("_nanguard"), (self.nanguard_policy, self.nanguard_verbose)
+        made_of = self.__dict__.get("_nanguard_made_of")
+        if guard is None or (guard.session is None and made_of != wanted):  # loading a model asks for it, before anyone can set them
+            guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
+            overrides.set_instance(self, "_nanguard", guard)
+            overrides.set_instance(self, "_nanguard_made_of", wanted)
+        return guard
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `keras.Model.fit` does; steps and epochs of incidents count from the start of this fit."""
+        self.train_function = None
+        given = args[5] if len(args) > 5 else kwargs.get("callbacks")
+        if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):
+            kwargs["callbacks"] = [_Epochs(self), *keras.tree.flatten(given or [])]
+        return super().fit(*args, **kwargs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the train function of `keras.Model`, with the transaction around the train step."""
+        if self.train_function is not None and not force:
+            return self.train_function
+        if _has_callback(self):  # a NanGuard among the callbacks does it for this fit
+            return super().make_train_function(force=force)
+        guard = self.nanguard
+        guard.session = guard._session(self)
+        placed = attachment(self, guard.session)
+        placed.in_use = lambda: True
+        placed.make_with(super().make_train_function)
+        return self.train_function

@@ -1,0 +1,294 @@
+"""On an accelerator the next step starts before the host knows of the one before; a processor is taken for one here."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._backends.jax import attach as attached
+from keras_nanguard._backends.jax import step as jax_step
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._diagnose.explain_step import Explainer
+from keras_nanguard.testing import inject
+
+BATCHES = zoo.regression().batches
+PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let steps start ahead of verdicts."""
+    monkeypatch.setattr(attached, "on_accelerator", lambda: True)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What was started, and what was read, by number of step, in that order."""
+    told, numbers = [], {}
+    start, finish = jax_step.Transaction.start, jax_step.Transaction.finish
+
+    def started(self, *args, **more):
+        state, step = start(self, *args, **more)
+        numbers[id(step.vector)] = len(numbers)
+        kept.append(step.vector)
+        told.append(("start", numbers[id(step.vector)]))
+        return state, step
+
+    kept = []  # so that no number is that of two
+    monkeypatch.setattr(jax_step.Transaction, "start", started)
+    monkeypatch.setattr(
+        jax_step.Transaction, "finish", lambda self, step: (told.append(("read", numbers[id(step.vector)])), finish(self, step))[1]
+    )
+    return told
+
+
+def ahead(order):
+    """Return the steps that were read when a later one had been started."""
+    return [n for place, (what, n) in enumerate(order) if what == "read" and ("start", n + 1) in order[:place]]
+
+
+def test_nobody_waits(late, order):
+    """A step is read when the next one has been started; but for the ends of an epoch, and where the state is looked at."""
+    guard = NanGuard(verbose=0, snapshot={"every": 8, "good_after": 3})
+    zoo.run(zoo.plain, zoo.regression(), guard=guard)
+    assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
+    ends, kept, proven, monitored = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9}
+    assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored
+    assert guard.session.transaction._heavy._cache_size() <= 1, "steps are compiled once"
+
+
+class Looking(keras.callbacks.Callback):
+    """Looks at the model after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        assert self.model is not None
+
+
+@pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
+def test_waited_for(late, order, how):
+    """Where something acts between two steps, or shows what a step gave, the verdict comes first."""
+    data = zoo.regression()
+    if how == "train_on_batch":
+
+        class Model(NanGuardModel):
+            nanguard_verbose = 0
+
+        inputs = keras.Input((6,))
+        model = Model(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse")
+        for i in range(4):
+            model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
+            assert model.nanguard.session.step == i + 1
+        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
+        assert ahead(order)
+        for i in range(4):
+            model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
+            assert model.nanguard.session.step == BATCHES + i + 1
+        return
+    guard = NanGuard(verbose=0)
+    build, callbacks = zoo.plain, [Looking()] if how == "a callback looks" else []
+    if how == "eager":
+        build = lambda: zoo.plain(run_eagerly=True)  # noqa: E731
+    if how == "own logs":
+        build = with_own_logs
+    zoo.run(build, data, guard=guard, callbacks=callbacks)
+    assert guard.session.step == 2 * BATCHES and ahead(order) == []
+
+
+def with_own_logs():
+    class Logs(keras.Sequential):
+        def train_step(self, *args):
+            logs, state = super().train_step(*args)
+            return {**logs, "more": logs["loss"] * 2}, state
+
+    model = Logs([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+BAD = {
+    "one": (5,),
+    "two in a row": (5, 6),
+    "the first ones": (0, 1, 2),
+    "the last one": (12,),
+    "all about": (0, 1, 3, 4, 6, 9, 10, 13),
+    "before a snapshot": (7, 8),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("where", BAD)
+def test_the_same_without_the_bad_batches(late, where, steps):
+    """Nothing of a bad batch, nor of the start of the step after it, is in the state, in the logs, or in what was counted."""
+    bad = BAD[where]
+    build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
+    rule = {"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}
+    guard = lambda: NanGuard({**PATIENT, "rules": [rule]}, verbose=0, diagnose=False)  # noqa: E731
+    clean = zoo.run(build, zoo.regression(), guard=guard())
+    run = zoo.run(build, zoo.regression().with_poison(bad), guard=guard())
+    assert zoo.differences(run, clean) == []
+    whole = BATCHES + len(bad)
+    assert run.steps == [*bad, *(whole + n for n in bad)]
+    assert [(i.epoch, i.batch) for i in run.guard.incidents] == [(e, n) for e in (0, 1) for n in bad]
+    assert run.guard.session.step == 2 * whole and run.guard.session.refused == 2 * len(bad)
+    assert run.guard.session.transaction._heavy._cache_size() <= 1
+
+
+ACTIONS = {
+    "rollback": ["rollback", {"lower_lr": {"factor": 0.5}}],
+    "lower the rate": {"lower_lr": {"factor": 0.5}},
+    "rollback past more": {"rollback": {"skip_batches": 2}},
+    "reset slots": "reset_slots",
+    "stop": "stop",
+}
+
+
+def both(monkeypatch, order, policy, data, inside=lambda model: contextlib.nullcontext()):
+    """Compare a run that goes ahead of its verdicts with one that waits for each; returns both, and how many steps the first started
+    in vain.
+    """
+    runs, starts = [], []
+    for name, value in {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGEST": -1}.items():
+        monkeypatch.setattr(jax_step, name, value)
+    for on_accelerator in (True, False):
+        monkeypatch.setattr(attached, "on_accelerator", lambda chosen=on_accelerator: chosen)
+        keras.utils.set_random_seed(0)
+        model = zoo.plain(keras.optimizers.Adam(0.01), rounded=True)
+        with inside(model):
+            runs.append(zoo.run(lambda model=model: model, data, guard=NanGuard(policy, verbose=0, diagnose=False)))
+            starts.append(sum(what == "start" for what, _ in order))
+    one, other = runs
+    assert list(map(_all, one.guard.incidents)) == list(map(_all, other.guard.incidents)) != []
+    assert starts[1] - starts[0] == other.guard.session.step
+    return one, other, starts[0] - one.guard.session.step
+
+
+def _all(incident):
+    return incident.step, incident.epoch, incident.batch, incident.sites, [(o.action, o.status) for o in incident.outcomes]
+
+
+@pytest.mark.parametrize(("action", "site"), [*((a, "gradients") for a in ACTIONS), ("rollback", "loss"), ("reset slots", "weights")])
+def test_the_same_as_with_waiting(monkeypatch, order, action, site):
+    """What the policy does comes between the bad step and the one after it, though that was started already."""
+    policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}]}
+    one, other, in_vain = both(monkeypatch, order, policy, zoo.regression(), lambda model: inject(model, site=site, step=5, count=2))
+    assert zoo.differences(one, other, 1e-5) == []
+    assert one.guard.session.step == other.guard.session.step
+    assert in_vain or site == "weights", "who spoils weights hands the step another state"
+
+
+@pytest.mark.parametrize("action", ["rollback", "stop"])
+def test_a_step_that_is_judged_after_it_has_committed(monkeypatch, order, action):
+    """A spike is told by the host; where it puts another state in place, the step that was started runs again from that one."""
+    data = zoo.regression()
+    data.y[6 * zoo.BATCH : 7 * zoo.BATCH] *= 1e4
+    rule = {"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}
+    policy = {**PATIENT, "checks": {"trend": {"spike_factor": 100.0, "warmup": 5}}, "rules": [rule]}
+    one, other, in_vain = both(monkeypatch, order, policy, data)
+    assert one.steps[0] == 6 and not one.guard.incidents[0].refused
+    if action == "stop":
+        assert (one.guard.session.step, other.guard.session.step, in_vain) == (8, 7, 0), "one more step had been started"
+        return
+    assert [d for d in zoo.differences(one, other, 1e-5) if not d.startswith(("loss/", "mean_absolute_error/", "history"))] == []
+    assert one.guard.session.step == other.guard.session.step
+    assert in_vain == 2, "once in each epoch"
+
+
+def test_an_epoch_of_bad_steps(monkeypatch, order):
+    """Its logs are those that they are with waiting: the loss that the last step computed."""
+    policy = {**PATIENT, "rules": [{"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}]}
+    every = lambda model: inject(model, site="gradients", step=0, count=2 * BATCHES)  # noqa: E731
+    one, other, in_vain = both(monkeypatch, order, policy, zoo.regression(), every)
+    assert zoo.differences(one, other, 1e-5) == [] and in_vain == 0
+    assert 0 < one.history["loss"][0] < 100
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_overflows_in_a_row(late, count):
+    """Each halves the loss scale once, though the step after it was started, and refused, before it ran."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+    model, guard = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0)
+    with inject(model, site="gradients", kind="inf", step=5, count=count):
+        model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert guard.session.overflows == count and guard.incidents == []
+    assert float(np.asarray(optimizer.dynamic_scale.value)) == 64.0 / 2**count
+
+
+class First(keras.callbacks.Callback):
+    """Stands ahead of the guard, and notes what is known when an epoch ends and when a validation begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.guard, self.known = None, []
+
+    def on_test_begin(self, logs=None):
+        self.known.append(self.guard().session.refused)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.known.append(self.guard().session.refused)
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
+def test_an_epoch_ends_with_all_of_its_steps(late, order, for_good):
+    """What the last batch of an epoch did is known when the epoch ends, whoever asks, and when a validation runs."""
+    data, first = zoo.poison(zoo.regression(), BATCHES - 1), First()
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = (NanGuardModel if for_good else keras.Model)(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("adam", "mse")
+    guard = NanGuard(verbose=0)
+    first.guard = lambda: model.nanguard if for_good else guard
+    if for_good:
+        model.nanguard_verbose = 0
+    model.fit(
+        *data.all, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0, validation_data=zoo.regression(seed=3).all,
+        callbacks=[first, *([] if for_good else [guard])],
+    )  # fmt: skip
+    assert first.known[1::2] == [1, 2], "at the end of an epoch"
+    assert ahead(order)
+    assert first.guard().session.step == 2 * BATCHES and [i.batch for i in first.guard().incidents] == [BATCHES - 1] * 2
+
+
+def ends(data, batch):
+    """Give batches until this one, and fail then."""
+    for n in range(batch):
+        rows = slice(n * zoo.BATCH, (n + 1) * zoo.BATCH)
+        yield data.x[rows], data.y[rows]
+    raise OSError("the disk is gone")
+
+
+def test_a_fit_that_is_cut_short_tells_of_its_last_step(late, monkeypatch):
+    """The last step before an exception was bad, and nobody had asked for it yet; what is told of the exception comes after."""
+    of_data = Finding("inputs", "nonfinite"), None
+    monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
+    guard = NanGuard(verbose=0)
+    with pytest.raises(OSError, match="disk"):
+        zoo.run(zoo.plain, lambda: ends(zoo.poison(zoo.regression(), 7), 8), guard=guard)
+    assert [i.step for i in guard.incidents] == [7, 8] and guard.session.step == 8
+
+
+def test_looks_at_the_state_of_their_step(late, order, monkeypatch):
+    """Where the sums of a step ask for a look at the state, the step that was started by then is waited for."""
+
+    class Wary(NanGuard):
+        def on_epoch_begin(self, epoch, logs=None):
+            super().on_epoch_begin(epoch, logs)
+            self.session.monitors.ceiling, self.session._due = -np.inf, np.inf
+
+    due = []
+    real = attached.Session._keep
+
+    def keep(self):
+        if self.step >= self._due:
+            due.append((self.step, sum(what == "start" for what, _ in order)))
+        real(self)
+
+    monkeypatch.setattr(attached.Session, "_keep", keep)
+    zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
+    assert due and all(step == started for step, started in due)

@@ -1,0 +1,691 @@
+"""What is particular to JAX: steps that are functions from state to state, written over in place or not."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._backends.jax import attach as _attached
+from keras_nanguard._backends.jax import step as jax_step
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard.testing import inject
+
+BAD = (3, 4, 8)
+
+
+WAYS = {
+    "packed": {},
+    "given back": {"TINY": -1},
+    "in two": {"TINY": -1, "SMALL": -1, "PARTED": -1},
+    "in turns": {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGE": 0},
+    "written over": {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGEST": -1},
+    "on an accelerator": {"on_accelerator": lambda: True},
+}
+"""What makes a small model's step run like that of a tiny, a small, a large and a very large one, or as on an accelerator."""
+
+
+def going(way, monkeypatch):
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(jax_step if name.isupper() else _attached, name, value)
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Run with the choice left to the host, made within the step, and made there before the host knows of the step before."""
+    going(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def written_over(monkeypatch):
+    """Treat every state as a very large one."""
+    going("written over", monkeypatch)
+
+
+class Look(keras.callbacks.Callback):
+    """Keeps what it is asked to see of the model after each step; a callback has to ask for its own `model` on JAX."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see, self.seen = see, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.see(self.model))
+
+
+def oracle(build, data=None, where="x", tolerance=0.0, **fit):
+    """Compare three runs: unguarded, guarded, and guarded with poisoned batches put in; returns the guarded ones."""
+    data = data or zoo.regression()
+    plain = zoo.run(build, data, **fit)
+    healthy = zoo.run(build, data, guard="undiagnosed", **fit)
+    assert zoo.differences(healthy, plain, tolerance) == []
+    assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
+    bad = zoo.run(build, data.with_poison(BAD, where=where), guard="undiagnosed", **fit)
+    assert zoo.differences(bad, plain, tolerance) == []
+    epoch = data.batches + len(BAD)
+    assert bad.steps == [*BAD, *(epoch + batch for batch in BAD)]
+    return healthy, bad
+
+
+# Optimizers and precision, where the step writes over its state
+
+
+def _schedule():
+    return keras.optimizers.schedules.CosineDecay(0.05, 40, warmup_target=0.08, warmup_steps=6)
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "schedule": lambda: keras.optimizers.SGD(_schedule(), momentum=0.9, weight_decay=1e-2, global_clipnorm=0.5),
+    "ema": lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
+    "accumulation": lambda: keras.optimizers.RMSprop(0.01, gradient_accumulation_steps=3),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0, 5),
+}
+
+
+def network(optimizer, **mode):
+    """Return a model in which no gradient is but noise, which Adam would blow up: no bias before BatchNormalization."""
+    model = keras.Sequential(
+        [
+            *(keras.Input((6,)), layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.Dropout(0.3), layers.GaussianNoise(0.1), layers.Dense(1)),
+        ]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"], **mode)
+    return model
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_written_over(written_over, optimizer, steps):
+    """A step that writes over its state refuses as well as one that does not; the update stands in a conditional."""
+    _, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    assert not bad.guard.session.transaction.light and not bad.guard.session.transaction.saving
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_two(monkeypatch, recwarn, optimizer, steps):
+    """The updates are a program of their own, started where the verdict allows it, and write over the state."""
+    going("in two", monkeypatch)
+    healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    assert bad.guard.session.transaction.in_two is not None and healthy.guard.session.transaction.in_two is not None
+    assert not [w for w in recwarn if "donated" in str(w.message)]
+
+
+def test_an_update_that_overflows(way):
+    """Finite gradients times a rate make infinite weights: told, whichever way the step goes, and undone."""
+    data = zoo.regression(batches=24)
+    data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
+    net = network(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([5], [1e-2, 1e30])))
+    rule = {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 1e-32}}], "limit": {"times": 9}, "otherwise": "stop"}
+    guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
+    net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
+    assert guard.incidents[0].refused == (way in ("packed", "given back", "in turns")), "they read the new weights ahead of the choice"
+    assert zoo.bad_entries(net) == [] and guard.session.step == 24
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_turns(monkeypatch, recwarn, optimizer, steps):
+    """Two sets of weights and slots take turns; a refused step's set is the next one to be written over."""
+    going("in turns", monkeypatch)
+    healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    assert bad.guard.session.transaction.turns and healthy.guard.session.transaction.turns
+    assert not [w for w in recwarn if "donated" in str(w.message)]
+
+
+def test_a_set_that_is_not_written_whole(monkeypatch):
+    """A weight that a step leaves alone is in both sets."""
+    going("in turns", monkeypatch)
+
+    class Half(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = layers.Dense(8, use_bias=False), layers.Dense(1, use_bias=False)
+
+        def call(self, x):
+            return self.other(keras.ops.stop_gradient(self.one(x)))
+
+        def train_step(self, state, data):
+            trainable, non_trainable, slots, metrics = state
+            x, y = data[:2]
+
+            def loss_of(last):
+                predicted, _ = self.stateless_call([*trainable[:1], last], non_trainable, x)
+                return jnp.mean((predicted - y) ** 2)
+
+            loss, gradient = jax.value_and_grad(loss_of)(trainable[1])
+            return {"loss": loss}, ([trainable[0], trainable[1] - 0.01 * gradient], non_trainable, slots, metrics)
+
+    def build():
+        model = Half()
+        model.build((None, 6))
+        model.compile("sgd")
+        return model
+
+    data = zoo.regression()
+    plain = zoo.run(build, data)
+    bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
+    assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
+    assert bad.guard.session.transaction.turns
+
+
+class Same(keras.optimizers.SGD):
+    """Gives a weight and two slots one and the same value."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = [[self.add_variable_from_reference(v, name=f"seen{i}") for v in variables] for i in range(2)]
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, learning_rate * gradient)
+        for seen in self.seen:
+            self.assign(seen[self._get_variable_index(variable)], variable)
+
+
+def test_one_value_in_several_places(way):
+    """No two arrays of a state share the memory that the next step but one writes over."""
+    _, bad = oracle(lambda: network(Same(0.05)), tolerance=1e-5)
+    weight, slots = bad.model.trainable_variables[0], [seen[0] for seen in bad.model.optimizer.seen]
+    for slot in slots:
+        np.testing.assert_array_equal(np.asarray(slot.value), np.asarray(weight.value))
+
+
+def test_shared_memory_is_not_written_over():
+    """Should old and new state ever share an array, the step gives taking turns up."""
+    transaction = jax_step.Transaction(lambda state: state, lambda: None, list, outputs=None)
+    transaction._places, old, new = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
+    transaction._turn(old, new, False)
+    assert transaction.turns and all(a is b for a, b in zip(transaction._spare, old))
+    transaction._turn(old, new, True)
+    assert all(a is b for a, b in zip(transaction._spare, new))
+    transaction._spare = ()
+    transaction._turn(old, [new[1], old[0]], False)
+    assert not transaction.turns and not transaction.light and transaction._spare == ()
+
+
+def test_weights_that_share_their_memory(monkeypatch):
+    """Someone has given one array to two variables: a step that would write over them is not taken."""
+    going("in two", monkeypatch)
+
+    def build(shared):
+        net = keras.Sequential([keras.Input((6,)), layers.Dense(6, use_bias=False), layers.Dense(6, use_bias=False), layers.Dense(1)])
+        net.compile("sgd", "mse")
+        array = jnp.eye(6) * 0.5
+        for layer in net.layers[:2]:
+            layer.kernel.assign(array if shared else np.array(array))
+        return net
+
+    one, other = (zoo.run(functools.partial(build, shared), zoo.regression(), guard=True) for shared in (True, False))
+    assert [run.guard.session.transaction.in_two is None for run in (one, other)] == [True, False]
+    assert zoo.differences(one, other, 1e-5) == []
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(way, policy):
+    """Mixed precision with loss scaling: the oracle holds; a loss scale learns only from what it can help."""
+
+    def build():
+        keras.config.set_dtype_policy(policy)
+        optimizer = keras.optimizers.Adam(0.01)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
+        try:
+            return zoo.plain(optimizer)
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    oracle(build, tolerance=1e-5)
+
+
+def test_overflow_halves_the_scale(way):
+    """A gradient that overflows halves the loss scale and starts its count again, and changes nothing else."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=64.0)
+    model, data, guard = zoo.plain(optimizer, dropout=False), zoo.regression(), NanGuard(verbose=0)
+    look = Look(zoo.state_of)
+    with inject(model, site="gradients", kind="inf", step=4):
+        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, look])
+    assert guard.session.overflows == 1 and guard.incidents == []
+    moved = {path for (path, a), (_, b) in zip(look.seen[3], look.seen[4]) if not np.array_equal(a, b)}
+    assert moved == {"loss_scale_optimizer/dynamic_scale", "loss_scale_optimizer/step_counter"}
+    assert float(np.asarray(optimizer.dynamic_scale.value)) == 32.0
+
+
+# Train steps of the user's own
+
+
+class OwnStep(keras.Model):
+    """Its own loss, its own logs that no metric holds, `compute_loss` never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.Sequential([layers.Dense(6), layers.BatchNormalization(), layers.Dense(1)])
+
+    def call(self, x, training=None):
+        return self.body(x, training=training)
+
+    def loss_of(self, weights, other, x, y):
+        predicted, other = self.stateless_call(weights, other, x, training=True)
+        return jnp.mean((y - predicted) ** 2), other
+
+    def gradients(self, weights, other, data):
+        x, y = data
+        return jax.value_and_grad(self.loss_of, has_aux=True)(weights, other, x, y)
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        (loss, other), gradients = self.gradients(weights, other, data)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss, "mean": jnp.mean(data[0])}, (weights, other, slots, metrics)
+
+
+class TwoUpdates(OwnStep):
+    """Reads its weights after the first update."""
+
+    def train_step(self, state, data):
+        for _ in range(2):
+            logs, state = super().train_step(state, data)
+        return logs, state
+
+
+class Sharpness(OwnStep):
+    """Sharpness-aware minimisation: the gradient is taken uphill of the weights."""
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        _, uphill = self.gradients(weights, other, data)
+        moved = [w + 0.05 * g for w, g in zip(weights, uphill)]
+        (loss, other), gradients = self.gradients(moved, other, data)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss}, (weights, other, slots, metrics)
+
+
+class SlowCopy(OwnStep):
+    """Uses the updated weights in its logs."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "size": sum(jnp.sum(w**2) for w in state[0])}, state
+
+
+class Conditional(OwnStep):
+    """Updates within a conditional of its own."""
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        (loss, other), gradients = self.gradients(weights, other, data)
+        update = lambda: self.optimizer.stateless_apply(slots, gradients, weights)  # noqa: E731
+        weights, slots = jax.lax.cond(loss > 0.5, update, lambda: (weights, slots))
+        return {"loss": loss}, (weights, other, slots, metrics)
+
+
+class Adversarial(keras.Model):
+    """A GAN: two optimizers, the slots of the second held as variables of the model; each reads the other's update."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(6), layers.Dense(6)])
+        self.critic = keras.Sequential([keras.Input((6,)), layers.Dense(6), layers.LeakyReLU(), layers.Dense(1)])
+        self.critic_optimizer = keras.optimizers.Adam(0.01)
+        self.critic_optimizer.build(self.critic.trainable_variables)
+        self.critic_slots = self.critic_optimizer.variables
+        self.count = len(self.generator.trainable_variables)
+
+    def call(self, x):
+        return self.critic(x)
+
+    def compile(self, **mode):
+        super().compile(keras.optimizers.SGD(0.01, momentum=0.9), **mode)
+        self.optimizer.build(self.generator.trainable_variables)
+
+    def critic_loss(self, critic, generator, real):
+        fake, _ = self.generator.stateless_call(generator, [], real[:, :3])
+        on = lambda x: self.critic.stateless_call(critic, [], x)[0]  # noqa: E731
+        return jnp.mean(jax.nn.softplus(-on(real))) + jnp.mean(jax.nn.softplus(on(fake)))
+
+    def generator_loss(self, generator, critic, real):
+        fake, _ = self.generator.stateless_call(generator, [], real[:, :3])
+        return jnp.mean(jax.nn.softplus(-self.critic.stateless_call(critic, [], fake)[0]))
+
+    def train_step(self, state, data):
+        real = data[0] if isinstance(data, tuple) else data
+        weights, other, slots, metrics = state
+        known = {id(v): i for i, v in enumerate(self.non_trainable_variables)}
+        places = [known[id(v)] for v in self.critic_optimizer.variables]
+        generator, critic = weights[: self.count], weights[self.count :]
+        d_loss, gradients = jax.value_and_grad(self.critic_loss)(critic, generator, real)
+        critic, moved = self.critic_optimizer.stateless_apply([other[i] for i in places], gradients, critic)
+        other = list(other)
+        for place, value in zip(places, moved):
+            other[place] = value
+        g_loss, gradients = jax.value_and_grad(self.generator_loss)(generator, critic, real)
+        generator, slots = self.optimizer.stateless_apply(slots, gradients, generator)
+        return {"d_loss": d_loss, "g_loss": g_loss}, ([*generator, *critic], other, slots, metrics)
+
+
+def _own(kind, **mode):
+    model = kind()
+    model.compile(**({} if kind is Adversarial else {"optimizer": keras.optimizers.Adam(0.01)}), **mode)
+    model(np.zeros((1, 6), "float32"))
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: True, Conditional: True, Adversarial: True}
+"""Each with whether its updates cannot be put off."""
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_own_step(way, kind):
+    """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
+    _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
+    if way in ("written over", "in two"):
+        assert bad.guard.session.transaction.saving == STEPS[kind]
+    assert (bad.guard.session.transaction.in_two is not None) == (way == "in two" and not STEPS[kind])
+    assert all(np.isfinite(v) for values in bad.history.values() for v in values)
+
+
+class Keeping(OwnStep):
+    """Keeps the last gradient of its last kernel, and logs one."""
+
+    def build(self, shape):
+        self.body.build(shape)
+        self.last = self.add_weight(shape=(6, 1), initializer="zeros", trainable=False, name="last")
+        self.built = True
+
+    def train_step(self, state, data):
+        trainable, non_trainable, slots, metrics = state
+
+        def loss_of(trainable):
+            outputs, moved = self.stateless_call(trainable, non_trainable, data[0], training=True)
+            return jnp.mean(jnp.square(outputs - data[1])), moved
+
+        (loss, moved), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        place = next(i for i, v in enumerate(self.non_trainable_variables) if v.path == self.last.path)
+        moved[place] = gradients[-2]
+        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {"loss": loss, "bias": gradients[-1][0]}, (trainable, moved, slots, metrics)
+
+
+def test_a_gradient_that_stays(way):
+    """An array that goes to the updates and also stays in the state, or in the logs, is not given up with the others."""
+    _, bad = oracle(functools.partial(_own, Keeping), tolerance=1e-5)
+    assert np.abs(bad.model.last.numpy()).max() > 0
+
+
+def test_own_step_eager():
+    """The same without a compiled step."""
+    oracle(functools.partial(_own, Adversarial, run_eagerly=True))
+
+
+def test_first_step_of_raw_logs_is_bad():
+    """A refused first step has no last committed logs: finite ones stand in."""
+    data = zoo.poison(zoo.regression(batches=3), 0)
+    run = zoo.run(functools.partial(_own, OwnStep), data, guard=True, epochs=1)
+    assert run.steps == [0] and np.isfinite(run.history["loss"][0])
+
+
+# The state between two steps
+
+
+def test_healthy_steps_leave_the_variables_alone(monkeypatch):
+    """The state is put into the variables only where the host looks at it: at the start, for monitors and snapshots."""
+    model, data, guard = zoo.plain(), zoo.regression(batches=40), NanGuard(verbose=0)
+    calls = []
+    real = model.jax_state_sync
+    monkeypatch.setattr(type(model), "jax_state_sync", lambda self: (calls.append(guard.session.step), real())[1])
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert set(calls) <= {0, 1, 10, 30, 40}
+
+
+def test_other_callbacks_see_the_state(way):
+    """A callback that looks at the model, or changes it, sees and changes the state that training goes on with."""
+
+    class Halver(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel * 0.5)
+
+    def build():
+        return zoo.plain(dropout=False)
+
+    data = zoo.regression()
+    guarded = zoo.run(build, data, guard=True, callbacks=[Halver()])
+    assert zoo.differences(guarded, zoo.run(build, data, callbacks=[Halver()]), 1e-5) == []
+
+
+def test_rollback(way):
+    """A rollback hands Keras the last verified state, and training goes on from there at a lower rate."""
+    model, data = zoo.plain(keras.optimizers.Adam(0.01), dropout=False), zoo.regression(batches=60)
+    policy = {
+        "preset": "none",
+        "snapshot": {"every": 10, "good_after": 2},
+        "rules": [
+            {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
+        ],
+    }
+    guard = NanGuard(policy, verbose=0)
+    with inject(model, site="weights", step=25):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].step == 25 and "rollback" in str(guard.incidents[0].outcomes)
+    assert zoo.bad_entries(model) == [] and guard.session.step == 60
+    assert float(np.asarray(model.optimizer.learning_rate.value)) == pytest.approx(0.005)
+
+
+def test_lowered_schedule(way):
+    """A lowered schedule is an argument of the compiled step: its factor can change without compiling anew."""
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([10**6], [0.1, 0.1]))
+    model, data = zoo.plain(optimizer, dropout=False), zoo.poison(zoo.regression(batches=20), 5)
+    policy = {
+        "preset": "none",
+        "rules": [{"name": "lower", "do": {"lower_lr": {"factor": 0.0001}}, "limit": {"times": 9}, "otherwise": "stop"}],
+    }
+    look = Look(lambda model: np.array(model.layers[0].kernel.value))
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(policy, verbose=0), look])
+    moves = [np.abs(b - a).max() for a, b in zip(look.seen, look.seen[1:])]
+    assert max(moves[5:]) < 1e-2 * min(moves[:4])
+
+
+def test_stop_leaves_the_last_good_state(way):
+    """A policy that stops leaves the state from before the bad step behind."""
+    data = zoo.regression()
+    run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard("stop", verbose=0), epochs=1)
+    short = zoo.Data(data.x[: 6 * zoo.BATCH], data.y[: 6 * zoo.BATCH])
+    clean = zoo.run(zoo.plain, short, epochs=1)
+    assert run.model.stop_training and run.steps == [6]
+    assert zoo.differences(run, clean, 1e-5) == []
+
+
+def test_raise_leaves_the_last_good_state(way):
+    """A policy that raises leaves a model behind that can be used: nothing of it was given up to a step."""
+    model = zoo.plain()
+    with pytest.raises(Exception, match="step 7 "):
+        zoo.run(lambda: model, zoo.poison(zoo.regression(), 6), guard=NanGuard("raise", verbose=0))
+    assert zoo.bad_entries(model) == []
+    assert np.isfinite(model.predict(zoo.draw(1), verbose=0)).all()
+
+
+def test_observe(way):
+    """A policy that only looks tells of the step, with counts, and changes nothing."""
+    data = zoo.poison(zoo.regression(), 6)
+    run = zoo.run(zoo.plain, data, guard=NanGuard("observe", verbose=0), epochs=1)
+    assert zoo.bad_entries(run.model) != []
+    assert run.steps == [6] and run.guard.incidents[0].sites[0] == "inputs" and not run.guard.incidents[0].refused
+    assert any(f.site == "gradients" and f.nan for f in run.guard.incidents[0].findings)
+
+
+def test_counts_name_variables(way):
+    """An incident counts the bad entries of each gradient, by its variable's path."""
+    model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
+    with inject(model, site="gradients", kind="inf", step=3, path="*/kernel", entries=2):
+        model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    kernels = {v.path: int(np.prod(v.shape)) for v in model.trainable_variables if v.path.endswith("kernel")}
+    found = {f.path: (f.inf, f.size) for f in guard.incidents[0].findings if f.site == "gradients"}
+    assert found == {path: (min(2, size), size) for path, size in kernels.items()}
+
+
+def test_one_step_at_a_time(way):
+    """`train_on_batch` of a `NanGuardModel` is the same transaction."""
+
+    class Quiet(NanGuardModel):
+        nanguard_verbose = 0
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Quiet(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+    model.compile("adam", "mse")
+    data = zoo.regression()
+    for i in range(4):
+        model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
+    before = zoo.state_of(model)
+    bad = np.full((8, 6), np.nan, "float32")
+    logs = model.train_on_batch(bad, data.y[:8], return_dict=True)
+    assert all(np.isfinite(v) for v in logs.values())
+    moved = [p for (p, a), (_, b) in zip(before, zoo.state_of(model)) if not np.array_equal(a, b) and "loss" not in p]
+    assert moved == [] and [i.step for i in model.nanguard.incidents] == [4]
+
+
+def test_no_nnx(monkeypatch):
+    """With NNX turned on the guard says that it cannot work there."""
+    monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
+    with pytest.raises(GuardError, match="NNX"):
+        zoo.run(zoo.plain, zoo.regression(), guard=True)
+
+
+# A loop of one's own
+
+
+class Loop:
+    """A stateless step and the state it begins with."""
+
+    def __init__(self):
+        keras.utils.set_random_seed(0)
+        self.model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)]
+        )
+        self.optimizer = keras.optimizers.Adam(0.01)
+        self.optimizer.build(self.model.trainable_variables)
+        parts = (self.model.trainable_variables, self.model.non_trainable_variables, self.optimizer.variables)
+        self.state = tuple([v.value for v in part] for part in parts)
+
+    def loss(self, weights, other, x, y):
+        predicted, other = self.model.stateless_call(weights, other, x, training=True)
+        return jnp.mean((predicted - y) ** 2), other
+
+    def step(self, state, x, y):
+        weights, other, slots = state
+        (loss, other), gradients = jax.value_and_grad(self.loss, has_aux=True)(weights, other, x, y)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return loss, (weights, other, slots)
+
+
+def batches(bad=()):
+    data = zoo.regression().with_poison(bad)
+    return [(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8]) for i in range(data.batches)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_loop(compiled):
+    """A guarded loop ends as an unguarded one without the bad batches; its guard tells which steps were refused."""
+    ends = []
+    for bad in ((), BAD):
+        loop, guard, refused = Loop(), NanGuard(verbose=0), []
+        step = jax.jit(loop.step) if compiled else loop.step
+        state = loop.state
+        with guard.watch(loop.model, loop.optimizer):
+            run = guard.step(step) if bad else step
+            for i, batch in enumerate(batches(bad)):
+                _, state = run(state, *batch)
+                refused += [i] if guard.refused else []
+        assert tuple(refused) == bad and [i.step for i in guard.incidents] == list(bad)
+        ends.append(jax.tree_util.tree_leaves(state))
+    for one, other in zip(*ends):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def test_loop_remembers_its_batches_in_one_buffer():
+    """The batches before a refused step are known, also where the loop writes each into the same array."""
+    loop, guard, found = Loop(), NanGuard(verbose=0), []
+    inputs, targets = (np.empty_like(part) for part in batches()[0])
+    state = loop.state
+    with guard.watch(loop.model, loop.optimizer) as session:
+        step = guard.step(jax.jit(loop.step))
+        for x, y in batches((7,)):
+            inputs[:], targets[:] = x, y
+            _, state = step(state, inputs, targets)
+            if guard.refused:
+                found.append(session.recent.approach(session.ring.snapshots, session.transaction.batch))
+    assert found[0].steps == tuple(range(7))
+    for (x, y), (known_x, known_y) in zip(batches(), found[0].batches):
+        np.testing.assert_array_equal(x, known_x)
+        np.testing.assert_array_equal(y, known_y)
+
+
+def test_loop_rolls_back():
+    """A rollback hands the loop the last good state, and a lower rate in it."""
+    loop, state = Loop(), None
+    policy = {
+        "preset": "none",
+        "snapshot": {"every": 3, "good_after": 1},
+        "rules": [
+            {"name": "back", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
+        ],
+    }
+    guard, state, states = NanGuard(policy, verbose=0), loop.state, []
+    with guard.watch(loop.model, loop.optimizer):
+        step = guard.step(jax.jit(loop.step))
+        for batch in batches((8,)):
+            _, state = step(state, *batch)
+            states.append(state)
+    assert [i.step for i in guard.incidents] == [8]
+    for one, other in zip(states[8][0], states[5][0]):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert float(loop.optimizer.learning_rate.value) == pytest.approx(0.005)
+
+
+def test_loop_of_another_layout():
+    """A state that does not hold the model's values is refused with the layout that is wanted."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="trainable_variables"):
+        guard.step(loop.step)([jnp.zeros(3)], *batches()[0])
+
+
+def test_loop_without_a_state():
+    """A step that does not hand back its state is told how to be written."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="return loss, state"):
+        guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
+
+
+def test_tiny_steps_stay_on_one_thread(monkeypatch):
+    """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
+    assert jax_step._in_line() == jax_step._IN_LINE
+    runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
+    monkeypatch.setattr(jax_step, "TINY", -1)
+    runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
+    assert zoo.differences(*runs) == []
+
+
+def test_a_step_logs_its_own_loss(way):
+    """In whatever way steps are refused, a committed one logs what it returned, and a refused one what the last committed one did."""
+    from test_logs_of_steps import Noisy, fitted, own
+
+    stock = fitted(lambda: own(Noisy), zoo.regression())
+    guarded = fitted(lambda: own(Noisy), zoo.regression(), NanGuard(verbose=0))
+    left_out = fitted(lambda: own(Noisy), zoo.poison(zoo.regression(), 3), NanGuard(verbose=0, diagnose=False))
+    for one, other in zip(stock.batches, guarded.batches):
+        assert one == pytest.approx(other)
+    assert left_out.batches[3] == left_out.batches[2] == pytest.approx(stock.batches[2])

@@ -1,0 +1,192 @@
+"""One step for each batch that the host takes is what Keras makes of it, for every kind of data and of model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._backends.tensorflow import from_iterator
+from keras_nanguard.testing import inject
+
+
+class Traced(keras.Model):
+    """A model that counts how often its step is traced, and notes what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.traces, self.batches = keras.layers.Dense(1), 0, []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.traces += 1
+        self.batches.append(keras.tree.map_structure(lambda t: getattr(t, "shape", t), data))
+        return super().train_step(data)
+
+
+def traced():
+    keras.utils.set_random_seed(1)
+    model = Traced()
+    model.compile("adam", "mse")
+    model.build((None, 4))
+    return model
+
+
+def numbers(count):
+    rng = np.random.default_rng(2)
+    return rng.standard_normal((count, 4)).astype("float32"), rng.standard_normal((count, 1)).astype("float32")
+
+
+def both(run):
+    """Return the two models that `run(model, callbacks)` has trained, without and with a guard."""
+    models = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        models.append(traced())
+        run(models[-1], callbacks)
+    for plain, guarded in zip(models[0].get_weights(), models[1].get_weights()):
+        np.testing.assert_array_equal(plain, guarded)
+    return models
+
+
+def test_batches_come_as_keras_hands_them():
+    """Nested as they were, whole and short ones, with weights for samples or without."""
+    x, y = numbers(20)
+
+    def run(model, callbacks):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks)
+        model.fit(x, y, sample_weight=np.linspace(0, 1, 20), batch_size=8, verbose=0, callbacks=callbacks)
+        model.fit(tf.data.Dataset.from_tensors((x, y)), verbose=0, callbacks=callbacks)
+
+    plain, guarded = both(run)
+    assert {str(b) for b in plain.batches} == {str(b) for b in guarded.batches}
+
+
+@pytest.mark.skipif(zoo.OLD, reason="this version of Keras takes no None from a generator")
+def test_what_a_generator_leaves_out_is_none():
+    def run(model, callbacks):
+        def batches():
+            for _ in range(6):
+                yield (*numbers(8), None)
+
+        model.fit(batches(), epochs=2, steps_per_epoch=3, verbose=0, callbacks=callbacks)
+
+    _, guarded = both(run)
+    assert all(batch[2] is None for batch in guarded.batches)
+
+
+def test_shapes_that_change_from_fit_to_fit():
+    """A trace that served one shape of batches does not get others."""
+
+    def run(model, callbacks):
+        for count in (8, 6, 8, 5):
+            data = tf.data.Dataset.from_tensor_slices(numbers(count)).batch(count, drop_remainder=True)
+            model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+
+    both(run)
+
+
+def test_epochs_and_fits_need_no_trace_more():
+    """Each epoch brings an iterator of its own; the step is traced no more often for them than without a guard."""
+    x, y = numbers(16)
+
+    def run(model, callbacks):
+        for _ in range(3):
+            model.fit(x, y, epochs=3, batch_size=8, verbose=0, callbacks=callbacks)
+
+    plain, guarded = both(run)
+    assert guarded.traces <= plain.traces
+
+
+def test_the_data_of_an_epoch_is_released():
+    """The step holds no iterator, and so no buffer of batches, when its epoch is over."""
+    step, x = from_iterator.Direct(lambda data: data[0]), numbers(8)[0]
+    iterator = iter(tf.data.Dataset.from_tensors((x,)))
+    np.testing.assert_array_equal(step(from_iterator.next_batch(iterator), iterator), x)
+    with pytest.raises(StopIteration):
+        from_iterator.next_batch(iterator)
+    gone = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert gone() is None
+    iterator = iter(tf.data.Dataset.from_tensors((x,)))
+    np.testing.assert_array_equal(step(from_iterator.next_batch(iterator), iterator), x)
+
+
+def unbounded(kind):
+    """Return data whose size nobody knows before they end."""
+    x, y = numbers(12)
+    if kind == "generator":
+        return ((x[i : i + 4], y[i : i + 4]) for _ in range(9) for i in (0, 4, 8))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    return data.filter(lambda x, y: True) if kind == "dataset" else data
+
+
+@pytest.mark.parametrize("kind", ["dataset", "generator", "known"])
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
+def test_data_of_unknown_size(kind, optimizer):
+    """A run over data whose end nobody knows is that of stock Keras to the bit.
+
+    Stock Keras runs its step once more there, which finds no batch; what needs none of it, such as the count of iterations and
+    the seeds of Dropout, has gone on by then.
+    """
+    found = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile(getattr(keras.optimizers, optimizer)(0.1), "mse")
+        history = model.fit(unbounded(kind), epochs=3 if kind != "generator" else 1, verbose=0, callbacks=callbacks)
+        found.append((history.history, [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]))
+    (plain_history, plain), (guarded_history, guarded) = found
+    assert plain_history == guarded_history
+    for one, other in zip(plain, guarded, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_train_function_of_the_users_own_is_kept():
+    """A model that makes its own train function is run by that."""
+
+    class Own(Traced):
+        calls = 0
+
+        def make_train_function(self, force=False):
+            made = super().make_train_function(force=force)
+            keras_own = self.train_function
+
+            def counting(iterator):
+                self.calls += 1
+                return keras_own(iterator)
+
+            self.train_function = counting
+            return made and counting
+
+    model, (x, y) = Own(), numbers(16)
+    model.compile("adam", "mse")
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert model.calls == 8
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["callback", "model"])
+def test_single_batches_and_fits_in_turn(of_model):
+    """`train_on_batch` and `fit` run one transaction."""
+    plain = zoo.plain(dropout=False)
+    model = NanGuardModel(plain.inputs, plain.outputs) if of_model else plain
+    model.compile(keras.optimizers.Adam(), "mse")
+    guards = [] if of_model else [NanGuard(verbose=0)]
+    data = zoo.regression(batches=4)
+    x, y = data.x, data.y
+    model.nanguard_verbose = 0
+    with inject(model, site="gradients", step=1):
+        model.fit(x, y, epochs=3, batch_size=32, verbose=0, callbacks=guards)
+    assert int(model.optimizer.iterations) == 2
+    loss = model.train_on_batch(x, y, return_dict=True)["loss"]
+    assert np.isfinite(loss) and int(model.optimizer.iterations) == 3
+    model.fit(x, y, verbose=0, callbacks=guards)
+    assert not zoo.bad_entries(model)

@@ -1,0 +1,227 @@
+"""Updates by fused kernels: where they are used, and that they come to the bits of Keras' own operations."""
+
+from __future__ import annotations
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import zoo
+
+from keras_nanguard._backends.tensorflow import fused_updates
+
+optimizers = keras.optimizers
+
+
+def _warmed_up():
+    return optimizers.schedules.CosineDecay(0.05, 40, warmup_target=0.08, warmup_steps=6)
+
+
+def _adam(amsgrad=False):
+    return optimizers.Adam(_warmed_up(), amsgrad=amsgrad, clipvalue=0.1, weight_decay=1e-3)
+
+
+BY_KERNELS = {
+    "Adam": (_adam, {"descend": 2, "divide": 1}),
+    "AMSGrad": (lambda: _adam(amsgrad=True), {"descend": 2, "divide": 1}),
+    "EMA": (lambda: optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=3), {"descend": 2, "divide": 1}),
+    "accumulates": (lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2), {"descend": 2, "divide": 1}),
+    "loss scale": (lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 64.0, 5), {"descend": 2, "divide": 1}),
+    "SGD": (lambda: optimizers.SGD(_warmed_up(), clipvalue=0.1), {"descend": 1}),
+    "Adamax": (optimizers.Adamax, {"descend": 1}),
+    "Nadam": (optimizers.Nadam, {"descend": 2}),
+    "Lion": (optimizers.Lion, {"descend": 1}),
+    "Adadelta": (optimizers.Adadelta, {"descend": 1}),
+    "Lamb": (optimizers.Lamb, {"descend": 2}),
+    "Muon": (getattr(optimizers, "Muon", optimizers.Lamb), None),
+}
+"""Optimizers, and how many of which kernel the update of one weight takes; `None` where that depends on the weight."""
+
+AS_IT_IS = {
+    "SGD clipped by norms": lambda: optimizers.SGD(_warmed_up(), clipnorm=1.0),
+    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3, global_clipnorm=0.5),
+    "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+    "Adagrad": optimizers.Adagrad,
+    "Ftrl": optimizers.Ftrl,
+    "Adafactor": optimizers.Adafactor,
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """How often each kernel was traced."""
+    used = collections.Counter()
+
+    def counting(name, real):
+        def kernel(*args):
+            used[name] += 1
+            return real(*args)
+
+        return kernel
+
+    assert fused_updates.same_bits(), "on this machine the kernels are not used"
+    for name in ("descend", "divide"):
+        monkeypatch.setattr(fused_updates, name, counting(name, getattr(fused_updates, name)))
+    return used
+
+
+def network(optimizer):
+    """Return a model whose update has a constraint in it, too."""
+    limit = keras.constraints.MaxNorm(0.7)
+    body = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    model = keras.Sequential([*body, keras.layers.Dropout(0.2), keras.layers.Dense(1, kernel_constraint=limit)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.parametrize("name", [*BY_KERNELS, *AS_IT_IS])
+def test_the_same_bits(kernels, name):
+    """Guarded with bad batches put in, the run ends as the plain one without them, whichever way the update takes."""
+    make, used = BY_KERNELS[name] if name in BY_KERNELS else (AS_IT_IS[name], {})
+    data = zoo.regression()
+    plain = zoo.run(lambda: network(make()), data)
+    assert not kernels
+    bad = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard=True)
+    assert zoo.differences(bad, plain) == []
+    assert bad.guard.session.refused == 4
+    weights = len(bad.model.trainable_variables)
+    assert used is None or {kernel: count / weights for kernel, count in kernels.items()} == used
+
+
+def test_large_arrays(kernels):
+    """Arrays that several threads compute a part of each."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3001), keras.layers.Dense(67), keras.layers.Dense(1)])
+        model.compile(optimizers.Adam(0.01), "mse")
+        return model
+
+    data = zoo.regression()
+    assert zoo.differences(zoo.run(build, data, guard=True, epochs=1), zoo.run(build, data, epochs=1)) == []
+    assert kernels["divide"] == 6
+
+
+@pytest.mark.parametrize("name", ["Adam", "accumulates"])
+def test_what_was_not_written_is_not_found_bad(name):
+    """The values that a refused update would have written are no state, and nothing is told of them."""
+    run = zoo.run(lambda: network(BY_KERNELS[name][0]()), zoo.regression().with_poison((2,)), guard=True, epochs=1)
+    (incident,) = run.guard.incidents
+    assert incident.refused and {f.site for f in incident.findings}.isdisjoint({"weights", "slots"})
+
+
+def test_scattered_writes_stay_as_they_are(kernels):
+    """A table of which a step writes a few rows is written as Keras writes it."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.Flatten()])
+        model.add(keras.layers.Dense(1))
+        model.compile(optimizers.SGD(0.05), "mse")
+        return model
+
+    source = zoo.regression()
+    data = zoo.Data((np.abs(source.x * 5) % 20).astype("int32"), source.y)
+    assert zoo.differences(zoo.run(build, data, guard=True), zoo.run(build, data)) == []
+    assert kernels == {"descend": 2}, "kernel and bias of the dense layer"
+
+
+class Before(optimizers.Adam):
+    """Divides by the moment as it was before this step."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        index = self._get_variable_index(variable)
+        moment, divisor = self._velocities[index], keras.ops.sqrt(self._velocities[index]) + 1e-3
+        self.assign_add(moment, (keras.ops.square(gradient) - moment) * 0.1)
+        self.assign_sub(variable, (gradient * learning_rate) / divisor)
+
+
+def test_a_moment_that_is_written_in_between(kernels):
+    """The kernel would read it too late, so an update of a user's own divides by itself."""
+    run = zoo.run(lambda: network(Before(1e-4)), zoo.regression(), guard=True)
+    assert zoo.differences(run, zoo.run(lambda: network(Before(1e-4)), zoo.regression())) == []
+    assert kernels["descend"] and not kernels["divide"]
+
+
+def test_an_epsilon_of_zero(kernels):
+    """TensorFlow's graph optimizer may change such a quotient, and the kernel would then come to other bits."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+        model.compile(optimizers.Adam(0.01, epsilon=0.0), "mse")
+        return model
+
+    run = zoo.run(build, zoo.regression(), guard=True)
+    assert run.guard.incidents == [] and zoo.differences(run, zoo.run(build, zoo.regression())) == []
+    assert kernels["descend"] and not kernels["divide"]
+
+
+@pytest.mark.parametrize("how", ["other bits", "float64", "xla", "own way to assign"])
+def test_where_no_kernel_serves(kernels, monkeypatch, how):
+    """The update then runs as Keras wrote it."""
+
+    class Own(optimizers.SGD):
+        def assign_sub(self, variable, value):
+            super().assign_sub(variable, 2.0 * value)
+
+    if how == "other bits":
+        monkeypatch.setattr(fused_updates, "same_bits", lambda: False)
+    if how == "float64":
+        keras.config.set_dtype_policy("float64")
+
+    def build():
+        model = network(Own(0.02) if how == "own way to assign" else optimizers.Adam(0.01))
+        model.compile(model.optimizer, "mse", jit_compile=how == "xla")
+        return model
+
+    guarded = zoo.run(build, zoo.regression(), guard=True)
+    assert not kernels and guarded.guard.incidents == []
+    if how != "xla":  # it comes to other bits by itself, which a bias before a BatchNormalization feels beyond any tolerance
+        assert zoo.differences(guarded, zoo.run(build, zoo.regression())) == []
+
+
+def test_nothing_is_left_on_the_optimizer():
+    """Its methods are its own again as soon as its update is traced."""
+    run = zoo.run(lambda: network(optimizers.Adam(0.01)), zoo.regression(), guard=True, epochs=1)
+    assert {"assign_add", "assign_sub", "apply"}.isdisjoint(vars(run.model.optimizer))
+
+
+@pytest.mark.parametrize("kernel", ["descend", "divide"])
+def test_other_bits_are_seen(monkeypatch, kernel):
+    """A kernel that rounds once where Keras rounds twice is found out."""
+    real = getattr(fused_updates, kernel)
+
+    def rounding_once(handle, *args):
+        nearly = [tf.constant(np.nextafter(np.float32(args[-1]), np.float32(9e9)))]
+        real(handle, *args[:-1], *nearly)
+
+    monkeypatch.setattr(fused_updates, kernel, rounding_once)
+    assert not fused_updates.same_bits.__wrapped__()
+
+
+class Twice(optimizers.SGD):
+    """Reads what it has just written, writes one variable more than once, and one with what another is given."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = [self.add_variable_from_reference(v, name="seen") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        seen = self.seen[self._get_variable_index(variable)]
+        self.assign_sub(variable, learning_rate * gradient)
+        self.assign(seen, keras.ops.convert_to_tensor(variable) * 2)
+        self.assign_add(variable, 0.01 * (seen - variable))
+        self.assign(seen, variable)
+
+
+def test_reads_what_it_wrote(kernels):
+    """The program's order is kept, and variables that were given one value do not share it afterwards."""
+    data = zoo.regression()
+    plain = zoo.run(lambda: network(Twice(0.05)), data)
+    run = zoo.run(lambda: network(Twice(0.05)), data.with_poison((2,)), guard=True)
+    assert zoo.differences(run, plain) == [] and kernels["descend"]
+    weight, seen = run.model.trainable_variables[0], run.model.optimizer.seen[0]
+    before = np.array(seen.value)
+    np.testing.assert_array_equal(before, np.array(weight.value))
+    weight.value.assign_add(tf.ones_like(weight.value))
+    np.testing.assert_array_equal(before, np.array(seen.value))

@@ -1,0 +1,136 @@
+"""A refusal in a compiled step, where the step does what most steps do not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_nanguard import NanGuard, NanGuardModel
+
+X = np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
+Y = X.sum(1, keepdims=True)
+BAD = X.copy()
+BAD[16:24, 3] = np.nan
+KEPT = np.r_[0:16, 24:64]
+
+
+def network(cls=keras.Model, optimizer="adam", **compile_):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    x = layers.BatchNormalization()(layers.Dense(8, activation="tanh")(inputs))
+    model = cls(inputs, layers.Dense(1, dtype="float32")(layers.Dropout(0.2)(x)))
+    model.compile(optimizer, "mse", **compile_)
+    return model
+
+
+def values(model):
+    return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+def fit(model, x, y, guard=None):
+    return model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
+
+
+def same(one, other):
+    for a, b in zip(values(one), values(other)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nothing_is_said_by_tensorflow():
+    """A refusal is no error: the only line that a user reads is ours."""
+    program = f"""
+import numpy as np, keras, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
+from test_graph_step import *
+fit(network(), BAD, Y, NanGuard())
+"""
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert "step 3" in ran.stdout
+    assert not re.search("rendezvous|INVALID_ARGUMENT|assertion", ran.stderr)
+
+
+def test_an_update_that_does_not_wait():
+    """An optimizer that steps out of all control dependencies is refused like any other."""
+
+    class Free(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            with tf.control_dependencies(None):
+                return super().apply(grads, trainable_variables)
+
+    plain, guarded = network(optimizer=Free(1e-2)), network(optimizer=Free(1e-2))
+    fit(plain, X[KEPT], Y[KEPT])
+    guard = NanGuard(verbose=0)
+    fit(guarded, BAD, Y, guard)
+    assert [i.step for i in guard.incidents] == [2]
+    same(guarded, plain)
+
+
+def test_a_step_called_from_elsewhere():
+    """A loop that calls the train step itself is guarded, too."""
+    model = network(NanGuardModel)
+    fit(model, X[:8], Y[:8])
+    before = values(model)
+    step = tf.function(lambda x, y: model.train_step((x, y)))
+    step(tf.constant(BAD[16:24]), tf.constant(Y[16:24]))
+    for a, b in zip(values(model), before):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_error_of_ones_own():
+    """What the user's step asserts reaches the user."""
+
+    class Strict(keras.Model):
+        def train_step(self, data):
+            with tf.control_dependencies([tf.debugging.assert_less(data[0][0, 0], 100.0, message="too hot")]):
+                return super().train_step(data)
+
+    hot = X.copy()
+    hot[30] = 1e3
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too hot"):
+        fit(network(Strict), np.where(np.arange(64)[:, None] >= 24, 1e3, X).astype("float32"), Y, NanGuard(verbose=0))
+
+
+class Telling(keras.Model):
+    """Logs something that no metric holds."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "first": tf.reduce_mean(data[1])}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_logs_that_no_metric_holds(first):
+    """Of a refused step they are those of the step before, and the worst number where there was none."""
+    bad, seen = X.copy(), []
+    bad[first * 8 : first * 8 + 8] = np.inf
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["first"]))
+    network(Telling).fit(bad, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[NanGuard(verbose=0), note])
+    means = [float(Y[i : i + 8].mean()) for i in range(0, 64, 8)]
+    means[first] = means[first - 1] if first else 3.4028234663852886e38
+    np.testing.assert_allclose(seen, means, rtol=1e-5)
+
+
+def test_a_trainer_that_is_no_model():
+    """Keras' `Trainer` can be mixed into a layer, which has no `save`."""
+
+    class Bare(keras.src.backend.tensorflow.trainer.TensorFlowTrainer, layers.Dense):
+        def __init__(self, units):
+            layers.Dense.__init__(self, units)
+            keras.src.backend.tensorflow.trainer.TensorFlowTrainer.__init__(self)
+
+    model = Bare(1)
+    model.compile(keras.optimizers.SGD(1e-2), "mse")
+    guard = NanGuard(verbose=0)
+    fit(model, BAD, Y, guard)
+    assert [i.step for i in guard.incidents] == [2]
+    assert all(np.isfinite(np.asarray(v)).all() for v in model.variables)

@@ -1,0 +1,121 @@
+"""Under `tf.distribute.MirroredStrategy`: one verdict for all replicas, whichever of them saw it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import zoo
+
+SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
+TOGETHER = {
+    "graph": ("adam", "momentum", "bad_target", "observed", "healthy"),
+    "float16": ("mixed_float16", "mixed_float16_momentum", "overflow"),
+    "more of the optimizer": ("ema", "schedule", "several_steps"),
+    "eager": ("eager",),
+    "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
+    "own step": ("own_step", "uneven", "on_batch"),
+    "compiled": ("compiled",),
+}
+"""Cases that share a process."""
+
+STEPS = [3, 7, 8, 18, 22, 23]
+REPLICAS = [[0], [1], [0, 1]] * 2
+
+
+def results(process: str) -> dict[str, Any]:
+    """Run the cases of a process."""
+    done = subprocess.run([sys.executable, SCRIPT, *TOGETHER[process]], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.fixture
+def result(once):
+    """`result(name)`: what a case told; all cases of its process run at once."""
+
+    def of_case(name: str) -> dict[str, Any]:
+        process = next(process for process, names in TOGETHER.items() if name in names)
+        return once(f"mirrored {process}", lambda folder: results(process))[name]
+
+    return of_case
+
+
+ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", "schedule", "eager", "two_optimizers", "own_step"]
+
+
+@pytest.mark.parametrize("name", [*ORACLE, "bad_target", "several_steps"])
+def test_a_bad_batch_never_happened(result, name):
+    """Keras ends in NaN; the guarded run ends, in the copy of each replica, where it ends without the bad batches."""
+    told = result(name)
+    assert told["stock"] > 0, "the poison does nothing to Keras"
+    assert told["differences"] == []
+    assert told["steps"] == STEPS and all(told["refused"])
+
+
+@pytest.mark.parametrize("name", [*ORACLE, "bad_target"])
+def test_replicas_are_named(result, name):
+    """An incident names the replica that saw it, or both of them."""
+    told = result(name)["replicas"]
+    if zoo.OLD and name in ("two_optimizers", "own_step"):  # told of both replicas although one of them saw it
+        assert all(set(true) <= set(found) for true, found in zip(REPLICAS, told))
+    else:
+        assert told == REPLICAS
+
+
+@pytest.mark.parametrize("name", ORACLE)
+def test_rows_are_those_of_the_whole_batch(result, name):
+    """The diagnosis tells the rows of the batch as the user made it, not those of a replica's share of it."""
+    told = result(name)
+    assert set(told["causes"]) == {"input_nonfinite"}
+    assert told["samples"] == [[1], [6], [1, 6]] * 2
+
+
+def test_one_replica_is_no_replica(result):
+    """Where there is only one replica, none is named."""
+    assert result("several_steps")["replicas"] == [[]] * 6
+
+
+def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
+    """The loss scale learns on every replica from what one of them saw, once, and nothing else moves."""
+    told = result("overflow")
+    assert told["finite"] and told["overflows"] == 1 and told["steps"] == []
+    assert told["changed"] == {
+        f"loss_scale_optimizer/{name} on replica {replica}": change
+        for name, change in {"step_counter": [2, 0], "dynamic_scale": [64.0, 32.0]}.items()
+        for replica in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("name", ["healthy", "healthy_two_optimizers"])
+def test_a_healthy_run_is_untouched(result, name):
+    """On clean data a guarded run and one that is not guarded are the same, bit by bit."""
+    told = result(name)
+    assert told["differences"] == [] and told["steps"] == []
+
+
+def test_observe_changes_nothing(result):
+    """Under `observe` the run ends where Keras ends it, NaN included, and the replica is named."""
+    told = result("observed")
+    assert told["same"] and told["steps"] == [4] and told["replicas"] == [[1]] and told["refused"] == [False]
+
+
+def test_a_replica_without_rows(result):
+    """A last batch with fewer rows than replicas is as good as Keras makes it."""
+    told = result("uneven")
+    assert told["finite"] == (told["stock"] or zoo.OLD) and (told["steps"] == []) == told["stock"]
+
+
+def test_train_on_batch(result):
+    """A `NanGuardModel` refuses a bad batch of `train_on_batch`, of which every replica is given all rows."""
+    told = result("on_batch")
+    assert told["changed"] == [] and told["steps"] == [1] and told["replicas"] == [[0, 1]] and told["samples"] == [[2]]
+
+
+def test_asked_to_compile(result):
+    """With `jit_compile=True` the guarded step runs in graph mode."""
+    assert result("compiled")["differences"] == []

@@ -1,0 +1,413 @@
+"""Train steps that do what most do not: a healthy run is that of stock Keras to the bit, and a refused step gives back all it wrote."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_nanguard import NanGuard, NanGuardModel
+
+BATCH, BATCHES = 8, 10
+BAD = (2, 6)
+X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
+Y = X[:, :1] - 0.5 * X[:, 1:2]
+WITH_BAD = X.copy()
+WITH_BAD[[step * BATCH + 3 for step in BAD]] = np.nan
+KEPT = np.concatenate([np.arange(b * BATCH, b * BATCH + BATCH) for b in range(BATCHES) if b not in BAD])
+
+MODES = {
+    "graph": {"jit_compile": False},
+    "eager": {"run_eagerly": True},
+    "two steps in one": {"jit_compile": False, "steps_per_execution": 2},
+}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+class Plain(keras.Model):
+    """What the others are made of; `state` lists what a step may write, Keras' own lists apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4, activation="tanh")
+        self.norm = layers.BatchNormalization()
+        self.out = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.norm(self.dense(x), training=training))
+
+    def state(self):
+        return []
+
+
+class LowersItsRate(Plain):
+    """Writes the learning rate after its update."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.optimizer.learning_rate.assign(self.optimizer.learning_rate * 0.9)
+        return logs
+
+
+class ReadsItsRateLate(Plain):
+    """Its rate is a callable that reads a variable which the step writes after its update."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = self.add_weight(shape=(), initializer=keras.initializers.Constant(0.05), trainable=False, name="rate")
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.rate.assign(self.rate * 0.9)
+        return logs
+
+
+class WritesWeights(Plain):
+    """Moves its weights by itself before and after its update."""
+
+    def train_step(self, data):
+        for weight in self.trainable_weights:
+            weight.assign(weight * 1.01)
+        logs = super().train_step(data)
+        for weight in self.trainable_weights:
+            weight.assign(weight * 0.99)
+        return logs
+
+
+class ReadsItsWeights(Plain):
+    """Logs the norm of its weights after the update."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "norm": keras.ops.norm(self.out.kernel)}
+
+
+def nested(how):
+    """Return a step that writes a `tf.Variable` inside of something."""
+
+    class Nested(Plain):
+        def __init__(self):
+            super().__init__()
+            self.mean = tf.Variable(tf.zeros((6,)), trainable=False)
+            self.draws = tf.random.Generator.from_seed(3)
+
+        def state(self):
+            return [self.mean, self.draws.state]
+
+        def train_step(self, data):
+            x, y = data
+            mean = tf.reduce_mean(x, 0)
+
+            def update():
+                self.mean.assign(0.9 * self.mean + 0.1 * mean + 0.01 * self.draws.normal((6,)))
+                return tf.constant(0)
+
+            if how == "cond":
+                tf.cond(tf.size(x) > 0, update, lambda: tf.constant(0))
+            elif how == "while":
+                tf.while_loop(lambda i: i < 2, lambda i: (update() + i + 1,), [tf.constant(0)])
+            elif how == "function":
+                tf.function(update)()
+            else:
+                update()
+            return super().train_step((x - self.mean, y))
+
+    return Nested
+
+
+class TrainsNative(keras.Model):
+    """Trains a `tf.Variable`, as a `tf.Module` holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable(tf.ones((6, 1)), name="own/weight")
+
+    def state(self):
+        return [self.weight]
+
+    def call(self, x):
+        return tf.matmul(x, self.weight)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply_gradients([(tape.gradient(loss, self.weight), self.weight)])
+        return {"loss": loss}
+
+
+class Adversarial(keras.Model):
+    """A GAN whose networks are no attributes of it; the generator's step reads the discriminator that was just updated."""
+
+    def __init__(self):
+        super().__init__()
+        inner = [layers.Dense(8, "tanh"), layers.BatchNormalization()]
+        generator = keras.Sequential([keras.Input((3,)), *inner, layers.Dense(6)])
+        critic = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+        self.networks = lambda: (generator, critic)
+        self.generator_optimizer, self.critic_optimizer = sgd(), sgd()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def state(self):
+        return [v for network in self.networks() for v in network.variables]
+
+    def train_step(self, data):
+        x, _ = data
+        generator, critic = self.networks()
+        noise = keras.random.normal((BATCH, 3), seed=self.seed)
+        with tf.GradientTape() as tape:
+            critic_loss = tf.reduce_mean(tf.nn.softplus(-critic(x)) + tf.nn.softplus(critic(generator(noise, training=True))))
+        self._update(self.critic_optimizer, tape, critic_loss, critic)
+        with tf.GradientTape() as tape:
+            generator_loss = tf.reduce_mean(tf.nn.softplus(-critic(generator(noise, training=True))))
+        self._update(self.generator_optimizer, tape, generator_loss, generator)
+        return {"critic_loss": critic_loss, "generator_loss": generator_loss}
+
+    def _update(self, optimizer, tape, loss, network):
+        optimizer.apply_gradients(zip(tape.gradient(loss, network.trainable_weights), network.trainable_weights))
+
+
+class Summarises(Plain):
+    """Writes a summary in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer = tf.summary.create_noop_writer()
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        with self.writer.as_default():
+            tf.summary.write("loss", logs["loss"], step=tf.constant(0, tf.int64))
+        return logs
+
+
+class Counts(Plain):
+    """Counts in a table, which no refusal gives back, and keeps its loss to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
+
+    def train_step(self, data):
+        key = tf.constant(1, tf.int64)
+        self.table.insert(key, self.table.lookup(key) + 1)
+        return super().train_step(data)
+
+
+STEPS = {
+    "lowers its rate": LowersItsRate,
+    "reads its rate late": ReadsItsRateLate,
+    "writes weights": WritesWeights,
+    "reads its weights": ReadsItsWeights,
+    "writes a variable": nested("plain"),
+    "writes in a conditional": nested("cond"),
+    "writes in a loop": nested("while"),
+    "writes in a function": nested("function"),
+    "trains a tf.Variable": TrainsNative,
+    "networks that are no attributes": Adversarial,
+    "writes a table": Counts,
+}
+
+
+def fitted(make, x, y, callbacks, mode):
+    """Return history, state, and the model after a fit."""
+    keras.utils.set_random_seed(1)
+    model = make()
+    rate = (lambda: model.rate + 0.0) if make is ReadsItsRateLate else 0.05
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", **MODES[mode])
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    optimizers = [model.optimizer, *(o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer))]
+    state = [*model.variables, *model.state(), *(v for o in optimizers if o is not None for v in o.variables)]
+    return history, [np.asarray(v) for v in state], model
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_healthy_run_is_that_of_stock_keras(name, mode):
+    guard = NanGuard(verbose=0)
+    history, state, _ = fitted(STEPS[name], X, Y, [guard], mode)
+    plain_history, plain, _ = fitted(STEPS[name], X, Y, [], mode)
+    assert history == plain_history
+    same(state, plain)
+    assert guard.incidents == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STEPS)
+def test_bad_batches_leave_nothing_behind(name, mode):
+    """A run with bad batches ends where stock Keras ends without them."""
+    if name == "networks that are no attributes" and mode == "eager":
+        pytest.skip("statistics of a network that is no attribute are given back in graph mode only: said among the limits")
+    guard = NanGuard(verbose=0, diagnose=False)
+    _, state, model = fitted(STEPS[name], WITH_BAD, Y, [guard], mode)
+    assert [incident.step for incident in guard.incidents] == [*BAD, *(BATCHES + step for step in BAD)]
+    _, plain, _ = fitted(STEPS[name], X[KEPT], Y[KEPT], [], mode if mode != "two steps in one" else "graph")
+    same(state, plain)
+    if name == "writes a table":  # said among the limits
+        assert int(model.table.lookup(tf.constant(1, tf.int64))) == 2 * BATCHES
+
+
+def test_a_summary_in_the_step():
+    """What a step writes that is no variable is none of the guard's business."""
+    guard = NanGuard(verbose=0)
+    same(fitted(Summarises, X, Y, [guard], "graph")[1], fitted(Summarises, X, Y, [], "graph")[1])
+    assert guard.incidents == []
+
+
+def test_a_rollback_takes_networks_that_are_no_attributes_along():
+    """A snapshot holds whatever the optimizers train, and a scan of the state finds it."""
+    rules = [
+        {"name": "back", "when": "refused", "do": ["rollback"], "limit": {"times": 1}},
+        {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
+    ]
+    guard, spoiled = NanGuard({"preset": "none", "rules": rules}, verbose=0, diagnose=False), []
+
+    class Spoils(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4 and not spoiled:
+                weight = self.model.networks()[1].trainable_weights[0]
+                weight.assign(np.full(weight.shape, np.nan, "float32"))
+                spoiled.append(weight)
+
+    _, state, _ = fitted(Adversarial, X, Y, [guard, Spoils()], "graph")
+    first = guard.incidents[0]
+    assert first.findings[0].site == "state" and first.findings[0].path == spoiled[0].path
+    assert [o.status for o in first.outcomes] == ["done"]
+    assert all(np.isfinite(value).all() for value in state)
+
+
+def test_a_tf_variable_is_named():
+    """Trouble in a `tf.Variable` that is trained is reported by its name."""
+    guard = NanGuard(verbose=0)
+    x = WITH_BAD.copy()
+    fitted(TrainsNative, x, Y, [guard], "graph")
+    assert "own/weight" in {f.path for f in guard.incidents[0].findings if f.site == "gradients"}
+    assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
+
+
+class RawLoss(keras.Model):
+    """Returns the loss of its batch under the name of a metric that it never updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class GuardedRawLoss(RawLoss, NanGuardModel):
+    """The same, guarded without a callback."""
+
+
+class Doubled(RawLoss):
+    """Returns a metric's result in other units, and one as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.last = keras.metrics.Mean(name="last")
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.last]
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.tracker.update_state(logs["loss"])
+        self.last.update_state(logs["loss"])
+        return {"loss": 2.0 * self.tracker.result(), "last": self.last.result()}
+
+
+def seen_by_callbacks(make, x, callbacks, mode, y=Y):
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append({k: float(v) for k, v in logs.items()}))
+    model = make()
+    model.compile(keras.optimizers.SGD(0.05), "mse", **MODES[mode])
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[*callbacks, note])
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [RawLoss, Doubled])
+def test_logs_are_those_that_the_step_returned(make, mode):
+    """A committed step logs what it returned, whatever names it chose; a refused one what the last committed one logged."""
+    plain, guarded = (seen_by_callbacks(make, X, callbacks, mode) for callbacks in ([], [NanGuard(verbose=0)]))
+    assert plain == guarded
+    if mode == "two steps in one":
+        return
+    left_out = seen_by_callbacks(make, WITH_BAD, [NanGuard(verbose=0, diagnose=False)], mode)
+    without = iter(seen_by_callbacks(make, X[KEPT], [], mode, Y[KEPT]))
+    expected = []
+    for step in range(BATCHES):
+        expected.append(expected[-1] if step in BAD else next(without))
+    assert left_out == expected
+
+
+def test_a_single_batch_logs_its_own_loss():
+    """`train_on_batch` of a guarded model returns what that of the plain one does."""
+    results = []
+    for make in (RawLoss, GuardedRawLoss):
+        model = make()
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        results.append([float(model.train_on_batch(X[:8], Y[:8])) for _ in range(3)])
+    assert results[0] == results[1]
+
+
+def test_an_optimizer_that_writes_while_it_is_built():
+    """Stock `ScheduleFreeAdamW` starts with momenta of 0 in graph mode and with the weights in eager execution.
+
+    What it writes while it is built is in the trace that `tf.function` throws away. A guarded run keeps the numbers of each.
+    """
+    if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+        pytest.skip("this version of Keras has no ScheduleFreeAdamW")
+
+    def run(callbacks, **mode):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+        model.compile(keras.optimizers.ScheduleFreeAdamW(3e-3), "mse", **mode)
+        model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+    graph, eager = run([]), run([], run_eagerly=True)
+    assert not np.allclose(graph[0], eager[0], atol=1e-3), "stock Keras agrees with itself"
+    same(run([NanGuard(verbose=0)]), graph)
+    same(run([NanGuard(verbose=0)], run_eagerly=True), eager)
+
+
+@pytest.fixture
+def checked_numerics():
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+def test_beside_check_numerics(checked_numerics):
+    """Who hunts a NaN with `tf.debugging.enable_check_numerics` can leave the guard where it is: healthy steps run as ever,
+    and the first bad one raises what it raises without the guard, before anything is written."""
+    guard = NanGuard(verbose=0)
+    same(fitted(Plain, X, Y, [guard], "graph")[1], fitted(Plain, X, Y, [], "graph")[1])
+    assert guard.incidents == []
+    keras.utils.set_random_seed(1)
+    model = Plain()
+    model.compile(sgd(), "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Infinity or NaN"):
+        model.fit(WITH_BAD, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert all(np.isfinite(np.asarray(v)).all() for v in (*model.variables, *model.optimizer.variables))

@@ -1,0 +1,202 @@
+"""Faults on order: they happen where, when and how they were ordered, and leave nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard.testing import KINDS, SITES, corrupt, inject
+
+STEP, STEPS = 2, 4
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def build(site="inputs", **mode):
+    """Return a stock model that has what this site needs."""
+    keras.utils.set_random_seed(0)
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if site == "loss_scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    model = zoo.plain(optimizer, dropout=False, metrics=(), **mode)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+class Course(keras.callbacks.Callback):
+    """Keeps a copy of the whole train state after every execution."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.states.append([array for _, array in zoo.state_of(self.model)])
+
+
+def train(model, steps=STEPS):
+    """Train a model and return its state after each execution."""
+    course, data = Course(), zoo.regression(batches=steps)
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[course])
+    return course.states
+
+
+def first_difference(one, other):
+    """Return the first execution after which two courses differ."""
+    for i, (a, b) in enumerate(zip(one, other, strict=True)):
+        if not all(np.array_equal(p, q, equal_nan=p.dtype.kind == "f") for p, q in zip(a, b, strict=True)):
+            return i
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("site", SITES)
+def test_hits_the_exact_step(site, kind):
+    """A stock model goes as it would without the fault up to its step, and is another one from there on."""
+    clean, faulty = build(site, run_eagerly=True), build(site, run_eagerly=True)
+    with inject(faulty, site=site, kind=kind, step=STEP) as fault:
+        course = train(faulty)
+    assert first_difference(course, train(clean)) == STEP
+    assert fault.fired == (STEP,) and fault.seen == STEPS
+    assert faulty.train_function is None
+    assert set(vars(faulty)) == set(vars(clean))
+
+
+MODES = {"graph": ({}, STEP), "xla": ({"jit_compile": True}, STEP), "steps2": ({"steps_per_execution": 2}, STEP // 2)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "site"), [*(("graph", site) for site in SITES), ("xla", "gradients"), ("steps2", "inputs")]
+)
+def test_hits_the_exact_step_compiled(mode, site):
+    """The same inside of a compiled step, and afterwards the model trains as one that never had a fault."""
+    settings, expected = MODES[mode]
+    clean, faulty = build(site, **settings), build(site, **settings)
+    start = [v for _, v in zoo.state_of(faulty)]
+    with zoo.as_written():
+        oracle = train(clean)
+        with inject(faulty, site=site, step=STEP):
+            assert first_difference(train(faulty), oracle) == expected
+        held = [*faulty.variables, *faulty.metrics_variables, *faulty.optimizer.variables]
+        values = dict(zip((path for path, _ in zoo.state_of(faulty)), start, strict=True))
+        for variable in held:
+            keras_variables.write(variable, values[variable.path])
+        assert first_difference(train(faulty), oracle) is None
+
+
+def test_chooses_its_place():
+    """`path`, `entries`, `count` and several steps hit what they name, and nothing else."""
+    model = build(run_eagerly=True)
+    paths = [v.path for v in model.trainable_variables]
+    with inject(model, site="gradients", step=STEPS - 1, path=paths[-1]):
+        course = train(model)
+    assert zoo.bad_entries(model)[0] == paths[-1]
+    assert all(zoo.finite(array) for array in course[-2])
+    model = build(run_eagerly=True)
+    with inject(model, site="targets", kind="spike", step=(0, 5), count=2, rows=None, magnitude=1.5) as fault:
+        train(model, steps=8)
+    assert fault.fired == (0, 1, 5, 6)
+
+
+def test_counts_over_fits_and_after_errors():
+    """Steps count over all fits of one context; a failed fit leaves no fault behind either."""
+    model = build(run_eagerly=True)
+    with inject(model, site="inputs", step=STEPS + 1) as fault:
+        train(model)
+        assert zoo.bad_entries(model) == [] and fault.fired == ()
+        train(model)
+    assert fault.fired == (STEPS + 1,)
+    with pytest.raises(ZeroDivisionError), inject(model, site="loss", step=9):
+        1 / 0  # noqa: B018
+    assert "compute_loss" not in vars(model) and "_make_function" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"site": "nowhere"}, "site='nowhere'"),
+        ({"kind": "bad"}, "kind='bad'"),
+        ({"step": -1}, "step=-1"),
+        ({"step": ()}, r"step=\(\)"),
+        ({"step": 1.5}, "step=1.5"),
+        ({"step": True}, "step=True"),
+        ({"count": 0}, "count=0"),
+        ({"entries": 0}, "entries=0"),
+        ({"rows": -2}, "rows=-2"),
+        ({"model": "model"}, "model='model'"),
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, "model=<Sequential"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_bad_arguments(arguments, told):
+    """An argument that cannot be meant is told of with what was expected, what came, and what to do."""
+    arguments = {"model": build(), "site": "inputs", **arguments}
+    with pytest.raises(GuardError, match=rf"(?s)Expected.*Received.*{told}"):
+        inject(arguments.pop("model"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"site": "weights", "path": "nothing/*"}, "weights that match path='nothing/"),
+        ({"site": "inputs", "path": "7"}, "inputs that match path='7'"),
+        ({"site": "gradients", "path": "nothing"}, "variables that match path='nothing'"),
+        ({"site": "loss_scale"}, "loss_scale that match"),
+        ({"site": "loss", "step": 99}, "4 train steps ran"),
+    ],
+)
+def test_faults_without_a_place(arguments, told):
+    """A fault that has no place in this model, or never happened, is an error: such a test would prove nothing."""
+    model = build(run_eagerly=True)
+    with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(told)}"), inject(model, **arguments):
+        train(model)
+    assert "_make_function" not in vars(model)
+
+
+def test_used_twice():
+    """A context serves once."""
+    model = build(run_eagerly=True)
+    fault = inject(model, site="loss", must_happen=False)
+    with fault:
+        pass
+    with pytest.raises(GuardError, match="Expected an injection that was not used before"), fault:
+        pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_corrupt(kind, dtype):
+    """`corrupt` changes the first entries of a variable of any float dtype, and no others."""
+    variable = keras.Variable(np.full((2, 3), 0.5), dtype=dtype)
+    corrupt(variable, kind, entries=2, magnitude=4.0)
+    held = np.asarray(keras_variables.read(variable))  # JAX holds float32 for a variable of float64, unless told otherwise
+    flat = held.astype("float64").reshape(-1)
+    largest = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38, "float64": 1.79e308}[str(held.dtype)]
+    wanted = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "overflow": largest, "spike": 2.0, "zero": 0.0}[kind]
+    np.testing.assert_allclose(flat[:2], wanted, rtol=0.01)
+    np.testing.assert_array_equal(flat[2:], 0.5)
+
+
+@pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
+def test_corrupt_refuses(bad):
+    """What cannot hold the fault is told of."""
+    with pytest.raises(GuardError, match=r"(?s)Expected a keras.Variable of a float dtype.*Received"):
+        corrupt(bad)
+    with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):
+        corrupt(bad, "x")
+
+
+def test_page_runs():
+    """Every block of docs/testing.md runs, one after the other."""
+    zoo.supported({"steps_per_execution": 4}, even=False)
+    names: dict = {"__name__": "page"}
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)

@@ -1,0 +1,250 @@
+"""The batches before an incident: the right ones, in their order, in every mode, and never more than a few megabytes.
+
+The oracle is training itself. From an earlier snapshot, stock Keras trained on the batches that the guard remembers has to
+come to the weights that the model had before the refused step.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._fit import recent_batches
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard.testing import inject
+
+BACKEND = keras.backend.backend()
+BATCH = 8
+END = {"name": "end", "do": ["stop"], "after": {"consecutive": 50}, "limit": {"times": 1}}
+LOOK = {"name": "look", "do": [{"call": {"function": "look"}}], "limit": {"times": 99}}
+
+MODES = {
+    "compiled": {"jit_compile": False},
+    "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
+    "four steps in one": {"jit_compile": False, "steps_per_execution": 4},
+    "four steps in one, eager": {"run_eagerly": True, "steps_per_execution": 4},
+    "four steps in one, xla": {"jit_compile": True, "steps_per_execution": 4},
+}
+if BACKEND == "torch":
+    MODES = {"eager": {"jit_compile": False}}
+if BACKEND == "jax":  # where a step is compiled by XLA or not at all
+    MODES = {name: mode for name, mode in MODES.items() if "run_eagerly" in mode or mode["jit_compile"]}
+
+
+def network(**compile_):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", **compile_)
+    return model
+
+
+def data(count=96):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((count, 4)).astype("float32"), rng.standard_normal((count, 1)).astype("float32")
+
+
+def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
+    """Train with refused steps; returns the approach to the last one, the state it starts from, and that at its end."""
+    found = []
+
+    def look(incident):
+        session = guard.session
+        variables = session.anatomy().restorable
+        approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
+        then = [np.array(approach.snapshot.value(v)) for v in variables] if approach is not None else None
+        found.append((approach, then, [keras_variables.read(v) for v in variables]))
+
+    policy = {"version": 1, "preset": "none", "rules": [*rules, LOOK, END], "snapshot": {"every": every, "good_after": 1}}
+    guard = NanGuard(policy, verbose=0, diagnose=False, functions={"look": look})
+    with inject(model, site="gradients", step=steps):
+        model.fit(*data, epochs=epochs, verbose=0, callbacks=[guard], **fit)
+    return found[-1]
+
+
+def check(approach, start, end):
+    """Train on the batches with stock Keras, from the state to start from, and compare."""
+    model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    variables = Anatomy.of(model).restorable
+    for variable, value in zip(variables, start, strict=True):
+        keras_variables.write(variable, value)
+    for (batch,) in approach.batches:
+        model.train_on_batch(*batch[:2])
+    for variable, known in zip(variables, end, strict=True):
+        np.testing.assert_allclose(keras_variables.read(variable), known, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_on_them_comes_to_the_same_state(mode):
+    approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=27, every=10, batch_size=BATCH)
+    assert approach.exact
+    assert approach.snapshot.step > 0
+    assert approach.steps == tuple(range(approach.snapshot.step, 27))
+    check(approach, start, end)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refused_steps_are_not_among_them(mode):
+    """A refused step leaves the state alone, so what came before it is followed by what came after.
+
+    Each is the last one of an execution, as the host sees the state only then.
+    """
+    approach, start, end = approach_to(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
+    assert approach.exact
+    assert approach.snapshot.step == 0
+    assert approach.steps == tuple(step for step in range(19) if step not in (3, 11))
+    check(approach, start, end)
+
+
+def test_the_last_batch_of_an_epoch_is_smaller():
+    approach, start, end = approach_to(network(jit_compile=False), *data(43), steps=14, batch_size=BATCH)
+    assert [len(batch[0]) for (batch,) in approach.batches] == [8, 8, 8, 8, 8, 3, 8, 8, 8, 8, 8, 3, 8, 8]
+    check(approach, start, end)
+
+
+def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
+    back = {"name": "back", "do": ["rollback"], "limit": {"times": 1}}
+    model = network(jit_compile=False)
+    approach, start, end = approach_to(model, *data(), steps=(12, 17, 19), rules=[back], every=10, batch_size=BATCH)
+    assert approach.exact
+    assert approach.snapshot.step == 10
+    assert approach.steps == (13, 14, 15, 16, 18)
+    check(approach, start, end)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
+    monkeypatch.setattr("keras_nanguard._backends.shared.batch_memory.MAX_BYTES", 6 * BATCH * (4 + 1) * 4)
+    approach, _, _ = approach_to(network(**MODES[mode]), *data(), steps=27, batch_size=BATCH)
+    assert not approach.exact, "the steps since the snapshot are not all known"
+    assert approach.snapshot.step == 0
+    assert 5 <= len(approach.steps) <= 6
+    assert approach.steps == tuple(range(27 - len(approach.steps), 27))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, monkeypatch):
+    """Batches of any size in any order: those that are remembered never take more than they may."""
+    large = BATCH * (4 + 1) * 4
+    monkeypatch.setattr(recent_batches, "MOST_BYTES", 6 * large)
+    x, y = data()
+    sizes, most = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1], []
+
+    def batches():
+        for size in sizes:
+            yield x[:size], y[:size]
+
+    def held():
+        session = guard.session
+        given = session.recent.last(200, session.transaction.batch)
+        stored = getattr(session.transaction, "stored", None)
+        areas = [area.peek(back)[1:] for area in stored._areas.values() for back in range(area.size())] if stored is not None else []
+        return sum(recent_batches.bytes_of(keras.tree.flatten(batch)) for batch in (areas if stored is not None else given))
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            most.append(held())
+
+    guard, model = NanGuard(verbose=0, diagnose=False), network(**MODES[mode])
+    source = batches()
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        source = tf.data.Dataset.from_generator(batches, output_signature=(tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])))
+    model.fit(source, steps_per_epoch=len(sizes) // 4 * 4, verbose=0, callbacks=[guard, Looks()])
+    assert 4 * large <= max(most) <= 6 * large
+    assert max(most[-2:]) > 0, "the last ones are there"
+
+
+def test_what_takes_how_many_bytes():
+    """Structures of every kind are counted, tensors that are made of others by what these take; what is no array is nothing."""
+    array = np.zeros((3, 4), "float32")
+    assert recent_batches.bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
+    assert recent_batches.bytes_of(keras.ops.convert_to_tensor(array)) == 48
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+        assert recent_batches.bytes_of(ragged) == 3 * 4 + 3 * 8
+        assert recent_batches.bytes_of(tf.sparse.from_dense([[0.0, 2.0]])) == 4 + 2 * 8
+        assert recent_batches.bytes_of(tf.constant(["a", "b"])) == 32
+
+
+@pytest.mark.requires_backend("jax", "torch", reason="tf.data itself reads such a buffer too late, guarded or not")
+def test_a_buffer_that_is_written_over_does_not_change_them():
+    """A generator that yields one array again and again, with other numbers in it."""
+    x, y = data(BATCH * 30)
+    inputs, targets = np.zeros((BATCH, 4), "float32"), np.zeros((BATCH, 1), "float32")
+
+    def batches():
+        for row in range(0, len(x), BATCH):
+            inputs[:], targets[:] = x[row : row + BATCH], y[row : row + BATCH]
+            yield inputs, targets
+
+    model = network(jit_compile=False)
+    approach, start, end = approach_to(model, batches(), steps=12, epochs=1, steps_per_epoch=20)
+    check(approach, start, end)
+    assert len(approach.steps) == 12
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in test_jax")
+def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
+    x, y = data()
+    model, found = network(jit_compile=False), []
+
+    def look(incident):
+        session = guard.session
+        found.append(session.recent.approach(session.ring.snapshots, session.transaction.batch))
+
+    guard = NanGuard({"version": 1, "preset": "none", "rules": [LOOK, END]}, verbose=0, diagnose=False, functions={"look": look})
+    inputs = np.zeros((BATCH, 4), "float32")
+    shared = inputs
+    if BACKEND == "torch":
+        import torch
+
+        shared = torch.from_numpy(inputs)
+
+    def train(x, y):
+        return model.train_step((keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)))["loss"]
+
+    with guard.watch(model):
+        step = guard.step(train)
+        for number in range(9):
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            inputs[:] = x[rows] if number != 7 else np.nan
+            step(shared, y[rows])
+    assert found[0].steps == tuple(range(7))
+    for number, (args, _) in enumerate(found[0].batches):
+        np.testing.assert_array_equal(np.asarray(args[0]), x[number * BATCH : (number + 1) * BATCH])
+
+
+@pytest.mark.requires_backend("torch", reason="only tensors of torch can be written to")
+def test_a_tensor_that_was_written_over_is_given_up():
+    import torch
+
+    from keras_nanguard._backends.torch.batches import Given
+
+    x = torch.ones(3)
+    given = Given((x,))
+    assert given.args == (x,)
+    x.add_(1)
+    assert given.args is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_they_are_let_go_at_the_end_of_the_fit(mode):
+    model, guard = network(**MODES[mode]), NanGuard(verbose=0)
+    model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])
+    session = guard.session
+    assert session.recent.approach(session.ring.snapshots, session.transaction.batch) is None
+    if mode == "four steps in one":
+        assert session.transaction.stored.batch(session.step - 1) is None
+    elif BACKEND == "tensorflow" and "xla" not in mode:
+        assert session.transaction.stored is None and session.transaction.given is None
+    model.fit(*data(), batch_size=BATCH, verbose=0, callbacks=[guard])  # and it trains on
+    assert guard.session.step == 12

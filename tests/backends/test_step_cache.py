@@ -1,0 +1,178 @@
+"""A guarded step that was traced in one fit serves the next ones, as Keras' own train function does, and only where it may."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
+
+pytestmark = pytest.mark.requires_backend("tensorflow", "jax", reason="a guarded step on torch is not compiled")
+
+MODES = [mode for mode in ("graph", "xla", "steps4") if mode in zoo.MODES]
+
+
+class Traced:
+    """A loss that counts its traces."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, y_true, y_pred):
+        self.count += 1
+        return ops.mean(ops.square(y_true - y_pred), -1)
+
+
+def fit(model, data, guard):
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
+
+
+def fitted(times, mode="graph"):
+    """Return a model after so many fits of one epoch, each with a guard of its own, the loss, and the guards."""
+    loss, data, guards = Traced(), zoo.regression(), []
+    model = zoo.plain(loss=loss, **zoo.MODES[mode])
+    for _ in range(times):
+        guards.append(NanGuard(verbose=0))
+        fit(model, data, guards[-1])
+    return model, loss, guards
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_traced_once(mode):
+    """The fifth fit traces nothing that the first one has not."""
+    assert fitted(5, mode)[1].count == fitted(1, mode)[1].count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_numbers(mode):
+    """Fits over data with bad batches end where fits without these batches end; each guard tells of its own."""
+    bad = (3, 6, 9, 12)  # whole executions of four are left: the lowest Keras makes too many steps of a rest
+    data = zoo.regression(batches=16)
+    for batch in bad:
+        zoo.poison(data, batch)
+    runs = []
+    for guarded in (True, False):
+        keras.utils.set_random_seed(0)
+        model = zoo.plain(**zoo.MODES[mode])
+        guards = [NanGuard(verbose=0) for _ in range(3)] if guarded else [None] * 3
+        for guard in guards:
+            fit(model, data if guarded else data.without(bad), guard)
+        runs.append((model, guards))
+    (guarded, guards), (oracle, _) = runs
+    exact = mode == "graph" and keras.backend.backend() == "tensorflow"
+    for one, other in zip([*guarded.variables, *guarded.optimizer.variables], [*oracle.variables, *oracle.optimizer.variables]):
+        tolerance = 0.0 if exact else 1e-5
+        np.testing.assert_allclose(ops.convert_to_numpy(one), ops.convert_to_numpy(other), rtol=tolerance, atol=tolerance)
+    assert [[i.step for i in guard.incidents] for guard in guards] == [list(bad)] * 3
+    assert all(incident.diagnosis.samples == (2,) for guard in guards for incident in guard.incidents)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.compile("adam", model.loss),
+        lambda model: setattr(model.optimizer, "learning_rate", keras.optimizers.schedules.ExponentialDecay(0.01, 100, 0.9)),
+    ],
+    ids=["compiled anew", "another rate"],
+)
+def test_traced_anew(change):
+    """What a trace has built in may not have changed."""
+    model, loss, _ = fitted(1)
+    before = loss.count
+    change(model)
+    fit(model, zoo.regression(), NanGuard(verbose=0))
+    assert loss.count > before
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX trains no other weights without `compile`, it raises")
+@pytest.mark.parametrize("first", ["frozen", "trained"])
+@pytest.mark.parametrize("guards", [(True, True), (False, True)], ids=["guarded", "guarded later"])
+def test_trainable_is_changed_without_compile(first, guards):
+    """Stock Keras goes on with the train function that it has until `compile` is called, and so does a guarded fit."""
+    weights = []
+    for guarded in (guards, (False, False)):
+        keras.utils.set_random_seed(0)
+        loss = Traced()
+        model = zoo.plain(dropout=False)
+        model.layers[0].trainable = first == "trained"
+        model.compile("adam", loss)
+        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[0] else None)
+        model.layers[0].trainable = first == "frozen"
+        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[1] else None)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX makes a train function for each fit")
+def test_what_keras_has_traced_is_given_back():
+    """A plain fit after a guarded one traces nothing that the plain one before has traced."""
+    model, loss, _ = fitted(0)
+    fit(model, zoo.regression(), None)
+    fit(model, zoo.regression(), NanGuard(verbose=0))
+    before = loss.count
+    fit(model, zoo.regression(), None)
+    assert loss.count == before
+
+
+def test_another_policy():
+    """A step that refuses is none that watches."""
+    model, loss, _ = fitted(1)
+    before = loss.count
+    guard = NanGuard("observe", verbose=0)
+    data = zoo.poison(zoo.regression(), 2)
+    fit(model, data, guard)
+    assert loss.count > before and not guard.incidents[0].refused
+    assert zoo.bad_entries(model)
+
+
+def test_a_step_that_was_changed_for_its_fit():
+    """A rate that the policy lowers under a schedule stands in the trace of that fit alone."""
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([10_000], [0.5, 0.5])
+    weights = []
+    for guarded in (True, False):
+        keras.utils.set_random_seed(0)
+        model = zoo.plain(keras.optimizers.SGD(rate), dropout=False)
+        start = model.get_weights()
+        rule = {"name": "act", "when": "any", "do": [{"lower_lr": {"factor": 0.25}}], "limit": {"times": 1}}
+        end = {"name": "end", "when": "any", "do": ["stop"], "after": {"total": 99}}
+        first = NanGuard({"version": 1, "preset": "none", "rules": [rule, end]}, verbose=0)
+        fit(model, zoo.poison(zoo.regression(), 2), first)
+        assert [o.action for o in first.incidents[0].outcomes if o.status == "done"] == ["lower_lr"]
+        model.set_weights(start)
+        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded else None)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fault_on_order_goes_with_its_context():
+    """What `inject` puts into a step is in no later one, and gets into one that was there before."""
+    model, _, _ = fitted(2)
+    guard = NanGuard(verbose=0)
+    with inject(model, site="gradients", step=3):
+        fit(model, zoo.regression(), guard)
+    assert [incident.step for incident in guard.incidents] == [3]
+    after = NanGuard(verbose=0)
+    fit(model, zoo.regression(), after)
+    assert after.incidents == []
+
+
+def test_nothing_of_the_run_is_kept():
+    """Between two fits the model holds on to its step, and to no session and none of its snapshots."""
+
+    def sessions():
+        return sum(type(o).__name__ == "Session" for o in gc.get_objects())
+
+    gc.collect()
+    before = sessions()
+    model, _, guards = fitted(2)
+    guards.clear()
+    gc.collect()
+    assert model.built and sessions() == before

@@ -1,0 +1,638 @@
+"""What only PyTorch has: hand-written loops over its own modules and optimizers, eager steps that go on after an update,
+exceptions that stand for a bad number, and processes that train together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+nn = torch.nn
+
+from keras_nanguard._backends.torch import reductions  # noqa: E402
+
+BAD = (0, 3, 4, 9)
+STEPS = 12
+
+
+# Loops over a torch module
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+def plain_step(model, optimizer):
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def late_step(model, optimizer):
+    """Clears its gradients, in place, after the update."""
+
+    def step(x, y):
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    return step
+
+
+def looking_step(model, optimizer):
+    """Looks at the weights after the update."""
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss, torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    return step
+
+
+def closure_step(model, optimizer):
+    def step(x, y):
+        def closure():
+            optimizer.zero_grad()
+            loss = ((model(x) - y) ** 2).mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return step
+
+
+def clipped_step(model, optimizer):
+    """Clips its gradients in place and lowers its rate by a scheduler of torch's, within the step."""
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=6)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return step
+
+
+def tensors(poison=()):
+    data = zoo.regression()
+    for batch in poison:
+        zoo.poison(data, batch)
+    return torch.as_tensor(data.x).split(zoo.BATCH), torch.as_tensor(data.y).split(zoo.BATCH)
+
+
+def loop(make_step, optimizer, *, poison=(), left_out=(), guard=None):
+    """Train for one pass; returns everything that is left behind."""
+    model = network()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    torch.manual_seed(1)
+    step = make_step(model, optimizer)
+    with guard.watch(model, optimizer) if guard is not None else contextlib.nullcontext():
+        run = guard.step(step) if guard is not None else step
+        for batch, (x, y) in enumerate(zip(*tensors(poison))):
+            if batch not in left_out:
+                run(x, y)
+    left = dict(model.state_dict())
+    for number, slots in optimizer.state_dict()["state"].items():
+        left |= {f"{number}/{key}": torch.as_tensor(v) for key, v in slots.items() if isinstance(v, (int, float, torch.Tensor))}
+    return left | {"generator": torch.get_rng_state()}
+
+
+def unequal(one, other):
+    assert set(one) == set(other)
+    return [key for key in one if not torch.equal(one[key], other[key])]
+
+
+LOOPS = [*((plain_step, name) for name in OPTIMIZERS if name != "lbfgs"), (late_step, "adamw"), (closure_step, "lbfgs")]
+
+
+@pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw")])
+def test_loop_with_bad_batches(make_step, optimizer):
+    """A guarded loop of torch's own ends bit-identical to one without the bad batches, the first step among them."""
+    guard = NanGuard(verbose=0)
+    guarded = loop(make_step, optimizer, poison=BAD, guard=guard)
+    assert unequal(guarded, loop(make_step, optimizer, poison=BAD, left_out=BAD)) == []
+    assert [i.step for i in guard.incidents] == list(BAD) and all(i.refused for i in guard.incidents)
+    assert {(i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents} == {("input_nonfinite", (2,))}
+
+
+@pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw"), (clipped_step, "sgd")])
+def test_healthy_loop(make_step, optimizer):
+    """A healthy loop of torch's own is untouched."""
+    guard = NanGuard(verbose=0)
+    assert unequal(loop(make_step, optimizer, guard=guard), loop(make_step, optimizer)) == []
+    assert guard.incidents == []
+
+
+def test_loop_heals():
+    """Three bad steps in a row: the loop goes back to a verified state, with its slots, and lowers the rate of torch."""
+    model = network()
+    optimizer = torch.optim.AdamW([{"params": model[:1].parameters(), "lr": 0.02}, {"params": model[1:].parameters()}], lr=0.01)
+    guard = NanGuard(verbose=0)
+    with guard.watch(model, optimizer):
+        step = guard.step(plain_step(model, optimizer))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        for batch, (x, y) in enumerate(zip(*tensors())):
+            step(x * float("nan") if 5 <= batch < 8 else 1e19 * x if batch == 8 else x, y)
+            if batch == 8 and "rollback" in guard.incidents[-1].decision.actions:
+                assert unequal(before, model.state_dict()) == []
+    assert all(torch.isfinite(v).all() for v in model.state_dict().values())
+    assert guard.session.rollbacks >= 0 and len(guard.incidents) >= 3
+
+
+def test_module_that_is_bad_before():
+    """A module that holds NaN before the first step is told of, with its own name for the parameter."""
+    model = network()
+    with torch.no_grad():
+        model[4].weight[0, 0] = float("nan")
+    guard = NanGuard("observe", verbose=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with guard.watch(model, optimizer):
+        guard.step(plain_step(model, optimizer))(*(part[0] for part in tensors()))
+    assert (guard.incidents[0].findings[0].site, guard.incidents[0].findings[0].path) == ("state", "4.weight")
+
+
+def test_infinite_mask_is_no_incident():
+    """A buffer of -Inf that nobody writes is a constant of the program."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(6, 6)
+            self.register_buffer("mask", torch.full((6, 6), -torch.inf).triu(1))
+
+        def forward(self, x):
+            return (x @ torch.softmax(self.dense.weight + self.mask, -1)).sum(-1, keepdim=True)
+
+    model = Masked()
+    guard, optimizer = NanGuard(verbose=0), torch.optim.SGD(model.dense.parameters(), lr=0.01)
+    with guard.watch(model, optimizer):
+        step = guard.step(plain_step(model, optimizer))
+        for x, y in zip(*tensors()):
+            step(x, y)
+    assert guard.incidents == [] and guard.session.refused == 0
+
+
+def test_torch_optimizer_on_a_keras_model():
+    """A Keras model in a plain loop with an optimizer of torch's keeps the promise, too."""
+
+    def trained(guard, left_out):
+        keras.utils.set_random_seed(0)
+        model = zoo.plain()
+        optimizer = torch.optim.Adam([v.value for v in model.trainable_variables], lr=0.01)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = ops.mean(ops.square(model(x, training=True) - y))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        torch.manual_seed(1)
+        with guard.watch(model, optimizer) if guard is not None else contextlib.nullcontext():
+            run = guard.step(step) if guard is not None else step
+            for batch, (x, y) in enumerate(zip(*tensors(BAD))):
+                if batch not in left_out:
+                    run(x, y)
+        return [a for _, a in zoo.state_of(model)]
+
+    guard = NanGuard(verbose=0)
+    guarded, oracle = trained(guard, ()), trained(None, BAD)
+    assert all(np.array_equal(a, b) for a, b in zip(guarded, oracle))
+    assert [i.step for i in guard.incidents] == list(BAD)
+
+
+# Exceptions
+
+
+def classifier(guarded=keras.Model):
+    inputs = keras.Input((6,))
+    x = layers.BatchNormalization()(layers.Dense(4)(inputs))
+    model = guarded(inputs, layers.Dense(1, "sigmoid")(layers.Dropout(0.2)(x)))
+    model.compile("adam", "binary_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def test_raising_loss_is_a_refused_step():
+    """Where torch raises on a NaN prediction before there is a loss, the step is refused as any other is."""
+    data = zoo.regression()
+    data.y = (data.y > 0).astype("float32")
+    oracle = zoo.run(classifier, data)
+    poisoned = data.with_poison((3, 8))
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        zoo.run(classifier, poisoned)
+    guarded = zoo.run(classifier, poisoned, guard=True)
+    assert zoo.differences(guarded, oracle) == []
+    assert guarded.steps == [3, 8, 17, 22]
+    assert guarded.guard.incidents[0].sites[0] == "inputs"
+
+
+def test_validation_that_raises_is_told():
+    """Where torch raises on a NaN prediction in validation, the fit goes on, with NaN for what it could not compute."""
+    data = zoo.regression()
+    data.y = (data.y > 0).astype("float32")
+    guard, model = NanGuard(verbose=0, diagnose=False), classifier()
+    shown = (data.x * np.nan, data.y)
+    history = model.fit(*data.all, validation_data=shown, epochs=1, verbose=0, callbacks=[guard]).history
+    assert np.isnan(history["val_loss"][0]) and np.isfinite(history["loss"][0])
+    assert guard.incidents[0].sites == ("validation",) and "test_step" not in vars(model)
+
+
+def test_other_exceptions_are_the_users():
+    """Any other exception ends the fit as it does without a guard, with the state as it was before that step."""
+
+    class Failing(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            if float(self.optimizer.iterations.value) == 3:
+                raise RuntimeError("disk full")
+            return logs
+
+    inputs = keras.Input((6,))
+    model = Failing(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+    model.compile("adam", "mse")
+    data = zoo.regression()
+    with pytest.raises(RuntimeError, match="disk full"):
+        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert float(model.optimizer.iterations.value) == 2
+    assert "train_step" not in vars(model) and "apply" not in vars(model.optimizer)
+    assert keras.Variable._direct_assign.__qualname__ == "Variable._direct_assign"
+
+
+# Steps that go on after the update
+
+
+class Reading(keras.metrics.Metric):
+    """Sums up the count of steps of an optimizer, as it is when the metric is asked."""
+
+    def __init__(self, optimizer):
+        super().__init__(name="count")
+        self.optimizer, self.total = optimizer, self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, *args, **kwargs):
+        self.total.assign_add(ops.cast(self.optimizer.iterations, "float32"))
+
+    def result(self):
+        return self.total
+
+
+@pytest.mark.parametrize("base", [keras.Model, "custom"])
+def test_what_reads_after_the_update_reads_what_it_would(base):
+    """A metric that looks at the optimizer sees it after the update, in Keras' step and in one of the user's own."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+            self.zero_grad()
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+            return self.compute_metrics(x, y, y_pred)
+
+    def build():
+        optimizer, inputs = keras.optimizers.Adam(0.01), keras.Input((6,))
+        outputs = layers.Dense(1)(layers.Dropout(0.2)(layers.BatchNormalization()(inputs)))
+        model = (Own if base == "custom" else base)(inputs, outputs)
+        model.compile(optimizer, "mse", metrics=[Reading(optimizer)])
+        return model
+
+    data = zoo.regression()
+    oracle = zoo.run(build, data)
+    assert zoo.differences(zoo.run(build, data, guard=True), oracle) == []
+    assert zoo.differences(zoo.run(build, data.with_poison((2, 5)), guard=True), oracle) == []
+    assert oracle.history["count"][0] == sum(range(1, 13))
+
+
+def test_writes_in_place():
+    """What a step writes past Keras, in place, is given back, too: buffers of torch's modules and weights by hand."""
+
+    class Mixed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dense = nn.BatchNorm1d(6), layers.Dense(1)
+            self.calls = torch.zeros(())
+
+        def call(self, x, training=None):
+            self.calls.add_(1.0)
+            return self.dense(self.norm(x))
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            with torch.no_grad():
+                for v in self.dense.trainable_variables:
+                    v.value.mul_(0.999)
+            return logs
+
+    kept = []
+
+    def build():
+        model = Mixed()
+        model.compile("adam", "mse")
+        model(torch.zeros(2, 6))
+        model.calls.zero_()
+        kept.append(model)
+        return model
+
+    data = zoo.regression()
+    oracle = zoo.run(build, data)
+    guarded = zoo.run(build, data.with_poison((0, 4, 5)), guard=True)
+    assert zoo.differences(guarded, oracle) == []
+    one, other = kept
+    assert float(one.calls) == float(other.calls) and unequal(dict(one.norm.state_dict()), dict(other.norm.state_dict())) == []
+    assert guarded.steps == [0, 4, 5, 15, 19, 20]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_guarded_for_good(policy):
+    """`NanGuardModel` and `train_on_batch` keep the promise in mixed precision."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    inputs = keras.Input((6,))
+    x = layers.BatchNormalization()(layers.Dense(8)(inputs))
+    model = NanGuardModel(inputs, layers.Dense(1, dtype="float32")(x))
+    optimizer = keras.optimizers.Adam()
+    if policy == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+    model.compile(optimizer, "mse")
+    model.nanguard_verbose = 0
+    data = zoo.regression()
+    x, y = data.x[: zoo.BATCH], data.y[: zoo.BATCH]
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    before = dict(zoo.state_of(model))
+    logs = model.train_on_batch(x * np.nan, y, return_dict=True)
+    assert np.isfinite(logs["loss"]) and model.nanguard.session.refused == 1
+    for path, array in zoo.state_of(model):
+        if "loss" not in path and "metric" not in path:
+            np.testing.assert_array_equal(array, before[path], err_msg=path)
+    assert "train_step" not in vars(model)
+
+
+def test_observing_changes_nothing():
+    """Under `observe` a poisoned run goes as it would, and is told of."""
+    data = zoo.regression().with_poison((3,))
+    build = functools.partial(zoo.plain, dropout=False)
+    guard = NanGuard("observe", verbose=0)
+    guarded, oracle = zoo.run(build, data, guard=guard, epochs=1), zoo.run(build, data, epochs=1)
+    assert [a.tobytes() for _, a in guarded.state] == [a.tobytes() for _, a in oracle.state]
+    assert guarded.steps[0] == 3
+
+
+# Processes that train together
+
+WORKER = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from keras_nanguard import NanGuard
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+model = DistributedDataParallel(net, broadcast_buffers=False)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+guard = NanGuard(verbose=0)
+x = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(rank))
+bad = {3: 1, 7: 0, 8: 1}
+def train(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+def poisoned(i):
+    return x[i] * float("nan") if bad.get(i) == rank else x[i]
+if sys.argv[3] == "guarded":
+    with guard.watch(model, optimizer):
+        step = guard.step(train)
+        for i in range(12):
+            step(poisoned(i))
+    assert [i.step for i in guard.incidents] == [3, 7, 8], guard.incidents
+else:
+    for i in range(12):
+        if i not in bad:
+            train(x[i])
+torch.save({**net.state_dict(), **{str(k): v["exp_avg"] for k, v in optimizer.state_dict()["state"].items()}}, sys.argv[4])
+torch.distributed.destroy_process_group()
+"""
+
+
+def together(tmp_path, how):
+    """Train in two processes; returns what each leaves behind."""
+    meeting = tmp_path / f"meet-{how}"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    files = [tmp_path / f"{how}{rank}.pt" for rank in (0, 1)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), f"file://{meeting}", how, str(files[rank])],
+            env=env, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for worker in workers:
+        _, error = worker.communicate(timeout=240)
+        assert worker.returncode == 0, error
+    return [torch.load(file) for file in files]
+
+
+def test_processes_decide_together(tmp_path):
+    """Under DistributedDataParallel a bad batch of one process is refused by all, and all end as without it."""
+    guarded, oracle = together(tmp_path, "guarded"), together(tmp_path, "oracle")
+    for rank in (0, 1):
+        assert unequal(guarded[rank], oracle[rank]) == []
+
+
+LOST = """
+import datetime, os, sys, time
+import torch
+from keras_nanguard import NanGuard
+from keras_nanguard.errors import GuardError
+rank, how = int(sys.argv[1]), sys.argv[3]
+limit = datetime.timedelta(seconds=5)
+torch.distributed.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=limit)
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+guard = NanGuard(verbose=0)
+def train(x):
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+with guard.watch(net, optimizer):
+    step = guard.step(train)
+    for i in range(6):
+        if rank == 1 and i == 4:
+            if how == "gone":
+                os._exit(0)
+            time.sleep(30)  # as one that makes fewer steps and does something else
+            os._exit(0)
+        before = net.weight.detach().clone()
+        try:
+            step(torch.ones(8, 6))
+        except GuardError as error:
+            assert i == 4 and bool((net.weight == before).all()), i
+            print(error, flush=True)
+            os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_process_that_does_not_answer(tmp_path, how):
+    """Where another process is gone, or silent for as long as the process group allows, the step ends and says what it waited for."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    meeting = f"file://{tmp_path / 'meet'}"
+    workers = [
+        subprocess.Popen([sys.executable, "-c", LOST, str(rank), meeting, how], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        said, _ = workers[0].communicate(timeout=120)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate(timeout=60)
+    assert workers[0].returncode == 7, said
+    assert "an answer of all 2 processes" in said and "s of waiting for their verdict on a step" in said
+
+
+# Devices that the host has to wait for
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """Let the step take the processor for such a device."""
+    monkeypatch.setattr(reductions, "is_away", lambda tensor: True)
+
+
+class Once(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate at which weights overflow, in one step."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.bad = bad
+
+    def __call__(self, step):
+        return ops.where(ops.equal(step, self.bad), 3e38, 0.01)
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_one_look_for_each_step(away, monkeypatch, own_step):
+    """A guarded step has the host wait for the device once, however many numbers it reads."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            loss = self.compute_loss(x, y, self(x, training=True))
+            self.zero_grad()
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+            return {"loss": loss, "norm": self.trainable_variables[0].value.square().sum()}
+
+    looks = []
+
+    def counted(name):
+        real = getattr(torch.Tensor, name)
+
+        def method(self, *args, **kwargs):
+            if "keras_nanguard" in sys._getframe(1).f_code.co_filename:
+                looks[-1] += 1
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, method)
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            looks.append(0)
+
+    inputs = keras.Input((6,))
+    model = (Own if own_step else keras.Model)(inputs, layers.Dense(1)(layers.BatchNormalization()(inputs)))
+    model.compile("adam", "mse")
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"):
+        counted(name)
+    data = zoo.regression(batches=9)
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[NanGuard(verbose=0), Steps()])
+    assert looks[3:-1] == [1] * 5
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_update_that_overflows(request, later):
+    """It is healed in its own step, or in the next one where the host would have to wait once more, and told of that step."""
+    if later:
+        request.getfixturevalue("away")
+    guard = NanGuard(verbose=0)
+    done = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(5))), zoo.regression(), guard=guard, epochs=1)
+    assert zoo.bad_entries(zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(5))), zoo.regression(), epochs=1).model)
+    (incident,) = guard.incidents
+    assert (incident.step, incident.refused, incident.sites[0]) == (5, False, "weights")
+    assert incident.diagnosis.cause == "optimizer_domain" and guard.session.refused == later
+    assert zoo.bad_entries(done.model) == []
+
+
+class RateOfItsOwn(keras.Model):
+    """Its optimizer reads a rate that the step halves after the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1, kernel_initializer="ones")
+        self.rate = self.add_weight(shape=(), initializer=keras.initializers.Constant(0.1), trainable=False, name="rate")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.rate.assign(self.rate * 0.5)
+        return logs
+
+
+def test_an_update_reads_its_rate_before_the_step_writes_it():
+    """A healthy run is that of stock Keras, and a refused step gives the rate back."""
+    data, bad = zoo.regression(batches=4), zoo.poison(zoo.regression(batches=4), 2)
+    ends = []
+    for given, callbacks in ((data, []), (data, [NanGuard(verbose=0)]), (bad, [NanGuard(verbose=0, diagnose=False)])):
+        model = RateOfItsOwn()
+        model.compile(keras.optimizers.SGD(lambda model=model: model.rate + 0.0), "mse")
+        model.fit(given.x, given.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        ends.append((float(model.rate), *model.dense.get_weights()))
+    for one, other in zip(ends[0], ends[1]):
+        np.testing.assert_array_equal(one, other)
+    assert [end[0] for end in ends] == pytest.approx([0.1 / 16, 0.1 / 16, 0.1 / 8])

@@ -1,0 +1,747 @@
+"""Every action, done and skipped, in a running fit."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras.optimizers import schedules
+from support import zoo
+
+from keras_nanguard import NanGuard, actions
+from keras_nanguard._core.errors import NonFiniteError
+from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard.testing import corrupt
+
+LIMIT = {"times": 10}
+END = {"name": "end", "after": {"consecutive": 12}, "do": "stop"}
+
+
+def acting(*do, when="any", times=10, snapshot=None, **options):
+    """Return a guard that does this at each incident."""
+    rule = {"name": "act", "when": when, "do": list(do), "limit": {"times": times}}
+    policy = {"version": 1, "preset": "none", "rules": [rule, END], "snapshot": snapshot or {"every": 4, "good_after": 1}}
+    return NanGuard(policy, verbose=0, diagnose=False, **options)
+
+
+def outcomes(guard, action):
+    """Return `(step, status, detail)` of each time an action came up."""
+    return [(i.step, o.status, o.detail) for i in guard.incidents for o in i.outcomes if o.action == action]
+
+
+class At(keras.callbacks.Callback):
+    """Calls a function with the model before some batches of the whole fit."""
+
+    def __init__(self, **steps):
+        super().__init__()
+        self.steps, self.seen = {int(name[1:]): do for name, do in steps.items()}, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.seen in self.steps:
+            self.steps[self.seen](self.model)
+        self.seen += 1
+
+
+class Weights(keras.callbacks.Callback):
+    """Remembers the first weight after each batch."""
+
+    def on_train_begin(self, logs=None):
+        self.values = [self._now()]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.values.append(self._now())
+
+    def _now(self):
+        return float(np.ravel(self.model.trainable_variables[0].numpy())[0])
+
+    @property
+    def steps(self):
+        return [round(float(before - after), 7) for before, after in zip(self.values, self.values[1:])]
+
+
+def line(optimizer, **compile_options):
+    """Return a model whose gradient is 1 always: with SGD each step moves the weight by the learning rate."""
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(optimizer, loss=lambda y, p: ops.mean(p), **compile_options)
+    return model
+
+
+def walk(model, guard, *bad, batches=12, epochs=1, callbacks=()):
+    """Train on ones, with NaN in some batches; returns how far each step went."""
+    x = np.ones((batches, 1), "float32")
+    x[list(bad)] = np.nan
+    weights = Weights()
+    model.fit(x, x, batch_size=1, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard, weights, *callbacks])
+    return weights.steps
+
+
+def train(guard, *bad, build=None, callbacks=(), **fit):
+    """Train the usual little network, eagerly, with NaN in some batches."""
+    data = zoo.regression()
+    for batch in bad:
+        zoo.poison(data, batch)
+    return zoo.run(build or (lambda: zoo.plain(run_eagerly=True)), data, guard=guard, epochs=1, callbacks=callbacks, **fit)
+
+
+def test_every_action_is_performed_here():
+    """Each action has one function that does it, and its done and its skipped path are tested in this file."""
+    assert set(PERFORMERS) == set(actions.ACTIONS)
+    tests = inspect.getsource(inspect.getmodule(test_every_action_is_performed_here))
+    assert all(f"class Test{kind.__name__}:" in tests for kind in actions.ACTIONS.values())
+
+
+class TestSkip:
+    def test_done(self):
+        """To skip is to leave the step out: nothing else is done, and the state is as if it never ran."""
+        guard = acting("skip")
+        run = train(guard, 3)
+        oracle = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression().without([3]), epochs=1)
+        assert zoo.differences(run, oracle) == []
+        assert [status for _, status, _ in outcomes(guard, "skip")] == ["done"]
+
+
+class TestWarn:
+    def test_done(self, capsys):
+        """A warning adds its words to the line that every incident gets."""
+        guard = acting({"warn": {"message": "look at the sensors"}})
+        guard.verbose = 1
+        train(guard, 3)
+        assert "look at the sensors" in capsys.readouterr().out
+
+
+class TestRollback:
+    def test_newest(self):
+        """A rollback puts the newest verified snapshot back, the optimizer's slots and statistics included."""
+        kept = {}
+        save = {"s4": lambda m: kept.update(zoo.state_of(m))}
+        guard = acting({"rollback": {"reseed": False}}, snapshot={"every": 4, "good_after": 2})
+        train(guard, 6, callbacks=[At(s7=lambda m: kept.update(now=zoo.state_of(m)), **save)])
+        back = {path: value for path, value in kept.pop("now") if not path.startswith(("loss/", "mean_absolute"))}
+        for path, value in back.items():
+            np.testing.assert_array_equal(value, kept[path], err_msg=path)
+        assert outcomes(guard, "rollback") == [(6, "done", "back to the state after 4 steps; 2 committed steps undone")]
+
+    def test_unproven(self):
+        """A snapshot that too few good steps have followed is not gone back to."""
+        guard = acting("rollback", snapshot={"every": 4, "good_after": 3})
+        train(guard, 6)
+        assert outcomes(guard, "rollback")[0][2] == "back to the state before the first step; 6 committed steps undone"
+
+    def test_depth(self):
+        """A deeper rollback goes back further, and what came after is not gone back to again."""
+        guard = acting({"rollback": {"depth": 2}}, snapshot={"every": 3, "good_after": 1, "keep": 5})
+        train(guard, 10, 11)
+        details = [detail for _, _, detail in outcomes(guard, "rollback")]
+        assert details == [
+            "back to the state after 6 steps; 4 committed steps undone",
+            "back to the state after 3 steps; 3 committed steps undone",
+        ]
+
+    def test_counts_what_had_committed(self):
+        """Only steps that had committed are undone: none before the first, none twice, and the one that left a bad state."""
+        guard = acting("rollback", snapshot={"every": 4, "good_after": 1})
+        train(guard, 0, 1, 7, 8, 10)
+        assert [detail.split("; ")[1] for _, _, detail in outcomes(guard, "rollback")] == [
+            *["no step had committed since"] * 2,
+            "3 committed steps undone",
+            "no step had committed since",
+            "1 committed step undone",
+        ]
+
+    def test_reseed(self):
+        """Each rollback moves the seeds on, further every time, so that the same dropout is not drawn again."""
+        seeds = []
+
+        def note(model):
+            seeds.append([v.numpy().tolist() for v in model.variables if "seed" in v.path])
+
+        guard = acting("rollback", snapshot={"every": 100})
+        train(guard, 3, 5, callbacks=[At(s0=note, s4=note, s6=note)])
+        first, second, third = seeds
+        assert first != second != third != first
+
+    @pytest.mark.parametrize("mode", ["eager", "steps4"])
+    def test_skip_batches(self, mode):
+        """Batches to be left out are passed by: they train nothing, and the epoch is as long as ever."""
+        zoo.supported(zoo.MODES[mode], even=False)
+        guard = acting({"rollback": {"skip_batches": 4}}, snapshot={"every": 100})
+        counted = []
+        count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counted.append(batch))
+        run = train(guard, 3, build=lambda: zoo.plain(**zoo.MODES[mode]), callbacks=[count])
+        assert guard.session.step == 8 and counted[-1] == 11
+        assert int(run.model.optimizer.iterations.numpy()) == 4
+        assert [i.batch for i in guard.incidents] == [3]
+
+    def test_skipped(self):
+        """Where there is no verified snapshot, a rollback says so and does nothing."""
+        guard = acting("rollback")
+        train(guard, 0, build=_damaged)
+        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to go back to")
+
+
+def _damaged():
+    model = zoo.plain(run_eagerly=True)
+    corrupt(model.layers[0].kernel)
+    return model
+
+
+SCHEDULES = {
+    "CosineDecay": lambda: schedules.CosineDecay(0.5, 20),
+    "CosineDecayRestarts": lambda: schedules.CosineDecayRestarts(0.5, 5),
+    "ExponentialDecay": lambda: schedules.ExponentialDecay(0.5, 3, 0.7),
+    "InverseTimeDecay": lambda: schedules.InverseTimeDecay(0.5, 3, 0.7),
+    "PiecewiseConstantDecay": lambda: schedules.PiecewiseConstantDecay([3, 6], [0.5, 0.3, 0.1]),
+    "PolynomialDecay": lambda: schedules.PolynomialDecay(0.5, 20, power=2.0),
+}
+
+
+def expected_walk(rates, bad, factor, batches=12):
+    """Return how far each step goes when each bad one multiplies all later rates by the factor."""
+    told, iteration, now = [], 0, 1.0
+    for step in range(batches):
+        if step in bad:
+            told.append(0.0)
+            now *= factor
+        else:
+            told.append(float(rates(iteration)) * now)
+            iteration += 1
+    return told
+
+
+class TestLowerLr:
+    def test_every_schedule(self):
+        """The schedules tested here are all that Keras ships."""
+        assert set(SCHEDULES) == set(dir(schedules)) - {"LearningRateSchedule"} - {n for n in dir(schedules) if "_" in n} - {
+            n for n in dir(schedules) if n.islower()
+        }
+
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_schedule(self, name):
+        """Under each schedule the rate is the schedule's times the factor, and the saved config is the schedule's."""
+        model = line(keras.optimizers.SGD(SCHEDULES[name]()))
+        config = keras.optimizers.serialize(model.optimizer)
+        during = []
+        look = At(s11=lambda m: during.append(keras.optimizers.serialize(m.optimizer)))
+        guard = acting({"lower_lr": {"factor": 0.25}})
+        steps = walk(model, guard, 4, 7, callbacks=[look])
+        np.testing.assert_allclose(steps, expected_walk(SCHEDULES[name](), (4, 7), 0.25), atol=1e-5)
+        assert during == [config] and keras.optimizers.serialize(model.optimizer) == config
+        assert config["config"]["learning_rate"]["class_name"] == name
+        assert "_get_current_learning_rate" not in vars(model.optimizer)
+
+    @pytest.mark.parametrize("kind", ["plain", "callable", "scaled", "xla", "steps4", "eager"])
+    def test_rate(self, kind):
+        """A plain rate, a callable and the rate of a LossScaleOptimizer are lowered, in every mode of compiling."""
+        optimizer = {
+            "callable": lambda: keras.optimizers.SGD(lambda: 0.5),
+            "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(SCHEDULES["CosineDecay"]())),
+        }.get(kind, lambda: keras.optimizers.SGD(0.5))()
+        rates = SCHEDULES["CosineDecay"]() if kind == "scaled" else lambda step: 0.5
+        mode = zoo.MODES.get(kind, {})
+        zoo.supported(mode)
+        guard = acting({"lower_lr": {"factor": 0.25}})
+        steps = walk(line(optimizer, **mode), guard, 4, 7)
+        wanted = expected_walk(rates, (4, 7), 0.25)
+        if kind == "steps4":  # the host looks after each four steps
+            steps, wanted = steps[-1:], [4 * 0.5 * 0.25**2]
+        np.testing.assert_allclose(steps, wanted, atol=1e-5)
+
+    def test_exact_numbers_after_a_new_trace(self):
+        """A rate that is lowered within an execution of several steps does not shift the numbers of later steps."""
+        zoo.supported({"steps_per_execution": 4})
+        model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), steps_per_execution=4)
+        guard = acting({"lower_lr": {"factor": 0.5}})
+        walk(model, guard, 1, 6, 9)
+        assert [i.step for i in guard.incidents] == [1, 6, 9] and guard.session.step == 12
+
+    def test_two_optimizers(self):
+        """With two optimizers both rates are lowered."""
+        zoo.tensorflow_only("a train step that is written with GradientTape")
+        model = _Pair()
+        model.compile()
+        x = np.ones((8, 1), "float32")
+        x[3] = np.nan
+        guard = acting({"lower_lr": {"factor": 0.1}})
+        model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+        assert float(model.one.learning_rate.numpy()) == pytest.approx(0.01)
+        assert guard.session.rates[id(model.other)].lowest == pytest.approx(0.1)
+        assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
+
+    def test_min_lr(self):
+        """The rate never falls below min_lr, one that is lower stays, and a lowering without effect is skipped."""
+        guard = acting({"lower_lr": {"factor": 0.1, "min_lr": 0.2}})
+        steps = walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2, 4)
+        assert steps[3] == pytest.approx(0.2) and steps[-1] == pytest.approx(0.2)
+        assert [o[1] for o in outcomes(guard, "lower_lr")] == ["done", "skipped"]
+        guard = acting({"lower_lr": {"factor": 0.1, "min_lr": 0.7}})
+        assert walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2)[-1] == pytest.approx(0.5)
+
+    def test_cooldown(self):
+        """Within its cool-down the rate is not lowered again."""
+        guard = acting({"lower_lr": {"factor": 0.5, "cooldown": 4}})
+        walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 2, 4, 6)
+        assert [(o[0], o[1]) for o in outcomes(guard, "lower_lr")] == [(2, "done"), (4, "skipped"), (6, "done")]
+
+    def test_no_step_in_between(self):
+        """A refused step comes to what it does at any rate: where none has committed at this one it is not lowered again."""
+        guard = acting({"lower_lr": {"factor": 0.5}})
+        walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
+        assert outcomes(guard, "lower_lr") == [
+            (0, "skipped", "no step has committed yet, so a lower rate would change nothing"),
+            (2, "done", "learning rate of sgd: 0.5 -> 0.25"),
+            (3, "skipped", "no step has committed since it was lowered, so a lower rate would change nothing"),
+            (5, "done", "learning rate of sgd: 0.25 -> 0.125"),
+        ]
+
+    def test_rate_at_which_the_update_overflows(self):
+        """A step whose update overflows was tried at its rate: from the first step on it is lowered until one commits."""
+        guard = acting("rollback", {"lower_lr": {"factor": 1e-3}})
+        model = line("sgd")
+        model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
+        walk(model, guard, batches=6)
+        assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 3
+        assert np.isfinite(model.get_weights()).all() and guard.session.good == 3
+
+    @pytest.mark.parametrize("rate", ["plain", "schedule"])
+    def test_recovery(self, rate):
+        """After enough good steps the rate returns along a ramp, geometrically, to exactly what it would have been."""
+        optimizer = keras.optimizers.SGD(0.5 if rate == "plain" else schedules.PolynomialDecay(0.5, 1000, 0.5))
+        guard = acting({"lower_lr": {"factor": 0.01, "recover_after": 3, "ramp": 4}})
+        steps = walk(line(optimizer), guard, 2, 4, batches=14)
+        # lowered twice: 1e-4; good steps since the second: 3 at that, then 4 along the ramp
+        ramp = [0.5 * 1e-4 ** (1 - share) for share in (0, 0.25, 0.5, 0.75, 1.0)]
+        np.testing.assert_allclose(steps[3], 0.005, atol=1e-6)
+        np.testing.assert_allclose(steps[5:8], 0.5e-4, atol=1e-6)
+        np.testing.assert_allclose(steps[8:13], ramp, rtol=1e-2, atol=1e-6)
+        assert not guard.session.aftercare.active
+
+    def test_reduce_lr_on_plateau(self):
+        """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
+        guard = acting({"lower_lr": {"factor": 0.1}})
+        plateau = keras.callbacks.ReduceLROnPlateau("flat", mode="min", factor=0.5, patience=1, min_delta=1e9)
+        model = line(keras.optimizers.SGD(0.8), run_eagerly=True)
+        feed = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(flat=1.0))
+        steps = walk(model, guard, 1, batches=3, epochs=4, callbacks=[feed, plateau])
+        assert [steps[i] for i in (2, 5, 8, 11)] == pytest.approx([0.08, 0.008, 0.004 * 0.1, 0.002 * 0.01], rel=1e-3)
+
+    def test_learning_rate_scheduler(self):
+        """Under a LearningRateScheduler that computes the rate from the epoch, the factor holds in every epoch."""
+        guard = acting({"lower_lr": {"factor": 0.1}}, times=1)
+        plan = [0.8, 0.8, 0.2, 0.01, 0.4]
+        scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: plan[epoch])
+        model = line(keras.optimizers.SGD(0.8), run_eagerly=True)
+        steps = walk(model, guard, 1, batches=3, epochs=5, callbacks=[scheduler])
+        assert [steps[i] for i in (2, 5, 8, 11, 14)] == pytest.approx([0.08, 0.08, 0.02, 0.001, 0.04], rel=1e-3)
+
+    def test_saved_model(self, tmp_path):
+        """A model saved while its rate is lowered loads without the library's doing, its schedule as it was."""
+        model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()))
+        model.compile(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()), "mse")
+        walk(model, acting("lower_lr"), 4, callbacks=[At(s9=lambda m: m.save(tmp_path / "m.keras"))])
+        loaded = keras.saving.load_model(tmp_path / "m.keras")
+        assert isinstance(loaded.optimizer._learning_rate, schedules.CosineDecay)
+
+
+class _Pair(keras.Model):
+    """Two weights with an optimizer each; `model.optimizer` is unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = layers.Dense(1), layers.Dense(1)
+        self.one = keras.optimizers.SGD(0.1)
+        self.other = keras.optimizers.SGD(schedules.ExponentialDecay(0.2, 1000, 0.999))
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, _ = data
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [ops.mean(self.left(x)), ops.mean(self.right(x))]
+        for layer, optimizer, loss in zip((self.left, self.right), (self.one, self.other), losses):
+            optimizer.apply(tape.gradient(loss, layer.trainable_weights), layer.trainable_weights)
+        return {"loss": losses[0] + losses[1]}
+
+
+class TestClip:
+    @pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"global_clipnorm": 0.2}, 0.1), ({"global_clipnorm": 9.0}, 0.5)])
+    def test_done(self, given, expected):
+        """Clipping is turned on, a looser norm is brought down, a tight one is tightened; the gradient shows it."""
+        model = line(keras.optimizers.SGD(1.0, **given))
+        guard = acting({"clip": {"global_clipnorm": 0.5, "factor": 0.5}}, times=1)
+        assert walk(model, guard, 3)[-1] == pytest.approx(expected)
+        assert outcomes(guard, "clip")[0][1] == "done"
+        assert model.optimizer.global_clipnorm == given.get("global_clipnorm"), "the optimizer has its own setting back"
+
+    def test_skipped(self):
+        """Where the optimizer clips in a way that Keras does not combine with a global norm, nothing is changed."""
+        model = line(keras.optimizers.SGD(1.0, clipnorm=2.0), run_eagerly=True)
+        guard = acting("clip")
+        assert walk(model, guard, 3)[-1] == pytest.approx(1.0)
+        assert outcomes(guard, "clip")[0][1] == "skipped" and "clipnorm" in outcomes(guard, "clip")[0][2]
+
+    def test_lowest(self):
+        """It is never tighter than min_clipnorm, and says so where it has come there."""
+        guard = acting({"clip": {"global_clipnorm": 0.5, "factor": 0.5, "min_clipnorm": 0.3}})
+        model = line(keras.optimizers.SGD(1.0), run_eagerly=True)
+        assert walk(model, guard, 3, 5, 7)[-1] == pytest.approx(0.3)
+        assert [o[1] for o in outcomes(guard, "clip")] == ["done", "done", "skipped"]
+
+
+class TestFixLossScale:
+    @pytest.mark.parametrize(("before", "after"), [(0.0, 4.0), (np.inf, 64.0), (np.nan, 64.0), (2.0**30, 64.0), (16.0, 16.0)])
+    def test_bounds(self, before, after):
+        """Whatever the loss scale was, it comes back between floor and ceiling, and stays there."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=1)
+        guard = acting({"fix_loss_scale": {"floor": 4.0, "ceiling": 64.0}})
+        scales = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: scales.append(float(optimizer.dynamic_scale.numpy()))
+        )
+
+        def change(model):
+            optimizer.dynamic_scale.assign(before)
+
+        bad = () if not 0 < before < np.inf else (3,)
+        model = line(optimizer, run_eagerly=True)
+        walk(model, guard, *bad, callbacks=[look, At(s3=change)], batches=14)
+        assert guard.incidents[0].step == 3 and outcomes(guard, "fix_loss_scale")[0][1] == "done"
+        assert scales[3] == after or not 0 < before < np.inf
+        assert all(4.0 <= scale <= 64.0 for scale in scales[3:])
+        assert np.isfinite(model.get_weights()[0]).all()
+
+    def test_reset_and_growth(self):
+        """It starts again from reset_to, and doubles after as many good steps as asked for; later as before."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=2000)
+        guard = acting({"fix_loss_scale": {"reset_to": 8.0, "growth_steps": 2}})
+        walk(line(optimizer), guard, 3, batches=8)
+        assert float(optimizer.dynamic_scale.numpy()) == 32.0
+        assert optimizer.dynamic_growth_steps == 2000
+
+    def test_skipped(self):
+        """A model that does not scale its loss is told as such."""
+        guard = acting("fix_loss_scale")
+        train(guard, 3)
+        assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "the model does not scale its loss")]
+
+
+class TestRepair:
+    @pytest.mark.parametrize("source", ["last_good", "zeros", "ones", "initializer"])
+    def test_sources(self, source):
+        """Only the bad entries are overwritten, in weights, statistics and slots, from whichever source is asked for."""
+        seen = {}
+
+        def damage(model):
+            model.layers[1].moving_variance.assign(np.r_[np.nan, np.arange(2.0, 9.0)])
+            kernel = model.layers[0].kernel.numpy()
+            kernel[0, 0], seen["kernel"] = np.inf, kernel
+            model.layers[0].kernel.assign(kernel)
+
+        def look(model):
+            seen["variance"], seen["now"] = model.layers[1].moving_variance.numpy(), model.layers[0].kernel.numpy()
+
+        guard = acting({"repair": {"source": source}})
+        run = train(guard, callbacks=[At(s5=damage, s6=look)])
+        assert outcomes(guard, "repair")[0][:2] == (5, "done") and "2 entries" in outcomes(guard, "repair")[0][2]
+        np.testing.assert_array_equal(seen["variance"][1:], np.arange(2.0, 9.0))
+        good = np.isfinite(seen["kernel"])
+        np.testing.assert_array_equal(seen["now"][good], seen["kernel"][good])
+        wanted = {"zeros": 0.0, "ones": 1.0, "initializer": 1.0}.get(source)
+        assert np.isfinite(seen["variance"][0]) if wanted is None else seen["variance"][0] == wanted
+        assert zoo.bad_entries(run.model) == []
+
+    def test_slots(self):
+        """A bad slot starts again as a fresh optimizer would have it."""
+        guard = acting({"repair": {"source": "initializer"}})
+        run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[2], "inf"))])
+        assert guard.incidents and zoo.bad_entries(run.model) == []
+
+    def test_skipped(self):
+        """Where no entry is bad there is nothing to repair; where the source has no value nothing is touched."""
+        guard = acting("repair")
+        train(guard, 3)
+        assert outcomes(guard, "repair") == [(3, "skipped", "no entry is bad")]
+        guard = acting("repair")
+        train(guard, build=_damaged)
+        assert outcomes(guard, "repair")[0][1] == "skipped"
+
+
+class TestResetBatchnorm:
+    @pytest.mark.parametrize("source", ["initial", "last_good"])
+    def test_done(self, source):
+        """Moving statistics return to what their layer starts with, or to the last good state; nested models too."""
+        seen = {}
+
+        def look(name):
+            return lambda m: seen.update({name: [v.numpy() for v in m.layers[0].layers[0].non_trainable_variables]})
+
+        guard = acting({"reset_batchnorm": {"source": source}}, snapshot={"every": 4, "good_after": 1})
+        train(guard, 6, build=_nested, callbacks=[At(s0=look("first"), s4=look("kept"), s7=look("after"))])
+        wanted = seen["first" if source == "initial" else "kept"]
+        for one, other in zip(seen["after"], wanted):
+            np.testing.assert_array_equal(one, other)
+
+    def test_skipped(self):
+        """A model without BatchNormalization is told as such."""
+        guard = acting("reset_batchnorm")
+        walk(line("sgd", run_eagerly=True), guard, 3)
+        assert outcomes(guard, "reset_batchnorm")[0][1] == "skipped"
+
+
+def _nested(**options):
+    norm = layers.BatchNormalization(momentum=0.9, moving_variance_initializer=keras.initializers.Constant(3.0), **options)
+    model = keras.Sequential([keras.Input((6,)), keras.Sequential([keras.Input((6,)), norm]), layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+def reached(model):
+    """Return a model whose variables hold the state of this moment: while JAX trains they are empty."""
+    getattr(model, "jax_state_sync", lambda: None)()
+    return model
+
+
+class TestRecalibrateBatchnorm:
+    @pytest.mark.parametrize("mode", ["eager", "graph", "steps4"])
+    def test_closed_form(self, mode):
+        """The estimate is the mean over the batches of each batch's own mean and variance."""
+        zoo.supported(zoo.MODES[mode], even=False)
+        data = zoo.regression(batches=20)
+        data.x[:] = data.x * 3.0 + 5.0
+        zoo.poison(data, 3)
+
+        def build():
+            model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.99), layers.Dense(1)])
+            model.compile("sgd", "mse", **zoo.MODES[mode])
+            return model
+
+        guard = acting({"recalibrate_batchnorm": {"batches": 8}})
+        seen = {}
+        after = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda b, logs: seen.setdefault(b, [v.numpy() for v in reached(model).layers[0].weights[2:]])
+        )
+        model = build()
+        model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, after])
+        batches = data.x.reshape(20, 8, 6)[4:12].astype("float64")
+        mean, variance = seen[11]
+        tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
+        np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
+        np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
+        assert not guard.session.aftercare.active
+
+    def test_rollback_in_between(self):
+        """A rollback while the statistics are estimated starts the estimate over, from batches only."""
+        data = zoo.regression(batches=16)
+        data.x[:] = data.x * 3.0 + 5.0
+        rules = [
+            {"name": "estimate", "do": [{"recalibrate_batchnorm": {"batches": 4}}], "limit": {"times": 1}},
+            {"name": "back", "after": {"total": 2}, "do": "rollback", "limit": {"times": 1}},
+            END,
+        ]
+        policy = {"version": 1, "preset": "none", "rules": rules, "snapshot": {"every": 4, "good_after": 1}}
+        zoo.poison(zoo.poison(data, 3), 6)
+        model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.9), layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        seen = {}
+        after = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda b, logs: seen.setdefault(b, reached(model).layers[0].moving_mean.numpy())
+        )
+        guard = NanGuard(policy, verbose=0, diagnose=False)
+        model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, after])
+        assert outcomes(guard, "rollback")[0][1] == "done"
+        np.testing.assert_allclose(seen[10], data.x.reshape(16, 8, 6)[7:11].mean(1).mean(0), rtol=1e-3)
+
+    def test_skipped(self):
+        """Frozen layers keep their statistics: there is nothing to estimate, and nothing is reset."""
+        guard = acting("recalibrate_batchnorm")
+        run = train(guard, 3, build=lambda: _nested(trainable=False))
+        assert outcomes(guard, "recalibrate_batchnorm")[0][1] == "skipped"
+        np.testing.assert_array_equal(run.model.layers[0].layers[0].moving_variance.numpy(), 3.0)
+
+
+class TestResetSlots:
+    def test_all(self):
+        """All slots start again: momentum is zero, averages of the weights are the weights, counts of steps stay."""
+        optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=None)
+        seen = {}
+
+        def look(model):
+            seen.update({v.path: v.numpy() for v in [*optimizer.variables, *model.trainable_variables]})
+
+        guard = acting({"reset_slots": {"scope": "all"}})
+        train(guard, 5, build=lambda: zoo.plain(optimizer, run_eagerly=True), callbacks=[At(s6=look)])
+        assert outcomes(guard, "reset_slots")[0][1] == "done"
+        assert seen["adam/iteration"] == 5
+        for path, value in seen.items():
+            if path.endswith(("momentum", "velocity")):
+                assert not value.any(), path
+        average = next(value for path, value in seen.items() if "average" in path)
+        np.testing.assert_array_equal(average, next(v for path, v in seen.items() if path.endswith("dense/kernel")))
+
+    def test_bad(self):
+        """Only slots with a bad entry start again."""
+        guard = acting({"reset_slots": {"scope": "bad"}}, {"repair": {"source": "last_good"}})
+        run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[3], "inf"))])
+        assert "1 slots set back" in outcomes(guard, "reset_slots")[0][2]
+        assert zoo.bad_entries(run.model) == []
+
+    def test_skipped(self):
+        """Where no slot is bad nothing is done."""
+        guard = acting("reset_slots")
+        train(guard, 3)
+        assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
+
+
+class TestQuarantine:
+    def test_done(self, tmp_path):
+        """The bad batch is on disk as it went in, with the incident, and loads without pickle."""
+        guard = acting("quarantine", directory=tmp_path)
+        run = train(guard, 3, 7)
+        data = zoo.regression()
+        zoo.poison(data, 3)
+        files = sorted((tmp_path / "quarantine").iterdir())
+        assert [f.name for f in files] == ["step-00000003.npz", "step-00000007.npz"]
+        with np.load(files[0], allow_pickle=False) as kept:
+            np.testing.assert_array_equal(kept["x"], data.x[24:32])
+            np.testing.assert_array_equal(kept["y"], data.y[24:32])
+            assert json.loads(str(kept["incident"]))["step"] == 3
+        assert str(files[0]) in outcomes(guard, "quarantine")[0][2] and run.steps == [3, 7]
+
+    def test_limits(self, tmp_path):
+        """There are never more batches than asked for, nor more megabytes, over all runs into one directory."""
+        train(acting({"quarantine": {"max_batches": 2}}, directory=tmp_path), 3)
+        guard = acting({"quarantine": {"max_batches": 2}}, directory=tmp_path)
+        train(guard, 3, 7)
+        assert [o[1] for o in outcomes(guard, "quarantine")] == ["done", "skipped"]
+        assert len(list((tmp_path / "quarantine").iterdir())) == 2
+        guard = acting({"quarantine": {"max_mb": 1e-6}}, directory=tmp_path / "small")
+        train(guard, 3)
+        assert "max_mb" in outcomes(guard, "quarantine")[0][2]
+
+    def test_skipped(self):
+        """Without a directory nothing is written."""
+        guard = acting("quarantine")
+        train(guard, 3)
+        assert outcomes(guard, "quarantine") == [(3, "skipped", "NanGuard has no directory to keep batches in")]
+
+    def test_any_structure(self):
+        """Nested, ragged, sparse, text and bfloat16 data come out as plain arrays under readable names."""
+        zoo.tensorflow_only("ragged and sparse tensors")
+        import tensorflow as tf
+
+        from keras_nanguard._fit.quarantine import arrays_of
+
+        x = {"a": tf.ones((2, 3), tf.bfloat16), "b": [tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.constant([["ä"], ["b"]])]}
+        found = arrays_of(((x, tf.sparse.eye(3), None),))
+        assert set(found) == {
+            *("x/a", "x/b/0/flat_values", "x/b/0/nested_row_splits/0", "x/b/1"),
+            *("y/indices", "y/values", "y/dense_shape"),
+        }
+        assert found["x/a"].dtype == np.float32 and found["x/b/1"].tolist() == [["ä"], ["b"]]
+        assert all(array.dtype.kind in "fiubU" for array in found.values())
+
+
+class TestStop:
+    def test_restored(self):
+        """Training stops with the last good state, where something else has damaged it."""
+        guard = acting("stop", snapshot={"every": 4, "good_after": 1})
+        kept = {}
+        damage = At(s4=lambda m: kept.update(k=m.layers[0].kernel.numpy()), s6=lambda m: corrupt(m.layers[0].kernel))
+        run = train(guard, callbacks=[damage])
+        assert run.model.stop_training and guard.session.step == 7
+        np.testing.assert_array_equal(run.model.layers[0].kernel.numpy(), kept["k"])
+
+    def test_left(self):
+        """Without restore the state is left as it is; after a refused step there is nothing to restore."""
+        guard = acting({"stop": {"restore": False}})
+        run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
+        assert zoo.bad_entries(run.model) != []
+        guard = acting("stop")
+        run = train(guard, 6)
+        assert "left the last good state in place" in outcomes(guard, "stop")[0][2]
+        assert int(run.model.optimizer.iterations.numpy()) == 6
+
+
+    @pytest.mark.parametrize("ending", ["stop", "raise_error"])
+    @pytest.mark.parametrize("kind", ["plain", "schedule"])
+    def test_rate_given_back(self, ending, kind):
+        """After the end the rate is as it was set, and the line says so; without restore it stays, and the line says that."""
+        for restore, words in ((True, "is 0.5 again (it was lowered to 0.05)"), (False, "stays at 0.05, which is 0.1 times what was set")):
+            rules = [
+                {"name": "slow", "do": "lower_lr", "limit": {"times": 1}, "otherwise": {"do": {ending: {"restore": restore}}}},
+                END,
+            ]
+            guard = NanGuard({"preset": "none", "rules": rules}, verbose=0, diagnose=False)
+            rate = 0.5 if kind == "plain" else schedules.PolynomialDecay(0.5, 1000, 0.5)
+            model = line(keras.optimizers.SGD(rate))
+            x = np.ones((8, 1), "float32")
+            x[[2, 5]] = np.nan
+            with contextlib.suppress(NonFiniteError):
+                model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+            assert [step for step, status, _ in outcomes(guard, "lower_lr") if status == "done"] == [2]
+            ((step, _, detail),) = outcomes(guard, ending)
+            assert step == 5 and detail.endswith(f"the learning rate of {model.optimizer.name} {words}")
+            factor = guard.session.course.rates[0]["factor"]
+            assert factor == pytest.approx(1.0 if restore else 0.1)
+            if kind == "plain":
+                assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
+        assert not guard.session.aftercare.recovery
+
+
+class TestRaiseError:
+    def test_done(self):
+        """The exception carries the complete incident, and leaves a model that is good and free of the guard."""
+        model = zoo.plain(run_eagerly=True)
+        guard = acting("raise_error")
+        with pytest.raises(NonFiniteError, match="step 7") as caught:
+            train(guard, 6, build=lambda: model)
+        incident = caught.value.incident
+        assert incident.step == 6 and incident.outcomes[-1].status == "done"
+        assert zoo.bad_entries(model) == [] and "train_step" not in vars(model)
+
+
+class TestCall:
+    def test_done(self):
+        """The function gets the incident; what it returns is told."""
+        seen = []
+        guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: seen.append(incident) or "paged"})
+        train(guard, 3)
+        assert [i.step for i in seen] == [3] and outcomes(guard, "call") == [(3, "done", "paged")]
+
+    def test_failing(self):
+        """A function that raises is told, and training goes on."""
+        guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: 1 / 0})
+        train(guard, 3)
+        assert outcomes(guard, "call") == [(3, "skipped", "ZeroDivisionError: division by zero")]
+        assert guard.session.step == 12
+
+    def test_skipped(self):
+        """A name that nobody registered is told together with those that are."""
+        guard = acting({"call": {"function": "page"}}, functions={"other": print})
+        train(guard, 3)
+        assert "other" in outcomes(guard, "call")[0][2] and outcomes(guard, "call")[0][1] == "skipped"
+
+
+def test_a_change_without_a_step_of_its_own_goes_on():
+    """What a finite jump has set in motion is carried through: the lowered rate returns although no step is refused."""
+    rule = {
+        "name": "jump",
+        "kind": "spike",
+        "do": [{"lower_lr": {"factor": 0.1, "recover_after": 2, "ramp": 0}}],
+        "limit": {"times": 1},
+    }
+    checks = {"trend": {"warmup": 5, "spike_factor": 10}}
+    policy = {"version": 1, "preset": "none", "rules": [rule, END], "checks": checks}
+    guard = NanGuard(policy, verbose=0, diagnose=False)
+    model = line(keras.optimizers.SGD(1e-4), run_eagerly=True)
+    model.layers[0].kernel.assign([[1.0]])
+    x = np.ones((16, 1), "float32")
+    x[8] = 1e4
+    weights = Weights()
+    model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard, weights])
+    assert [i.step for i in guard.incidents] == [8]
+    np.testing.assert_allclose(weights.steps[9:], [1e-5, 1e-5, 1e-4, 1e-4, 1e-4, 1e-4, 1e-4], rtol=0.05)

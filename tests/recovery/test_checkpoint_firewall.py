@@ -1,0 +1,159 @@
+"""No callback saves a model that is not finite, or takes NaN for the best: whatever its place in the list."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard, scan
+from keras_nanguard.testing import corrupt
+
+
+class Vandal(keras.callbacks.Callback):
+    """Writes NaN into a weight from outside of any step."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            corrupt(self.model.trainable_variables[0], "nan")
+
+
+class BadValidation(keras.utils.PyDataset):
+    """A validation set that holds a NaN until the first epoch ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.bad, (self.x, self.y) = True, zoo.regression(batches=1).all
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        x = np.array(self.x)
+        x[0] = np.nan if self.bad else x[0]
+        return x, self.y
+
+    def mend(self, epoch, logs):
+        self.bad = False
+
+
+def ordered(guard, others, first):
+    return [guard, *others] if first else [*others, guard]
+
+
+def fit(callbacks, epochs=3, dropout=True, **kwargs):
+    data = zoo.regression()
+    if "validation_data" in kwargs:
+        callbacks = [*callbacks, keras.callbacks.LambdaCallback(on_epoch_end=kwargs["validation_data"].mend)]
+    model = zoo.plain(dropout=dropout)
+    history = model.fit(
+        *data.all, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **kwargs
+    )
+    return model, history.history
+
+
+def finite_file(path):
+    model = keras.models.load_model(path) if str(path).endswith(".keras") else zoo.plain()
+    if not str(path).endswith(".keras"):
+        model.load_weights(path)
+    return zoo.bad_entries(model) == []
+
+
+def saving(folder):
+    """Every way in which Keras' own callbacks write a model."""
+    checkpoint = keras.callbacks.ModelCheckpoint
+    return {
+        "model": (checkpoint(folder / "m.keras"), "m.keras"),
+        "weights": (checkpoint(folder / "w.weights.h5", save_weights_only=True), "w.weights.h5"),
+        "backup": (keras.callbacks.BackupAndRestore(folder / "b", delete_checkpoint=False), "b/latest.weights.h5"),
+    }
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+@pytest.mark.parametrize("what", ["model", "weights", "backup"])
+def test_what_is_saved_is_finite(tmp_path, what, guard_first):
+    """Stock Keras writes what another callback has ruined; under the guard the state is healed first."""
+    (plain, _), (kept, name) = saving(tmp_path / "stock")[what], saving(tmp_path / "ours")[what]
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "stock").mkdir()
+    fit([Vandal(), plain], epochs=2)
+    assert not finite_file(tmp_path / "stock" / name), "stock Keras does not save NaN any more"
+    guard = NanGuard(verbose=0)
+    model, _ = fit([Vandal(), *ordered(guard, [kept], guard_first)], epochs=2)
+    assert finite_file(tmp_path / "ours" / name)
+    assert [i.findings[0].site for i in guard.incidents] == ["weights"]
+    assert zoo.bad_entries(model) == []
+    assert not {"save", "save_weights"} & set(vars(model))
+
+
+def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
+    """Where the policy does not heal, the file that was there before stays, and a line says so."""
+    policy = {"preset": "none", "rules": [{"name": "tell", "do": "warn", "limit": {"times": 99}, "otherwise": "stop"}]}
+    kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
+    fit([Vandal(), NanGuard(policy), kept], epochs=2)
+    assert "not saved" in capsys.readouterr().out
+    assert finite_file(tmp_path / "m.keras")
+
+
+def test_observing_changes_nothing(tmp_path):
+    """Under `observe` the file is written as it is, and the incident told."""
+    guard = NanGuard("observe", verbose=0)
+    fit([Vandal(), guard, keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")], epochs=2)
+    assert not finite_file(tmp_path / "m.keras")
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_nan_of_the_validation_is_no_best(tmp_path, guard_first):
+    """Stock Keras keeps the NaN of a first validation as the best one for ever; under the guard it is passed over."""
+
+    def best():
+        checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras", "val_loss", save_best_only=True)
+        return [checkpoint, keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)]
+
+    stock = best()
+    fit(stock, validation_data=BadValidation())
+    # Keras 3.6 starts from infinity instead of the first value, and is not fooled by NaN
+    assert all(np.isnan(callback.best) for callback in stock) or zoo.OLD, "stock Keras keeps a NaN no more"
+    ours, guard = best(), NanGuard(verbose=0)
+    with pytest.warns(UserWarning, match="val_loss"):
+        _, history = fit(ordered(guard, ours, guard_first), validation_data=BadValidation())
+    assert all(np.isfinite(callback.best) for callback in ours)
+    assert np.isnan(history["val_loss"][0]) and np.isfinite(history["val_loss"][1:]).all()
+    assert guard.incidents[0].findings[0].site == "validation"
+
+
+def test_rate_is_not_lowered_for_a_nan():
+    """`ReduceLROnPlateau` waits for a better loss than NaN for ever, unless the NaN is hidden from it."""
+
+    def rate_after(*callbacks):
+        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=0)
+        model, _ = fit([*callbacks, plateau], epochs=4, dropout=False, validation_data=BadValidation())
+        return float(model.optimizer.learning_rate)
+
+    first = float(zoo.plain().optimizer.learning_rate)
+    assert rate_after() < 0.5 * first or zoo.OLD, "stock Keras keeps a NaN no more"
+    assert rate_after(NanGuard(verbose=0)) == pytest.approx(first)
+
+
+def test_averages_swapped_in_are_finite(tmp_path):
+    """Averaged weights that `SwapEMAWeights` brings in for a checkpoint are those of good steps alone."""
+    data = zoo.poison(zoo.regression(), 3)
+    model = zoo.plain(optimizer=keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9))
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[swap, kept, NanGuard(verbose=0)])
+    assert finite_file(tmp_path / "m.keras")
+    assert zoo.bad_entries(model) == []
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_orbax(tmp_path, heals):
+    """`OrbaxCheckpoint` saves past `Model.save`; it is looked at all the same."""
+    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    tell = {"preset": "none", "rules": [{"name": "tell", "do": "warn", "limit": {"times": 99}, "otherwise": "stop"}]}
+    kept = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq="epoch", save_on_background=False, max_to_keep=5)
+    fit([Vandal(), NanGuard("recover" if heals else tell, verbose=0), kept], epochs=2)
+    saved = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    assert len(saved) == (2 if heals else 1)
+    assert all(scan(tmp_path / name).clean for name in saved)

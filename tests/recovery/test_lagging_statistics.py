@@ -1,0 +1,149 @@
+"""BatchNorm statistics that lag behind are reported at a validation that shows it, and only where they are to blame."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+ROWS, BATCH = 640, 16
+
+
+def labelled(seed, scale=0.05, shift=0.0, noise=False):
+    """Return features of a small scale, which the initial variance of 1 is far from, and the class of each row."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((ROWS, 8)).astype("float32")
+    y = rng.integers(0, 3, ROWS) if noise else (x @ np.random.default_rng(9).standard_normal((8, 3))).argmax(1)
+    return (x * scale + shift).astype("float32"), y
+
+
+def network(momentum=0.99, norm=layers.BatchNormalization, dropout=0.0, **options):
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((8,)), layers.Dense(16), norm(**({"momentum": momentum} if norm is layers.BatchNormalization else {}))]
+    stack += [layers.ReLU(), layers.Dropout(dropout), layers.Dense(3)]
+    model = keras.Sequential(stack)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(3e-2), loss, **options)
+    return model
+
+
+def fit(model, *callbacks, epochs=2, held_out=None, **options):
+    """Train on 40 steps in each epoch; returns the guard and the history."""
+    x, y = labelled(0)
+    guard = NanGuard(verbose=0)
+    validation = labelled(1) if held_out is None else held_out
+    options = {"batch_size": BATCH, "validation_data": validation, **options}
+    history = model.fit(x, y, epochs=epochs, verbose=0, callbacks=[guard, *callbacks], **options).history
+    return guard, history
+
+
+def lagging(guard):
+    return [i for i in guard.incidents if i.diagnosis is not None and i.diagnosis.cause == "batchnorm_statistics"]
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Ends training after so many epochs."""
+
+    def __init__(self, epochs):
+        super().__init__()
+        self.epochs = epochs
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch + 1 >= self.epochs
+
+
+@pytest.mark.parametrize("mode", ["graph", "steps4"])
+def test_said_once(capsys, mode):
+    """Training goes well and validation does not: said once, with the layer, what was measured, and what to do."""
+    zoo.supported(zoo.MODES[mode])
+    guard, history = fit(network(**zoo.MODES[mode]), epochs=3)
+    assert history["loss"][-1] * 2 < history["val_loss"][-1]
+    (incident,) = guard.incidents
+    assert incident.sites == ("validation",) and not incident.refused and incident.changes == ()
+    diagnosis = incident.diagnosis
+    assert diagnosis.cause == "batchnorm_statistics" and diagnosis.culprit.endswith("batch_normalization")
+    assert any("of the values that they began with" in text for text in diagnosis.evidence)
+    assert "459" in diagnosis.advice[0] and "recalibrate" in diagnosis.advice[-1]
+    assert "in the validation of epoch" in str(incident) and diagnosis.advice[0] in str(incident)
+
+
+def test_what_it_advises_helps():
+    """After `recalibrate` on the training data, which it advises, the validation is what training is."""
+    from keras_nanguard import recalibrate
+
+    model = network()
+    guard, history = fit(model)
+    assert lagging(guard)
+    recalibrate(model, labelled(0)[0])
+    assert model.evaluate(*labelled(1), verbose=0) < history["val_loss"][-1] / 2
+
+
+HEALTHY = {
+    "a momentum that fits": lambda: fit(network(0.9)),
+    "a plan that is long enough": lambda: fit(network(), StopAfter(2), epochs=60),
+    "no statistics": lambda: fit(network(norm=layers.LayerNormalization)),
+    "frozen statistics": lambda: fit(frozen()),
+    "other data to validate on": lambda: fit(network(0.9), epochs=4, held_out=labelled(1, shift=0.3)),
+    "nothing to be learned": lambda: fit(network(0.9), epochs=8, held_out=labelled(1, noise=True)),
+    "large features": lambda: fit(network(0.9), held_out=labelled(1, scale=3.0)),
+    "no validation": lambda: fit(network(), validation_data=None),
+    "a generator to validate on": lambda: fit(network(), held_out=batches(), validation_steps=4),
+}
+"""Runs in which the moving statistics are not to blame, cannot be, will not be by the end, or cannot be looked at."""
+
+
+def frozen():
+    model = network()
+    model.layers[1].trainable = False
+    model.compile(keras.optimizers.Adam(3e-2), model.loss)
+    return model
+
+
+def batches():
+    x, y = labelled(1)
+    while True:
+        for start in range(0, ROWS, BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_silent(name):
+    """Where they are not to blame nothing is said, however far validation is from training."""
+    guard, _ = HEALTHY[name]()
+    assert guard.incidents == []
+
+
+def test_leaves_no_trace():
+    """A run that was looked into goes on with the bits of one that was not: weights, statistics, seeds, slots, metrics."""
+    told = []
+    for diagnose in (True, False):
+        model = network(dropout=0.05)
+        x, y = labelled(0)
+        guard = NanGuard(verbose=0, diagnose=diagnose)
+        history = model.fit(x, y, batch_size=BATCH, epochs=4, validation_data=labelled(1), verbose=0, callbacks=[guard]).history
+        told.append((history, [np.array(v) for v in (*model.variables, *model.optimizer.variables)], len(guard.incidents)))
+    (history, state, looked), (plain, other, not_looked) = told
+    assert (looked, not_looked) == (1, 0) and history == plain
+    for one, two in zip(state, other):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("policy", ["stop", "raise", "observe", {"checks": {"statistics": False}}])
+def test_ends_nothing(policy):
+    """It is said under every policy and ends training under none; one that does not look at statistics hears nothing."""
+    x, y = labelled(0)
+    guard = NanGuard(policy, verbose=0)
+    model = network()
+    history = model.fit(x, y, batch_size=BATCH, epochs=3, validation_data=labelled(1), verbose=0, callbacks=[guard]).history
+    assert len(history["loss"]) == 3 and len(lagging(guard)) == (not isinstance(policy, dict))
+
+
+def test_a_look_that_fails_is_no_trouble(monkeypatch):
+    """A model whose loss cannot be computed outside of its own steps is left alone: nothing is raised, nothing said."""
+    monkeypatch.setattr("keras_nanguard._fit.results.one_batch", lambda: ("no", "such", "batch"))
+    guard, history = fit(network())
+    assert guard.incidents == [] and len(history["val_loss"]) == 2

@@ -1,0 +1,615 @@
+"""Snapshots: a ring of verified states, in memory or on disk, that is whole at every moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import read, written
+from keras_nanguard._fit.snapshots import Ring
+from keras_nanguard._policy.policy import Policy
+
+DISK = {"storage": "disk", "every": 5, "good_after": 2}
+
+
+def variable(*values):
+    return keras.Variable(np.array(values or (0.0, 0.0), "float32"), trainable=False)
+
+
+class TestRing:
+    def test_bad_state(self):
+        """A state that is not finite is never kept, and keeps none of the others from being gone back to."""
+        for keep, good_after in ((1, 0), (2, 3)):
+            ring, v = Ring(keep, good_after), variable(1.0, 2.0)
+            assert ring.take([v], 0, 0, verified=True) == ""
+            v.assign([np.nan, 3.0])
+            for step in (10, 20, 30):
+                assert ring.take([v], step, step) == v.path
+            assert ring.newest().step == 0
+            np.testing.assert_array_equal(ring.newest().value(v), [1.0, 2.0])
+
+    def test_verified(self):
+        """A snapshot counts once enough good steps have followed; the steps of a refused streak do not count."""
+        ring, v = Ring(3, 5), variable()
+        ring.take([v], 0, 0, verified=True)
+        ring.take([v], 10, 10)
+        assert ring.newest().step == 0 and ring.next_proof(10) == 5
+        ring.promote(14)
+        assert ring.newest().step == 0 and ring.next_proof(14) == 1
+        ring.promote(15)
+        assert ring.newest().step == 10 and ring.next_proof(15) == np.inf
+
+    def test_good_state_survives(self):
+        """However many snapshots never prove good, the last good one stays."""
+        ring, v = Ring(2, 5), variable()
+        ring.take([v], 0, 0, verified=True)
+        for step in range(1, 50):
+            v.assign([step, step])
+            ring.take([v], step, good=0)
+        assert ring.newest().step == 0 and len(ring.snapshots) == 2
+        np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
+
+    def test_memory(self):
+        """There are never more than `keep` copies, and their memory is used again."""
+        ring, v = Ring(2, 0), variable()
+        for step in range(10):
+            v.assign([step, -step])
+            ring.take([v], step, step)
+            if step == 3:
+                buffers = {id(s.arrays[id(v)]) for s in ring.snapshots}
+        assert {id(s.arrays[id(v)]) for s in ring.snapshots} == buffers
+        assert [s.step for s in ring.snapshots] == [8, 9]
+
+    def test_depth(self):
+        """Deeper than there are snapshots is the oldest one; after a rollback the undone ones are gone."""
+        ring, v = Ring(5, 0), variable()
+        for step in range(4):
+            ring.take([v], step, step)
+        ring.promote(10)
+        assert [ring.newest(depth).step for depth in (1, 2, 4, 9)] == [3, 2, 0, 0]
+        ring.forget_after(1)
+        assert [s.step for s in ring.snapshots] == [0, 1]
+
+    def test_promoted_in_time(self):
+        """A rollback reaches the newest state that has proven good by then, not by the snapshot after it."""
+        policy = {"snapshot": {"every": 5, "good_after": 2}}
+        guard = NanGuard(verbose=0, diagnose=False, **policy)
+        data = zoo.regression(batches=12)
+        for batch in (7, 8, 9):
+            zoo.poison(data, batch, where="y")
+            data.y[batch * 8 + 2] = 1e38  # the loss overflows, the data is finite
+        zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=1)
+        told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+        assert told == ["back to the state after 5 steps; 2 committed steps undone"]
+
+
+def lstm():
+    """A model with every kind of state: seeds, states of a stateful RNN, statistics, slots, a loss scale, metrics."""
+    model = keras.Sequential(
+        [
+            keras.Input((3, 2), batch_size=8),
+            layers.LSTM(3, stateful=True),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.01, 100), use_ema=True), dynamic_growth_steps=7
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def sequences():
+    return zoo.Data(zoo.draw(features=6, batches=12).reshape(-1, 3, 2), zoo.regression().y)
+
+
+class Cut(keras.callbacks.Callback):
+    """Ends a fit in the middle, as a crash does."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def interrupted(build, data, guard, steps, **fit):
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(build, data, guard=guard, epochs=3, callbacks=[Cut(steps)], **fit)
+    keras.backend.clear_session()
+
+
+def on_disk(directory, policy="recover", resume=False, **sections):
+    return NanGuard(
+        policy, verbose=0, diagnose=False, directory=directory, resume=resume, snapshot={**DISK, **sections.pop("snapshot", {})}, **sections
+    )
+
+
+RESUMED = {
+    "graph": (zoo.plain, zoo.regression, 29),
+    "every kind of state": (lstm, sequences, 29),
+    "at the end of an epoch": (zoo.plain, zoo.regression, 27),
+    "steps4": (lambda: zoo.plain(steps_per_execution=4), zoo.regression, 7),
+    "unbuilt": (
+        lambda: _compiled(keras.Sequential([layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)])),
+        zoo.regression,
+        29,
+    ),
+}
+
+
+def _compiled(model):
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+class Weights(keras.callbacks.Callback):
+    """Keeps the weights that a callback sees when training begins."""
+
+    at_begin: list
+
+    def on_train_begin(self, logs=None):
+        self.at_begin = self.model.get_weights()
+
+
+class TestResume:
+    @pytest.mark.parametrize("case", RESUMED)
+    def test_bit_identical(self, case, tmp_path):
+        """A run that was cut short and goes on in a new model ends bit-identical to one that never was."""
+        if case == "every kind of state" and zoo.BACKEND != "tensorflow":
+            pytest.skip("Keras cannot train a stateful recurrent layer on torch, and hands its state to no step on JAX")
+        if case == "at the end of an epoch" and zoo.BACKEND == "torch":
+            pytest.skip("on torch Keras draws from the generator between two epochs, too: dropout goes on with other numbers")
+        build, data, cut = RESUMED[case]
+        whole = zoo.run(build, data(), epochs=3)
+        every = {"at the end of an epoch": 12, "steps4": 4}.get(case, 5)
+        interrupted(build, data(), on_disk(tmp_path, snapshot={"every": every}), cut)
+        guard = on_disk(tmp_path, resume=True, snapshot={"every": every})
+
+        def other():
+            keras.utils.set_random_seed(77)
+            return build()
+
+        resumed = zoo.run(other, data(), guard=guard, epochs=3)
+        for (path, one), (_, other) in zip(resumed.state, whole.state, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=path)
+        for name, values in resumed.history.items():
+            assert values == whole.history[name][-len(values) :]
+        assert resumed.model._initial_epoch is None
+
+    def test_what_the_policy_remembers(self, tmp_path):
+        """Budgets, lowered rates, clipping and loss scale bounds go on, from the last incident, not the last snapshot."""
+        do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, {"fix_loss_scale": {"floor": 2.0}}]
+        rules = [
+            {"name": "act", "do": do, "limit": {"times": 2}},
+            {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
+        ]
+        policy = {"version": 1, "preset": "none", "rules": rules}
+
+        def build():
+            inner = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 100))
+            return zoo.plain(keras.optimizers.LossScaleOptimizer(inner))
+
+        data = zoo.poison(zoo.regression(), 7)
+        first = on_disk(tmp_path, policy)
+        interrupted(build, data, first, 9)
+        second = on_disk(tmp_path, policy, resume=True)
+        seen = {}
+        model = build()
+
+        def look(batch, logs):
+            inner = model.optimizer.inner_optimizer
+            rate = second.session.rate(model.optimizer)
+            bounds = second.session.aftercare.scale_bounds
+            seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
+
+        guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        zoo.run(lambda: model, data, guard=second, epochs=2, callbacks=[guard_end])
+        assert seen[6] == (0.1, 3.0, (2.0, 2.0**24)) and seen[8] == (0.01, 1.5, (2.0, 2.0**24))
+        told = [[o.status for o in i.outcomes if o.action == "lower_lr"] for i in second.incidents]
+        assert told == [["done"], []], "the second time in all was the last that the limit allows"
+        assert model.optimizer.inner_optimizer.global_clipnorm is None
+
+    def test_same_budget_in_the_next_fit(self):
+        """A second fit of the same model with the same guard goes on with budgets and factors."""
+        rules = [
+            {"name": "act", "do": [{"lower_lr": {"factor": 0.1}}], "limit": {"times": 2}},
+            {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
+        ]
+        guard = NanGuard({"version": 1, "preset": "none", "rules": rules}, verbose=0, diagnose=False)
+        schedule = keras.optimizers.schedules.CosineDecay(0.01, 1000)
+        model = zoo.plain(keras.optimizers.SGD(schedule), run_eagerly=True)
+        data, factors = zoo.poison(zoo.regression(), 3), []
+        for _ in range(3):
+            model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+            factors.append(round(guard.session.rates[id(model.optimizer)].lowest, 6))
+        assert factors == [0.1, 0.01, 0.01]
+        assert len(guard.incidents) == 3
+
+    def test_nothing_there(self, tmp_path):
+        """With nothing to go on from, a run starts anew; the fit after it is a run of its own."""
+        guard = on_disk(tmp_path, resume=True)
+        first = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
+        assert first.guard.session.step == 12
+        again = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1)
+        assert again.guard.session.step == 12
+
+    def test_another_model(self, tmp_path):
+        """The snapshots of another model are refused with the reason."""
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), 9)
+        other = lambda: _compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)]))  # noqa: E731
+        with pytest.raises(GuardError, match="another model"):
+            zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
+
+    @pytest.mark.parametrize("epochs", [4, 2])
+    @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
+    def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
+        """A script that is run again after it has finished, or with fewer epochs, ends with the state of the last snapshot."""
+        build, data, _ = RESUMED[case]
+        done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=4)
+        keras.utils.set_random_seed(77)
+        guard, callback = on_disk(tmp_path, resume=True), Weights()
+        guard.verbose = 1
+        before = sorted(tmp_path.rglob("*"))
+        again = zoo.run(build, data(), guard=guard, epochs=epochs, callbacks=[callback])
+        assert again.history == {} and again.guard.session.step == 0
+        pairs = zip(*([*run.model.variables, *run.model.optimizer.variables] for run in (again, done)), strict=True)
+        for one, other in pairs:
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other), err_msg=one.path)
+        for one, other in zip(callback.at_begin, done.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other, "callbacks have to see it, too")
+        assert f"epochs={epochs}" in capsys.readouterr().out
+        assert sorted(tmp_path.rglob("*")) == before
+        again.model.fit(data().x, data().y, batch_size=8, epochs=1, verbose=0)
+        assert again.model.history.epoch == [0], "the fit after it begins as it is told"
+
+    def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
+        """The same with a `CallbackList` of one's own, which knows no number of epochs."""
+        done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        other, data = zoo.plain(), zoo.regression()
+        other.set_weights([weight * 0 for weight in other.get_weights()])
+        callbacks = keras.callbacks.CallbackList([on_disk(tmp_path, resume=True)], add_history=True, model=other)
+        other.fit(data.x, data.y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+        for one, saved in zip(other.get_weights(), done.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, saved)
+
+    def test_loop_with_nothing_left(self, tmp_path):
+        """A loop of one's own that finds no step left to make ends with the state of the last snapshot, too."""
+        model = zoo.plain()
+        zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        other = zoo.plain()
+        other.set_weights([weight * 0 for weight in other.get_weights()])
+        with on_disk(tmp_path, resume=True).watch(other):
+            pass
+        for one, saved in zip(other.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, saved)
+
+    @pytest.mark.parametrize("cut", [2, 9])
+    def test_initial_epoch(self, cut, tmp_path, capsys):
+        """A run goes on in the epoch of its snapshot, the first one included, whatever `initial_epoch` says."""
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), cut)
+        guard = on_disk(tmp_path, resume=True)
+        run = zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3, initial_epoch=2)
+        assert run.model.history.epoch == [0, 1, 2]
+        whole = zoo.run(zoo.plain, zoo.regression(), epochs=3)
+        for (path, one), (_, other) in zip(run.state, whole.state, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=path)
+
+    def test_killed_before_the_model_was_built(self, tmp_path, recwarn):
+        """A process that ends before the second snapshot of a model that its first step builds is gone on from, too."""
+        build, data, _ = RESUMED["unbuilt"]
+        interrupted(build, data(), on_disk(tmp_path), 2)
+        run = zoo.run(build, data(), guard=on_disk(tmp_path, resume=True), epochs=1)
+        assert run.guard.session.step == 12
+        warned = [str(w.message) for w in recwarn if "from before they were created" in str(w.message)]
+        assert len(warned) == (zoo.BACKEND == "tensorflow")
+
+    def test_misuse(self, tmp_path):
+        """Disk or resuming without a directory, and resuming from memory or nothing, are refused when the guard is made."""
+        for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
+            with pytest.raises(GuardError, match="directory"):
+                NanGuard(**arguments)
+        with pytest.raises(GuardError, match="storage"):
+            NanGuard(directory=tmp_path, resume=True, snapshot={"storage": "memory"})
+        with pytest.raises(GuardError, match="every"):
+            NanGuard("observe", directory=tmp_path, resume=True)
+
+    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.from_any("stop")])
+    def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
+        """`resume=True` is enough to keep snapshots on disk, whatever the policy is."""
+        guard = NanGuard(policy, directory=tmp_path, resume=True)
+        assert guard.policy.snapshot.storage == "disk"
+        assert guard.policy.rules == Policy.from_any(policy).rules
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """Return the folder of a run that was cut short."""
+    directory = tmp_path_factory.mktemp("run")
+    interrupted(zoo.plain, zoo.regression(), on_disk(directory, snapshot={"keep": 4}), 23)
+    return directory
+
+
+class TestFiles:
+    def test_ordinary_weights(self, left):
+        """The weights are an ordinary Keras file: a model that knows nothing of the guard loads it."""
+        path = written(left / "snapshots")[-1]
+        model = zoo.plain()
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(path / "state.weights.h5")
+        assert int(model.optimizer.iterations.numpy()) == read(path).step
+        assert zoo.bad_entries(model) == []
+
+    def test_record(self, left):
+        """The JSON beside tells position, verification, checksums, rate and versions, and no file needs pickle."""
+        paths = written(left / "snapshots")
+        assert [(r.step, r.epoch, r.batch, r.verified) for r in map(read, paths)] == [
+            (5, 0, 5, True),
+            (10, 0, 10, True),
+            (15, 1, 3, True),
+            (20, 1, 8, True),
+        ]
+        data = json.loads((paths[-1] / "snapshot.json").read_text())
+        assert data["format"] == 1 and data["measured"]["learning_rate"] and data["versions"]["keras"] == keras.__version__
+        assert [path for _, path, _ in data["rest"]] and "seed" in data["rest"][0][1]
+        with np.load(paths[-1] / "rest.npz", allow_pickle=False) as arrays:
+            assert {arrays[name].dtype.kind for name in arrays} <= set("bfiu" if zoo.OLD else "fiu")
+        assert [f.name for f in (left / "snapshots").iterdir() if f.name.startswith(".")] == []
+
+    @pytest.mark.parametrize("name", ["state.weights.h5", "rest.npz", "snapshot.json", "course.json"])
+    @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
+    def test_broken(self, left, tmp_path, name, how):
+        """Whatever is done to a file of the newest snapshot is found out, and the next older one is used, loudly."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        *_, older, newest = written(tmp_path / "snapshots")
+        file = tmp_path / "snapshots" / name if name == "course.json" else newest / name
+        content = file.read_bytes()
+        file.unlink()
+        if how != "missing":
+            at = len(content) // 2
+            broken = {"cut": content[:at], "flipped": content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]}
+            file.write_bytes({**broken, "empty": b"", "foreign": b'{"format": 1, "sha256": "00"}'}[how])
+        with pytest.warns(UserWarning, match="older snapshot|policy knew"):
+            found = find(tmp_path, 12)
+        assert found.path == (newest if name == "course.json" else older)
+
+    def test_all_broken(self, left, tmp_path):
+        """Where no snapshot is whole the run does not silently start anew."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        for path in written(tmp_path / "snapshots"):
+            (path / "rest.npz").write_bytes(b"")
+        with pytest.raises(GuardError, match="checksum"), pytest.warns(UserWarning):
+            find(tmp_path, 12)
+
+    @pytest.mark.parametrize("resume", [True, False])
+    def test_what_is_not_ours(self, left, tmp_path, resume):
+        """Files and folders of other names among the snapshots are left alone, whatever they are called; so is what a link leads to."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        folder = tmp_path / "snapshots"
+        oldest, *_, newest = written(folder)
+        names = ("snapshot-old", "snapshot-00000003.bak", f"{newest.name} (copy)", "snapshot-", "step-000100 (copy)", "snapshot-٣٣٣٣٣٣٣٣")
+        for name in names:
+            shutil.copytree(newest, folder / name)
+        (folder / "snapshot-00000090").write_bytes(b"a file")
+        (folder / "snapshot-00000091").symlink_to(tmp_path / "gone")
+        oldest.rename(tmp_path / "elsewhere")
+        oldest.symlink_to(tmp_path / "elsewhere")
+        before = {name: sorted(p.name for p in (folder / name).iterdir()) for name in names}
+        guard = on_disk(tmp_path, resume=resume)
+        zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=3)
+        assert guard.session.step == (36 - 20 if resume else 36)
+        assert {name: sorted(p.name for p in (folder / name).iterdir()) for name in names} == before
+        assert (folder / "snapshot-00000090").read_bytes() == b"a file"
+        assert (tmp_path / "elsewhere" / "snapshot.json").exists() and not oldest.is_symlink()
+        assert [int(p.name[9:]) > 91 for p in written(folder)] == [True, True]
+
+    def test_folder_that_cannot_be_read(self, tmp_path):
+        """Where it cannot be known whether there is a snapshot, the run does not silently start anew."""
+        (tmp_path / "snapshots").write_bytes(b"")
+        with pytest.raises(GuardError, match="cannot be read"):
+            zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, resume=True))
+
+    def test_file_that_cannot_be_read(self, left, tmp_path, monkeypatch):
+        """A snapshot that may not be read is passed over, loudly."""
+        shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+        *_, older, newest = written(tmp_path / "snapshots")
+        whole = atomic_files.fingerprint
+
+        def forbidden(path):
+            if path.parent == newest:
+                raise PermissionError(13, "Permission denied", str(path))
+            return whole(path)
+
+        monkeypatch.setattr(atomic_files, "fingerprint", forbidden)
+        with pytest.warns(UserWarning, match="cannot be read.*Permission denied"):
+            assert find(tmp_path, 12).path == older
+
+    def test_rollback_past_a_broken_one(self, tmp_path):
+        """A rollback in a running fit passes over a snapshot that has been broken on disk."""
+        data = zoo.regression()
+        for batch in (8, 9, 10):
+            zoo.poison(data, batch, where="y")
+            data.y[batch * 8 + 2] = 1e38
+
+        def spoil(batch, logs):
+            if batch == 7:
+                (written(tmp_path / "snapshots")[-1] / "state.weights.h5").write_bytes(b"no")
+
+        guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "good_after": 1})
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
+        with pytest.warns(UserWarning, match="leaves a snapshot out"):
+            zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
+        told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+        assert told == ["back to the state after 3 steps; 5 committed steps undone"]
+
+    def test_keep(self, tmp_path):
+        """There are never more than `keep` folders, those of an earlier run included, and the newest is the new run's."""
+        for _ in range(2):
+            run = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(), guard=on_disk(tmp_path), epochs=1)
+        records = [read(path) for path in written(tmp_path / "snapshots")]
+        assert [record.step for record in records] == [5, 10] and run.guard.session.step == 12
+
+    def test_bfloat16(self, tmp_path):
+        """Variables of a dtype that NumPy cannot write come back bit by bit."""
+
+        def build():
+            keras.config.set_dtype_policy("bfloat16")
+            rnn = layers.SimpleRNN(3, stateful=True, recurrent_initializer="glorot_uniform")
+            model = keras.Sequential([keras.Input((8, 6), batch_size=8), rnn, layers.Dense(1)])
+            model.compile("sgd", "mse")
+            keras.config.set_dtype_policy("float32")
+            return model
+
+        data = zoo.Data(zoo.draw(sequence=8), zoo.regression().y)
+        whole = zoo.run(build, data, epochs=2)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.run(build, data, guard=on_disk(tmp_path), epochs=2, callbacks=[Cut(15)])
+        keras.backend.clear_session()
+        resumed = zoo.run(build, data, guard=on_disk(tmp_path, resume=True), epochs=2)
+        for (path, one), (_, other) in zip(resumed.state, whole.state, strict=True):
+            assert one.tobytes() == other.tobytes(), path
+
+
+def test_sealed_json(tmp_path):
+    """A sealed file is read back as it was; any change to any byte of it is found out."""
+    path = tmp_path / "a.json"
+    atomic_files.write_json(path, {"b": [1, 2.5, None, "ü"], "a": {"c": 0.1}})
+    assert atomic_files.read_json(path) == {"b": [1, 2.5, None, "ü"], "a": {"c": 0.1}}
+    good = path.read_bytes()
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+        with pytest.raises(FileFormatError):
+            atomic_files.read_json(path)
+
+
+def test_course_round_trip():
+    """Every field of a course survives JSON, and a course with a field too many or too few is refused."""
+    rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
+    from keras_nanguard._policy.ledger import Ledger
+
+    course = Course(
+        Ledger(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
+    )
+    plain = json.loads(json.dumps(course.to_dict()))
+    again = Course.from_dict(plain)
+    assert again.to_dict() == course.to_dict()
+    for broken in ({**plain, "more": 1}, {k: v for k, v in plain.items() if k != "rates"}, {**plain, "format": 2}, [], None):
+        with pytest.raises(FileFormatError):
+            Course.from_dict(broken)
+
+
+KILLED = """
+import os, sys, time
+sys.path[:0] = {paths!r}
+import keras, numpy as np, zoo
+from keras_nanguard import NanGuard
+
+def child(directory):
+    data = zoo.poison(zoo.regression(), 3)
+    guard = NanGuard(verbose=0, diagnose=False, directory=directory, resume=True,
+                     snapshot={{"storage": "disk", "every": 1, "good_after": 0, "keep": 2}})
+    zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=10_000)
+
+def written():
+    folder = sys.argv[1] + "/snapshots"
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return max((int(name.split("-")[1]) for name in names if name.startswith("snapshot-")), default=0)
+
+for delay in sys.argv[2:]:
+    last = written()
+    pid = os.fork()
+    if not pid:
+        child(sys.argv[1])
+        os._exit(1)
+    while written() < last + 2:  # that of the state it began with, and one after a step: JAX compiles for long
+        time.sleep(0.01)
+    time.sleep(float(delay))
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    print("killed", flush=True)
+"""
+
+
+def _killed(directory, delays):
+    here = Path(__file__).parents[1]
+    script = KILLED.format(paths=[str(here), str(here.parent)])
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", script, str(directory), *map(str, delays)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    positions = []
+    for line in process.stdout:
+        assert line == "killed\n"
+        found = find(directory)
+        assert found is not None and found.record.verified
+        with np.load(found.path / "rest.npz", allow_pickle=False) as arrays:
+            assert all(np.isfinite(arrays[name]).all() for name in arrays)
+        positions.append((found.epoch, found.batch))
+    process.wait()
+    return positions
+
+
+def test_killed(tmp_path, recwarn):
+    """A process killed at any moment leaves a whole good state, from which the next one goes on, never back."""
+    random.seed(0)
+    positions = _killed(tmp_path, [random.random() for _ in range(4)])
+    assert len(positions) == 4 and positions == sorted(positions) and positions[-1] > positions[0]
+    assert not [w for w in recwarn if "NanGuard" in str(w.message)], "a kill leaves nothing that is broken"
+    model = zoo.plain()
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(find(tmp_path).path / "state.weights.h5")
+    assert zoo.bad_entries(model) == []
+
+
+@pytest.mark.slow
+def test_killed_often(tmp_path):
+    """The same forty times."""
+    random.seed(1)
+    positions = _killed(tmp_path, [3.0 * random.random() for _ in range(40)])
+    assert len(positions) == 40 and positions == sorted(positions)
+
+
+@pytest.mark.parametrize("operation", range(14))
+def test_cut_at_each_operation(tmp_path, monkeypatch, operation):
+    """Whichever file operation of a snapshot is the last one, what is on disk is whole."""
+    guard = on_disk(tmp_path, snapshot={"keep": 2, "every": 3, "good_after": 0})
+    state = {"left": 60 + operation, "dead": False}
+
+    def failing(real):
+        def call(*args, **kwargs):
+            state["left"] -= 1
+            if state["left"] < 0:
+                state["dead"] = True
+                raise SystemExit
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("replace", "fsync"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    monkeypatch.setattr("shutil.rmtree", failing(__import__("shutil").rmtree))
+    with pytest.raises(SystemExit):
+        zoo.run(lambda: zoo.plain(run_eagerly=True, dropout=False), zoo.regression(), guard=guard, epochs=5)
+    monkeypatch.undo()
+    found = find(tmp_path, 12)
+    assert state["dead"] and found.record.verified and found.record.step > 0

@@ -1,0 +1,208 @@
+"""What other callbacks, History and the screen are told."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import threading
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard.testing import inject
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps every log that Keras hands out, and whether the model was finite then."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.epochs, self.bad = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+        self.bad += zoo.bad_entries(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+
+def fit(data, *callbacks, epochs=2, model=None, **kwargs):
+    keras.utils.set_random_seed(0)
+    model = model or zoo.plain()
+    history = model.fit(
+        data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, callbacks=list(callbacks), **{"verbose": 0, **kwargs}
+    )
+    return model, history.history
+
+
+class Threads(keras.callbacks.Callback):
+    """Notes in which threads it is told of batches, and does not mind which."""
+
+    async_safe = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.add(threading.get_ident())
+
+
+def test_batches_are_handed_to_no_other_thread():
+    """Stock Keras hands every batch to another thread on JAX and PyTorch, which costs more than the callbacks do."""
+    if zoo.OLD:
+        pytest.skip("the lowest Keras hands them to another thread on TensorFlow, too, where nothing is done about it")
+    stock, ours, of_model = Threads(), Threads(), Threads()
+    fit(zoo.regression(), stock)
+    fit(zoo.regression(), NanGuard(verbose=0), ours)
+    plain = zoo.plain()
+    model = NanGuardModel(plain.inputs, plain.outputs)
+    model.compile("adam", "mse")
+    fit(zoo.regression(), of_model, model=model)
+    here = {threading.get_ident()}
+    assert ours.seen == of_model.seen == here
+    assert (stock.seen == here) == (zoo.BACKEND == "tensorflow"), "stock Keras hands them to another thread no more"
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_no_callback_sees_a_nan(guard_first):
+    """Wherever the guard stands in the list, no other callback sees a NaN in the logs or in the model."""
+    recorder, guard = Recorder(), NanGuard(verbose=0)
+    fit(zoo.poison(zoo.regression(), 3), *((guard, recorder) if guard_first else (recorder, guard)))
+    values = [v for logs in (*recorder.batches, *recorder.epochs) for v in logs.values()]
+    assert all(math.isfinite(v) for v in values) and recorder.bad == []
+
+
+def test_logs_of_a_refused_step_are_those_before_it():
+    """The logs of a refused step are the running means without it."""
+    recorder = Recorder()
+    fit(zoo.poison(zoo.regression(), 3), NanGuard(verbose=0), recorder, epochs=1)
+    assert recorder.batches[3] == recorder.batches[2] != recorder.batches[4]
+
+
+def test_refused_steps_stand_in_history():
+    """From the first bad epoch on History counts refused steps, and earlier epochs get their 0."""
+    data = zoo.regression()
+
+    class Poison(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[0].bias.assign(np.full(8, np.nan if epoch == 1 else 0.0, "float32"))
+
+    _, history = fit(data, NanGuard(verbose=0), Poison(), epochs=3)
+    assert len({len(values) for values in history.values()}) == 1
+    assert history["refused_steps"][0] == 0
+
+
+def test_healthy_history_is_untouched():
+    """Without a refused step History has the keys of an unguarded run, and the same values."""
+    data = zoo.regression()
+    assert fit(data, NanGuard(verbose=0))[1] == fit(data)[1]
+
+
+def test_stock_callbacks_beside_the_guard(tmp_path):
+    """CSVLogger, EarlyStopping, ReduceLROnPlateau, TerminateOnNaN: none of them is led astray."""
+    data = zoo.poison(zoo.regression(), 3)
+    early = keras.callbacks.EarlyStopping(monitor="loss", patience=5, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)
+    log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    nan = keras.callbacks.TerminateOnNaN()
+    model, history = fit(data, NanGuard(verbose=0), nan, log, early, plateau, epochs=3)
+    assert len(history["loss"]) == 3 and np.isfinite(early.best) and np.isfinite(plateau.best)
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(r["loss"]) for r in rows] == pytest.approx(history["loss"])
+    assert [float(r["refused_steps"]) for r in rows] == [1, 1, 1]
+    assert zoo.bad_entries(model) == []
+
+
+def test_one_line_for_each_incident(capsys):
+    """One clear line is printed for an incident, and one at the end of an epoch with left-out steps."""
+    guard = NanGuard()
+    fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) == 2 and all(line.startswith("NanGuard: ") for line in lines)
+    assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were left out" in lines[1]
+
+
+def test_silence(capsys):
+    """With `verbose=0` nothing is printed, and in a healthy fit nothing either."""
+    fit(zoo.poison(zoo.regression(), 3), NanGuard(verbose=0), epochs=1)
+    fit(zoo.regression(), NanGuard(), epochs=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_printing_follows_keras(capsys, caplog):
+    """Where Keras' interactive logging is off, the lines go where Keras' own lines go."""
+    keras.config.disable_interactive_logging()
+    try:
+        fit(zoo.poison(zoo.regression(), 3), NanGuard(), epochs=1)
+    finally:
+        keras.config.enable_interactive_logging()
+    assert "NanGuard" not in capsys.readouterr().out
+
+
+def test_summary_and_reports(tmp_path):
+    """Summary and reports tell every incident, and a report is written whole or not at all."""
+    import json
+
+    guard = NanGuard(verbose=0)
+    fit(zoo.poison(zoo.regression(), 3), guard)
+    assert "24 steps, 2 left out, 2 incidents" in guard.summary()
+    whole = json.loads(guard.report(tmp_path / "r.json").read_text())
+    assert [i["step"] for i in whole["incidents"]] == [3, 15] and whole["format"] == 1
+    lines = guard.report(tmp_path / "r.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3, 15]
+    assert guard.report(tmp_path / "r.md").read_text().count("## Step") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.jsonl", "r.md"]
+
+
+def test_the_same_rows_in_each_epoch(capsys):
+    """What comes again in each epoch has one line, and is counted from then on; `verbose=2` prints each."""
+    data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
+    guard = NanGuard(diagnose=False)
+    fit(data, guard, epochs=3)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.split(":")[1].strip() for line in lines] == [
+        *("step 4 (epoch 1, batch 4) refused", "step 8 (epoch 1, batch 8) refused", "epoch 1", "epoch 2", "epoch 3"),
+    ]
+    assert all(line.endswith("As reported before: 2 x nonfinite inputs.") for line in lines[3:]), lines
+    assert "As reported" not in lines[2] and len(guard.incidents) == 6
+    fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)
+    assert capsys.readouterr().out.count("refused") == 6
+
+
+def test_no_output_stream_is_left_open():
+    """Making and dropping a guard prints nothing and holds no stream."""
+    stream = io.StringIO()
+    print(NanGuard(verbose=0).summary(), file=stream)
+    assert "0 steps" in stream.getvalue()
+
+
+def test_epoch_without_a_good_step_repeats_the_last_one():
+    """After a good epoch, one whose every step was refused shows what the good one ended with."""
+    recorder, model = Recorder(), zoo.plain()
+    with inject(model, site="inputs", kind="nan", step=(2, 3)):
+        _, history = fit(zoo.regression(batches=2), recorder, NanGuard(verbose=0), model=model)
+    assert history["loss"][1] == history["loss"][0] == recorder.epochs[1]["loss"] > 0
+    assert history["refused_steps"] == [0, 2]
+
+
+def test_refused_overflow_shows_its_own_loss():
+    """Where the loss itself was finite and nothing is known yet, it is what the logs show."""
+    recorder = Recorder()
+    model = zoo.plain()
+    with inject(model, site="gradients", kind="inf", step=0):
+        fit(zoo.regression(), NanGuard(verbose=0), recorder, model=model, epochs=1)
+    assert 0 < recorder.batches[0]["loss"] < 1e3
+
+
+def test_warning_for_two_guards_points_here():
+    """The warning for a second guard points at the line that called fit."""
+    with pytest.warns(UserWarning, match="Two NanGuards") as told:
+        fit(zoo.regression(), NanGuard(verbose=0), NanGuard(verbose=0), epochs=1)
+    assert [w.filename for w in told if "Two" in str(w.message)] == [__file__]

@@ -1,0 +1,98 @@
+"""`evaluate`, `predict` and validation under guard: what is not finite is told with the layer where it begins."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+RUINS = {"nan": np.nan, "negative": -1.0, "inf": np.inf}
+"""Moving variances with which inference mode alone comes to NaN (or, for Inf, to a network that says nothing)."""
+
+
+def ruin(model, value):
+    layer = next(layer for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization))
+    layer.moving_variance.assign(np.full(layer.moving_variance.shape, value, "float32"))
+    return layer
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize("how", ["nan", "negative"])
+def test_first_bad_layer(call, how):
+    """One incident names the layer and its statistics, and nothing is changed: not even the learning rate."""
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    model = zoo.plain()
+    model.fit(*data.all, verbose=0)
+    layer = ruin(model, RUINS[how])
+    before = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    getattr(model, call)(*(data.all if call == "evaluate" else (data.x,)), verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    assert {"evaluate": "validation", "predict": "predictions"}[call] in incident.sites
+    assert incident.diagnosis.cause == "batchnorm_statistics"
+    assert incident.diagnosis.culprit.startswith(layer.path)
+    assert incident.outcomes == () and incident.decision is None
+    for old, variable in zip(before, (*model.variables, *model.optimizer.variables)):
+        np.testing.assert_array_equal(old, np.array(variable))
+
+
+def test_what_only_inference_shows_is_found_at_the_first_validation():
+    """Training looks well while a moving variance is ruined: the first validation tells, with the layer."""
+
+    class Ruin(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            ruin(self.model, -1.0)
+
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    model = zoo.plain()
+    history = model.fit(*data.all, epochs=2, verbose=0, validation_data=data.all, callbacks=[Ruin(), guard]).history
+    assert np.isfinite(history["loss"]).all() and np.isnan(history["val_loss"]).all()
+    assert guard.incidents[0].diagnosis.cause == "batchnorm_statistics"
+    assert guard.incidents[0].epoch == 0
+
+
+def test_loss_of_the_validation():
+    """Outputs that are finite under a loss that is not: the loss is to blame."""
+
+    def reckless(y_true, y_pred):
+        return ops.mean(ops.log(y_true), axis=-1) + ops.mean(ops.square(y_pred), axis=-1)
+
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    model = zoo.plain(loss=reckless, metrics=())
+    y = np.abs(data.y) + 1
+    y[13] = 0
+    model.evaluate(data.x, y, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    diagnosis = guard.incidents[0].diagnosis
+    assert diagnosis.cause in ("loss_domain", "target_out_of_range") and "reckless" in diagnosis.culprit
+
+
+def test_inputs_of_a_prediction():
+    """A row that is not finite is the input's fault, whichever batch it stands in; a generator is not read twice."""
+    x, read = zoo.draw(), []
+    x[19, 0] = np.nan
+    guard = NanGuard(verbose=0)
+    zoo.plain().predict(x, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    diagnosis = guard.incidents[0].diagnosis
+    assert (diagnosis.cause, diagnosis.samples) == ("input_nonfinite", (19 % zoo.BATCH,))
+
+    def batches():
+        for start in range(0, len(x), zoo.BATCH):
+            read.append(start)
+            yield (x[start : start + zoo.BATCH],)
+
+    guard = NanGuard(verbose=0)
+    zoo.plain().predict(batches(), steps=zoo.BATCHES, verbose=0, callbacks=[guard])
+    assert len(guard.incidents) == 1 and read == sorted(set(read))
+
+
+def test_healthy_results_are_silent():
+    """Finite results are no incident, and no batch is run a second time."""
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    model = zoo.plain()
+    model.fit(*data.all, verbose=0, validation_data=data.all, callbacks=[guard])
+    model.evaluate(*data.all, verbose=0, callbacks=[guard])
+    model.predict(data.x, verbose=0, callbacks=[guard])
+    assert guard.incidents == []

@@ -1,0 +1,154 @@
+"""What is printed and what Python shows of records and reports: one line, counted one way, short where it is a `repr`."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
+from keras_nanguard._diagnose.examine import Examination
+from keras_nanguard._diagnose.replay import Replay
+from keras_nanguard._files.recalibrate import RecalibrateReport
+from keras_nanguard._files.repair import RepairReport
+from keras_nanguard._files.scan_report import ScanReport
+from keras_nanguard._lint import LintReport
+from keras_nanguard._report.console import SHOWN, Lines, kinds, markdown, summary
+
+WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
+STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
+DIAGNOSIS = Diagnosis("input_nonfinite", "inputs/age", (12,), ("Seen one.", "Seen two."), ("Clean it.",), 0.95)
+LEFT_OUT = Outcome("skip", "done", "the step was left out")
+
+
+FOUND = (Finding("inputs", path="x/age", nan=1, inf=0, size=32),)
+
+
+def incident(step=5, epoch=0, batch=5, findings=FOUND, **fields):
+    return Incident(step, epoch, batch, findings, **{"decision": WARN, "outcomes": (LEFT_OUT,), **fields})
+
+
+def test_findings():
+    """A finding reads as a sentence would have it."""
+    assert str(Finding("loss", nan=1, inf=0, size=1)) == "loss: NaN"
+    assert str(Finding("gradients", path="d/k", nan=3, inf=1, size=9)) == "gradients of d/k: 3 NaN and 1 Inf of 9"
+    assert str(Finding("loss", "spike", value=12345.6)) == "loss: spike (1.235e+04)"
+    assert str(Finding("validation", path="loss", value=float("nan"))) == "validation of loss: NaN"
+    assert str(Finding("validation", path="loss", value=float("-inf"))) == "validation of loss: Inf"
+    assert str(Finding("inputs", path="x", nan=3, inf=0, size=9)) == "inputs x: 3 NaN of 9"
+
+
+@pytest.mark.parametrize(
+    ("given", "moment"),
+    [
+        (incident(517, 2, 17), "step 518 (epoch 3, batch 18)"),
+        (incident(0, 0, 0, replicas=(1,)), "step 1 (epoch 1, batch 1, replica 1)"),
+        (incident(findings=(Finding("loss", "spike"),), refused=False), "step 6 (epoch 1, batch 6)"),
+        (incident(0, 0, 0, (Finding("state"),), refused=False), "before the first step"),
+        (incident(0, 0, 0, (Finding("predictions"),), refused=False, decision=None), "in predict"),
+        (incident(0, 0, 0, (Finding("statistics"), Finding("validation")), refused=False, decision=None), "in evaluate"),
+        (incident(9, 1, 4, (Finding("validation", path="loss"),), refused=False), "in the validation of epoch 2"),
+    ],
+)
+def test_when(given, moment):
+    """Steps, epochs and batches of a line all count from 1; a result belongs to its call and not to a step."""
+    assert given.moment == moment
+    assert str(given).startswith(f"{moment} refused: " if given.refused else f"{moment}: ")
+    assert f"## {moment[0].upper()}{moment[1:]}" in markdown([given], "")
+
+
+def test_line():
+    """The line of an incident: what, cause, place and index in the batch, what was done, and what was not."""
+    slower = Outcome("lower_lr", "skipped", "the rate is at min_lr=0")
+    assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, LEFT_OUT))) == (
+        "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
+        "-> skip: the step was left out. -> lower_lr not done: the rate is at min_lr=0."
+    )
+
+
+def test_advice_where_it_is_the_users_turn():
+    """The advice stands in the line where training ends, and where a result is bad, about which nothing is done."""
+    assert "Clean it." not in str(incident(diagnosis=DIAGNOSIS))
+    assert "Clean it." in str(incident(diagnosis=DIAGNOSIS, decision=STOP))
+    assert "Clean it." in str(incident(findings=(Finding("validation"),), diagnosis=DIAGNOSIS, refused=False))
+
+
+def test_diagnosis():
+    """A diagnosis prints on several lines: the cause, what was seen, what to do; layers keep their own names."""
+    assert str(DIAGNOSIS).splitlines() == [
+        "Cause: input_nonfinite in 'x/age', at index 12 of the batch.",
+        "  seen: Seen one.",
+        "  seen: Seen two.",
+        "  do:   Clean it.",
+    ]
+    assert Diagnosis("loss_domain", "inputs/log").place == "loss_domain in 'inputs/log'"
+    assert Diagnosis("spike", samples=tuple(range(9))).headline == "Cause: spike, at indices 0, 1, 2, 3, 4, ... of the batch."
+
+
+def test_short_reprs():
+    """The `repr` of a record or report fits on a line, however much it holds; printed, it reads."""
+    long = Diagnosis("divergence", "model/dense/kernel", (3,), ("Much was seen. " * 40,), ("Much to do. " * 40,), 0.8)
+    found = incident(diagnosis=long, findings=tuple(Finding("gradients", path=f"layer_{n}/kernel") for n in range(60)))
+    scanned = ScanReport("model.keras", "keras", ())
+    for record in (
+        *(long, found, found.decision, Policy.from_any("recover"), scanned),
+        RepairReport("model.keras", None, None, True, (), scanned, None),
+        LintReport("model", ()),
+        RecalibrateReport("model", 3, ()),
+        Examination(long, (), ()),
+        Replay(found, "eager", "bad", long, ()),
+    ):
+        assert len(repr(record)) < 200 and repr(record).startswith(type(record).__name__), repr(record)
+        assert str(record) != repr(record) and " object at 0x" not in str(record)
+
+
+def test_a_guard_prints_its_summary():
+    """`print(guard)` is the summary, and its `repr` the policy and how much has happened."""
+    from keras_nanguard import NanGuard
+
+    guard = NanGuard("observe", verbose=0)
+    assert repr(guard) == "NanGuard('observe', 0 incidents)" and str(guard) == guard.summary()
+    assert repr(NanGuard({"title": ""}, verbose=0)) == "NanGuard('a policy of its own', 0 incidents)"
+
+
+class TestLines:
+    def test_a_few_of_a_kind(self):
+        """Of one kind the first few have lines of their own; the others are counted, and said in one clause."""
+        lines = Lines()
+        shown = [bool(lines.line(incident(step, 0, step))) for step in range(8)]
+        assert shown == [True] * SHOWN + [False] * (8 - SHOWN)
+        assert lines.counted() == f"As reported before: {8 - SHOWN} x nonfinite inputs." and lines.counted() == ""
+
+    def test_the_same_batch_again(self):
+        """The same rows of the same batch have one line, in whichever epoch they come again."""
+        lines = Lines()
+        shown = [bool(lines.line(incident(epoch * 20 + 5, epoch, 5, diagnosis=DIAGNOSIS))) for epoch in range(3)]
+        assert shown == [True, False, False]
+        assert lines.counted() == "As reported before: 2 x input_nonfinite in 'x/age'."
+
+    def test_what_is_changed_is_always_said(self):
+        """Where something was changed, and outside of training, each incident has its line."""
+        back = (Outcome("rollback", "done", "back"),)
+        for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
+            lines = Lines()
+            assert all(lines.line(incident(step, 0, step, **fields)) for step in range(30)) and lines.counted() == ""
+
+    def test_round_numbers(self):
+        """In a loop without epochs the 10th, the 100th and the 1000th of a kind have a line, which says so."""
+        lines = Lines()
+        told = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
+        assert list(told) == [*range(1, SHOWN + 1), 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
+
+    def test_every(self):
+        """With `every` each incident has its line."""
+        lines = Lines(every=True)
+        assert all(lines.line(incident(5, epoch, 5)) for epoch in range(20)) and lines.counted() == ""
+
+
+def test_kinds():
+    """One line for each kind of trouble, the most frequent first, with what was done and where it was first."""
+    back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
+    told = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
+    assert told == [
+        "2 x input_nonfinite in 'x/age': left out; the first at step 4 (epoch 1, batch 4), inputs x/age: 1 NaN of 32",
+        "1 x nonfinite loss: rollback and lower_lr; the first at step 8 (epoch 1, batch 8), loss: nonfinite",
+    ]
+    assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, 10, 2, 0)

@@ -1,0 +1,114 @@
+"""Two processes that train together on JAX: `python jax_processes.py RANK PORT DIRECTORY [model] RUN ...`.
+
+With `model` each of them has two devices, over which a kernel is spread as well. Each run has a folder of its name in the
+directory. Prints one line of JSON at the end of each.
+"""
+
+# ruff: noqa: E402  what JAX reads when it starts is set before it is imported
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+
+RANK, PORT, DIRECTORY, RUNS = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+PARALLEL = RUNS[0] == "model" and bool(RUNS.pop(0))
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={2 if PARALLEL else 1}"
+os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+
+import keras
+import numpy as np
+from keras import distribution, layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._backends.jax import attach
+from keras_nanguard.testing import inject
+
+BATCH, STEPS = 16, 24
+BAD = {3: 1, 7: 14}
+"""Bad batch and the row in it: one row of the first process, one of the second."""
+
+DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "good_after": 1, "keep": 3}}
+
+
+class Die(keras.callbacks.Callback):
+    """Ends the second process without a word."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if RANK == 1 and batch == 13:
+            os._exit(9)
+
+
+def data(what):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
+    y = x.sum(2, keepdims=True)
+    kept = [i for i in range(STEPS) if what not in ("plain", "without") or i not in BAD]
+    if what in ("bad", "ahead", "endless"):
+        for batch, row in BAD.items() if what != "endless" else ((b, 3) for b in range(STEPS)):
+            x[batch, row, 2] = np.nan
+    mine = slice(RANK * BATCH // 2, (RANK + 1) * BATCH // 2)
+    return x[kept][:, mine].reshape(-1, 8), y[kept][:, mine].reshape(-1, 1)
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, activation="tanh", name="hidden"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(1),
+        ]
+    )
+    net.compile(keras.optimizers.Adam(1e-2), "mse")
+    return net
+
+
+def placed():
+    """Return how batches, and with `model` a kernel too, are spread over the devices of both processes."""
+    devices = distribution.list_devices()
+    if not PARALLEL:
+        return distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+    layout = distribution.LayoutMap(distribution.DeviceMesh((2, 2), ("batch", "model"), devices))
+    layout[".*hidden/kernel"] = (None, "model")
+    return distribution.ModelParallel(layout_map=layout, batch_dim_name="batch", auto_shard_dataset=False)
+
+
+def main():
+    distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
+    for what in RUNS:
+        print(json.dumps(told(what)), flush=True)
+
+
+def told(what):
+    """Train in one of the ways, as if nothing had been before, and tell how it ended."""
+    keras.backend.clear_session(free_memory=False)
+    attach.on_accelerator = lambda: what == "ahead"
+    distribution.set_distribution(placed())
+    net, (x, y) = model(), data(what)
+    on_disk = what in ("killed", "resumed", "whole")
+    folder = os.path.join(DIRECTORY, "killed" if what == "resumed" else what)
+    guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
+    callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else [])]
+    fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
+    with fault:
+        history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
+    return {
+        "loss": history.history["loss"],
+        "weights": [np.asarray(v.value).astype("float64").ravel().tolist() for v in net.trainable_variables],
+        "spread": [part for part in net.layers[0].kernel.value.sharding.spec if part],
+        "rate": float(np.asarray(net.optimizer.learning_rate)),
+        "incidents": [
+            [i.step, i.diagnosis.cause, list(i.diagnosis.samples), [o.action for o in i.outcomes]] for i in guard.incidents
+        ],
+        "folder": guard.session.directory if guard.session is not None else "",
+    }
+
+
+main()

@@ -1,0 +1,342 @@
+"""Runs under `tf.distribute.MirroredStrategy` on two logical CPUs, in processes of their own.
+
+Devices are set up once in a process; and TensorFlow 2.21 confuses the collectives of two strategies there if their models
+have other shapes, or one of them runs eagerly. `python mirrored_runs.py NAME...` runs these cases and prints a line of JSON
+for each, of which `tests/backends/tensorflow/test_mirrored.py` asserts what it has to be.
+"""
+
+
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import conftest  # noqa: F401  (sets the environment)
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from keras_nanguard import NanGuard, NanGuardModel
+from support import zoo
+
+REPLICAS = 2
+ROWS = {0: 1, 1: 6}
+"""A row of the batch that each replica is given."""
+
+Case = Callable[[], dict[str, Any]]
+
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """Enter a case into the table."""
+    CASES[function.__name__] = function
+    return function
+
+
+def state_of(model: Any) -> list[tuple[str, np.ndarray]]:
+    """Return the copy that each replica has of every variable of the train state."""
+    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    optimizers = {id(o): o for o in (model.optimizer, *held) if o is not None}.values()
+    found = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
+    natives = [(variable.path, variable.value) for variable in {id(v): v for v in found}.values()]
+    natives += [(variable.name, variable) for variable in getattr(model, "hidden", [])]
+    return [
+        (f"{path} on replica {number}", copy.numpy())
+        for path, native in natives
+        for number, copy in enumerate(model.distribute_strategy.experimental_local_results(native))
+    ]
+
+
+def run(build: Callable[[], Any], data: zoo.Data, guard: Any = None, epochs: int = 2, **fit: Any) -> zoo.Run:
+    """Train a model that is built under the strategy, from a fixed seed."""
+    keras.utils.set_random_seed(0)
+    with tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(REPLICAS)]).scope():
+        model = build()
+    keras.utils.set_random_seed(1)
+    callbacks = [*([guard] if guard is not None else []), *fit.pop("callbacks", [])]
+    fit = {"batch_size": zoo.BATCH, "shuffle": False, "verbose": 0, **fit}
+    with zoo.as_written():
+        history = model.fit(*data.all, epochs=epochs, callbacks=callbacks, **fit).history
+    return zoo.Run(model, zoo.numbers(history), guard, state_of(model))
+
+
+def oracle(
+    build: Callable[[], Any], bad: dict[int, int | None], value: float = np.nan, clean: zoo.Data | None = None, where: str = "x"
+) -> dict[str, Any]:
+    """Train on data with poisoned batches: as Keras does it, guarded, and without these batches.
+
+    `bad` tells the replica that is given the poison, by batch; `None` for both.
+    """
+    rows = (clean or zoo.regression()).with_poison(bad, 0.5, where)
+    for batch, replica in bad.items():
+        for row in ROWS.values() if replica is None else [ROWS[replica]]:
+            zoo.poison(rows, batch, value, where, row)
+    guard = NanGuard(verbose=0)
+    stock, guarded, without = run(build, rows), run(build, rows, guard), run(build, rows.without(bad))
+    return {
+        "stock": sum(not zoo.finite(array) for _, array in stock.state),
+        "differences": zoo.differences(guarded, without),
+        **told(guard),
+    }
+
+
+def told(guard: NanGuard) -> dict[str, Any]:
+    """Return what the guard tells of a run."""
+    return {
+        "steps": [incident.step for incident in guard.incidents],
+        "replicas": [list(incident.replicas) for incident in guard.incidents],
+        "refused": [incident.refused for incident in guard.incidents],
+        "causes": [incident.diagnosis.cause for incident in guard.incidents],
+        "samples": [list(incident.diagnosis.samples) for incident in guard.incidents],
+        "outcomes": [[o.action for o in incident.outcomes if o.status == "done"] for incident in guard.incidents],
+    }
+
+
+BAD = {3: 0, 7: 1, 8: None}
+
+
+@case
+def adam() -> dict[str, Any]:
+    return oracle(zoo.plain, BAD)
+
+
+@case
+def momentum() -> dict[str, Any]:
+    return oracle(lambda: zoo.plain(keras.optimizers.SGD(0.05, momentum=0.9)), BAD, np.inf)
+
+
+def scaled(optimizer: Any) -> Any:
+    """Return it with a loss scale at which no healthy step overflows: Keras refuses such steps by halves."""
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
+
+
+@case
+def mixed_float16() -> dict[str, Any]:
+    keras.config.set_dtype_policy("mixed_float16")
+    return oracle(lambda: zoo.plain(scaled(keras.optimizers.Adam())), BAD)
+
+
+@case
+def mixed_float16_momentum() -> dict[str, Any]:
+    keras.config.set_dtype_policy("mixed_float16")
+    return oracle(lambda: zoo.plain(scaled(keras.optimizers.SGD(0.05, momentum=0.9))), BAD)
+
+
+@case
+def ema() -> dict[str, Any]:
+    return oracle(lambda: zoo.plain(keras.optimizers.Adam(use_ema=True, weight_decay=0.01, clipnorm=1.0)), BAD)
+
+
+@case
+def schedule() -> dict[str, Any]:
+    return oracle(lambda: zoo.plain(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9))), BAD)
+
+
+@case
+def eager() -> dict[str, Any]:
+    return oracle(lambda: zoo.plain(run_eagerly=True), BAD)
+
+
+@case
+def bad_target() -> dict[str, Any]:
+    return oracle(zoo.plain, BAD, where="y")
+
+
+class TwoOptimizers(keras.Model):
+    """Two networks, each with its own optimizer; the second is trained on what the first one is after its update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def compile(self, **mode: Any) -> None:
+        super().compile(**mode)
+        self.first, self.second = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01, momentum=0.9)
+        self.first.build(self.one.trainable_variables)
+        self.second.build(self.two.trainable_variables)
+
+    def build(self, shape: Any) -> None:
+        self.one.build(shape)
+        self.two.build((None, 4))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.two(self.one(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        logs = {}
+        for name, layer, optimizer in (("one_loss", self.one, self.first), ("two_loss", self.two, self.second)):
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self(x) - y)) / REPLICAS
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            logs[name] = loss
+        return logs
+
+
+@case
+def two_optimizers() -> dict[str, Any]:
+    return oracle(gan, BAD)
+
+
+def gan(**mode: Any) -> Any:
+    model = TwoOptimizers()
+    model.build((None, 6))
+    model.compile(**mode)
+    return model
+
+
+@case
+def overflow() -> dict[str, Any]:
+    """An overflow of float16 that replica 1 alone sees: the scale is halved on both, and nothing else is touched."""
+    keras.config.set_dtype_policy("mixed_float16")
+    states: list[dict[str, Any]] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            states.append(dict(state_of(self.model)))
+
+    data = zoo.regression(batches=4)
+    data.y[2 * zoo.BATCH + ROWS[1]] = 3e4
+    guard = NanGuard(verbose=0)
+    done = run(lambda: zoo.plain(scaled(keras.optimizers.Adam())), data, guard, epochs=1, callbacks=[Watch()])
+    before, after = states[1], states[2]
+    changed = {key: (before[key].tolist(), after[key].tolist()) for key in before if not np.array_equal(before[key], after[key])}
+    return {"changed": changed, "overflows": guard.session.overflows, "finite": all(zoo.finite(a) for _, a in done.state), **told(guard)}
+
+
+@case
+def several_steps() -> dict[str, Any]:
+    """One replica: with several on CPUs, TensorFlow 2.21 cannot run several steps in one execution of any model."""
+    global REPLICAS
+    before, REPLICAS = REPLICAS, 1
+    try:
+        return oracle(lambda: zoo.plain(steps_per_execution=3), BAD)
+    finally:
+        REPLICAS = before
+
+
+@case
+def observed() -> dict[str, Any]:
+    """A policy that changes nothing: the run is the one that Keras makes, and the replica is named."""
+    data = zoo.poison(zoo.regression(), 4, row=ROWS[1])
+    guard = NanGuard("observe", verbose=0)
+    one, other = run(zoo.plain, data, guard), run(zoo.plain, data)
+    same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
+    return {"same": all(same), **told(guard)}
+
+
+@case
+def healthy() -> dict[str, Any]:
+    return clean(zoo.plain)
+
+
+@case
+def healthy_two_optimizers() -> dict[str, Any]:
+    return clean(gan)
+
+
+def clean(build: Callable[[], Any]) -> dict[str, Any]:
+    """Return in what a guarded run on clean data differs from one that is not guarded."""
+    guard = NanGuard(verbose=0)
+    return {"differences": zoo.differences(run(build, zoo.regression(), guard), run(build, zoo.regression())), **told(guard)}
+
+
+@case
+def compiled() -> dict[str, Any]:
+    """XLA, which Keras cannot use under this strategy on CPUs: the guarded step runs in graph mode."""
+
+    def in_graph_mode() -> Any:
+        model = zoo.plain(jit_compile=True)
+        model.jit_compile = False
+        return model
+
+    guarded = run(lambda: zoo.plain(jit_compile=True), zoo.regression(), NanGuard(verbose=0))
+    return {"differences": zoo.differences(guarded, run(in_graph_mode, zoo.regression()))}
+
+
+class Own(keras.Model):
+    """A step of the user's own: a log that no metric holds, and a variable that no list of Keras names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.score = keras.metrics.Mean(name="score")
+        self.hidden = [tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)]
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.hidden[0].assign_add(loss)
+        self.score.update_state(ops.abs(y - predicted))
+        return {"loss": loss, "score": self.score.result()}
+
+
+def own() -> Any:
+    model = Own()
+    model.build((None, 6))
+    model.compile("adam", "mse")
+    return model
+
+
+@case
+def own_step() -> dict[str, Any]:
+    return oracle(own, BAD)
+
+
+@case
+def uneven() -> dict[str, Any]:
+    """A last batch of a single row, of which replica 1 is given none."""
+    data = zoo.regression()
+    data = zoo.Data(data.x[:-7], data.y[:-7])
+    guard = NanGuard(verbose=0)
+    done, stock = run(own, data, guard), run(own, data)
+    return {"finite": all(zoo.finite(a) for _, a in done.state), "stock": all(zoo.finite(a) for _, a in stock.state), **told(guard)}
+
+
+@case
+def on_batch() -> dict[str, Any]:
+    """`NanGuardModel` and `train_on_batch`, which gives each replica the whole batch."""
+    data = zoo.regression()
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = NanGuardModel(inputs=(x := keras.Input((6,))), outputs=keras.layers.Dense(1)(x))
+        model.compile("adam", "mse")
+    model.train_on_batch(data.x[:8], data.y[:8])
+    before = state_of(model)
+    model.train_on_batch(zoo.poison(data, 1).x[8:16], data.y[8:16])
+    now = dict(state_of(model))
+    changed = [path for path, a in before if not (path.startswith("loss/") or np.array_equal(a, now[path]))]  # Keras resets metrics
+    return {"changed": changed, **told(model.nanguard)}
+
+
+def main(names: list[str]) -> None:
+    """Run these cases."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
+    for name in names:
+        keras.config.set_dtype_policy("float32")
+        print(json.dumps([name, CASES[name]()]), flush=True)
+        keras.backend.clear_session(free_memory=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,206 @@
+"""Copies of guards and of guarded models: a guard that guards nothing, a model that is plain Keras."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import multiprocessing
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._policy.policy import Policy
+
+BAD = zoo.poison(zoo.regression(), 5)
+SET = {"train_step", "make_train_function", "save", "save_weights", "compute_loss"}
+"""What a guard sets on a model for the time of a fit."""
+
+
+def cloudpickled(guard):
+    return pickle.loads(pytest.importorskip("cloudpickle").dumps(guard))
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda guard: pickle.loads(pickle.dumps(guard)),
+    "cloudpickle": cloudpickled,
+}
+
+
+@keras.saving.register_keras_serializable(package="nanguard_tests")
+class Own(NanGuardModel):
+    """A model that is guarded without a callback."""
+
+    nanguard_verbose = 0
+
+
+def own():
+    inputs = keras.Input((6,))
+    model = Own(inputs, layers.Dense(1)(inputs))
+    model.compile("adam", "mse")
+    return model
+
+
+def said(incident):
+    return "found"
+
+
+def named(directory):
+    """Return a guard with no setting at its default."""
+    policy = {"version": 1, "preset": "stop", "snapshot": {"every": 7, "storage": "disk"}}
+    return NanGuard(policy, directory=directory, verbose=0, functions={"said": said}, diagnose=False, resume=True)
+
+
+def told(incidents):
+    """Return everything that incidents say, as text: NaN is not equal to itself."""
+    return [str(incident.to_dict()) for incident in incidents]
+
+
+def compare(other, guard, work):
+    """Check that a guard is a copy of another one, and does what this one does, alone."""
+    assert type(other) is type(guard) and other is not guard and told(other.incidents) == told(guard.incidents)
+    assert other.incidents is not guard.incidents
+    names = ("policy", "directory", "verbose", "functions", "diagnose", "resume")
+    assert all(getattr(other, name) == getattr(guard, name) for name in names)
+    assert other.summary() == guard.summary() and repr(other) == repr(guard)
+    assert other.session is None and other.model is None and not other.stopped
+    before = len(guard.incidents)
+    work(other)
+    assert len(other.incidents) > before and len(guard.incidents) == before
+
+
+class Test:
+    @pytest.mark.parametrize("how", COPIES)
+    @pytest.mark.parametrize("used", [False, True])
+    def test_guard(self, how, used):
+        """A copy of a guard, used or not, has its settings and incidents, and can guard a fit of its own."""
+        guard = NanGuard({"version": 1, "preset": "recover", "snapshot": {"every": 7}}, verbose=0, diagnose=used, functions={"said": said})
+        if used:
+            zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+            assert len(guard.incidents) == 1
+        compare(COPIES[how](guard), guard, lambda other: zoo.run(zoo.plain, BAD, guard=other, epochs=1))
+
+    @pytest.mark.parametrize("how", COPIES)
+    def test_guard_with_a_directory(self, how, tmp_path):
+        """So has one that writes to disk and goes on from there; its copy would go on from there, too."""
+        guard = named(tmp_path)
+        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+        other = COPIES[how](guard)
+        assert other.directory == guard.directory and other.resume and other.policy == guard.policy
+        assert other.functions == {"said": said} and not other.diagnose
+        assert zoo.run(zoo.plain, zoo.regression(), guard=other, epochs=1).guard.session.step == 12
+
+    @pytest.mark.parametrize("how", COPIES)
+    def test_during_a_fit(self, how):
+        """So has one that is at work, seen from a callback; the fit goes on as if nobody had looked."""
+        found = []
+
+        class Copies(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 7:
+                    found.append(COPIES[how](guard))
+
+        plain = zoo.run(zoo.plain, BAD, guard=NanGuard(verbose=0, diagnose=False), epochs=2)
+        guard = NanGuard(verbose=0, diagnose=False)
+        run = zoo.run(zoo.plain, BAD, guard=guard, epochs=2, callbacks=[Copies()])
+        assert zoo.differences(run, plain) == []
+        assert [len(other.incidents) for other in found] == [1, 2]
+        assert "8 steps, 1 left out" in found[0].summary()
+        zoo.run(zoo.plain, BAD, guard=found[0], epochs=1)
+        assert len(guard.incidents) == 2 and len(found[0].incidents) == 2
+
+    def test_in_a_loop(self):
+        """One that watches a loop is copied as one that watches none."""
+        guard = NanGuard(verbose=0)
+        with guard.watch(zoo.plain()):
+            other = copy.deepcopy(guard)
+            with other.watch(zoo.plain()):
+                pass
+
+    def test_to_another_process_and_back(self):
+        """A used guard goes to a process that is started anew, and comes back."""
+        guard = NanGuard(verbose=0, diagnose=False)
+        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            assert pool.submit(NanGuard.summary, guard).result(timeout=240) == guard.summary()
+            assert told(pool.submit(copy.copy, guard).result(timeout=240).incidents) == told(guard.incidents)
+
+    @pytest.mark.parametrize("how", COPIES)
+    def test_records(self, how):
+        """Incidents and policies are equal to their copies."""
+        guard = NanGuard(verbose=0)
+        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+        assert told([COPIES[how](guard.incidents[0])]) == told(guard.incidents)
+        for policy in (guard.policy, Policy.from_any("stop")):
+            assert COPIES[how](policy) == policy
+
+    def test_subclass(self):
+        """What a subclass has beside is copied, too."""
+        guard = Named("mine")
+        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
+        other = copy.deepcopy(guard)
+        assert type(other) is Named and other.name == "mine"
+
+
+class Named(NanGuard):
+    """A guard of a user's own."""
+
+    def __init__(self, name):
+        super().__init__(verbose=0, diagnose=False)
+        self.name = name
+
+
+@pytest.mark.parametrize("how", [*COPIES, "clone_model", "save"])
+@pytest.mark.parametrize("build", [zoo.plain, own])
+def test_model(build, how, tmp_path):
+    """A model that is copied, cloned or saved during a guarded fit or after it has nothing of the guard, and trains."""
+
+    def saved(model):
+        model.save(tmp_path / "model.keras")
+        return keras.models.load_model(tmp_path / "model.keras")
+
+    make = {**COPIES, "clone_model": keras.models.clone_model, "save": saved}[how]
+    found = []
+
+    class Copies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 7:
+                found.append((make(self.model), [np.array(w) for w in self.model.get_weights()]))
+
+    model = build()
+    guard = NanGuard(verbose=0, diagnose=False) if build is zoo.plain else model.nanguard
+    callbacks = [*([guard] if build is zoo.plain else []), Copies()]
+    model.fit(BAD.x, BAD.y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+    found.append((make(model), [np.array(w) for w in model.get_weights()]))
+    for other, weights in found:
+        assert type(other) is type(model) and not (SET | {"_nanguard_kept_step"}) & set(vars(other))
+        for one, expected in zip(other.get_weights(), weights if how != "clone_model" else ()):
+            np.testing.assert_array_equal(one, expected)
+        if build is own:
+            assert other.nanguard is not guard and other.nanguard.incidents == []
+        if how == "clone_model":
+            other.compile("adam", "mse")
+        data = zoo.regression()
+        other.fit(data.x, data.y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    assert len(guard.incidents) == 1
+
+
+def test_policy_of_a_loaded_model(tmp_path):
+    """The policy that is set on a model before training counts, although loading a model asks for its guard before that."""
+    own().save(tmp_path / "model.keras")
+    model = keras.models.load_model(tmp_path / "model.keras")
+    before = model.nanguard
+    model.nanguard_policy = "observe"
+    assert model.nanguard is not before and not model.nanguard.policy.refuse
+    model.fit(BAD.x, BAD.y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    used = model.nanguard
+    assert len(used.incidents) >= 1 and used.session is not None
+    model.nanguard_policy = "recover"
+    assert model.nanguard is used, "with what it has seen"

@@ -1,0 +1,60 @@
+"""A healthy run is untouched, and a poisoned one ends as if the poison had not been there, whatever the program."""
+
+from __future__ import annotations
+
+import pytest
+from support import zoo
+from support.programs import PROGRAMS
+
+BAD = (3, 8)
+"""Where the poisoned batches stand."""
+
+NORMAL = {
+    *(("optimizer-adam", "graph"), ("optimizer-accumulation", "graph"), ("feed-pydataset", "graph")),
+    *(("feed-sample-weight-bad", "graph"), ("model-many-inputs-outputs", "graph"), ("model-stateful-rnn", "graph")),
+    *(("precision-mixed_float16", "graph"), ("step-gan", "graph"), ("step-conditional", "graph")),
+    *(("model-subclassed", "eager"), ("step-own-loss", "eager"), ("optimizer-clipnorm", "eager")),
+}
+"""One of each kind for the normal run; all of them are a campaign."""
+
+NOT_ON_JAX = {
+    "step-": "a train step on JAX takes and returns its state; those stand in test_jax",
+    "model-unlisted-state": "a pure step cannot write what is no part of its state",
+    "model-stateful-rnn": "Keras hands the states of stateful RNNs to no step on JAX",
+    "feed-dataset": "tf.data is not at hand",
+    "precision-float64": "JAX has no float64 unless it is told so before it starts",
+}
+"""Programs that cannot be told in Keras' words there, by the start of their name, with the reason."""
+
+TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
+"""XLA fuses what it compiles; two programs that mean the same may round differently."""
+
+CASES = [
+    pytest.param(name, mode, marks=() if (name, mode) in NORMAL else pytest.mark.slow)
+    for name in PROGRAMS
+    for mode in ("graph", "eager")
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_program(name, mode):
+    """A guarded run leaves the same bits behind as an unguarded one, and so does one with poisoned batches put in."""
+    reason = next((text for start, text in NOT_ON_JAX.items() if name.startswith(start)), "")
+    if zoo.BACKEND == "jax" and reason:
+        pytest.skip(reason)
+    program = PROGRAMS[name]
+    oracle = program.run(program.data(), None, mode)
+    healthy = program.run(program.data(), True, mode)
+    assert zoo.differences(healthy, oracle, TOLERANCE) == []
+    assert healthy.guard.incidents == [] and healthy.guard.session.refused == 0
+    assert "refused_steps" not in healthy.history
+    poisoned = program.run(program.data().with_poison(BAD, where=program.where), True, mode)
+    assert zoo.differences(poisoned, oracle, TOLERANCE) == []
+    epoch = program.data().batches + len(BAD)
+    assert poisoned.steps == [*BAD, *(epoch + batch for batch in BAD)]
+    assert zoo.bad_entries(poisoned.model) == []
+
+
+def test_the_normal_run_names_programs():
+    """Every case chosen for the normal run is there."""
+    assert {name for name, _ in NORMAL} <= set(PROGRAMS)

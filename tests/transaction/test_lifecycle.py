@@ -1,0 +1,250 @@
+"""The guard is put on when a fit begins and taken off when it ends, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core.errors import GuardInUseError
+
+HOOKS = {"train_step", "make_train_function", "compute_loss", "apply", "_get_current_learning_rate"}
+
+
+def left_behind(model):
+    """Return the names that the guard has left on a model and its optimizer."""
+    return HOOKS & (set(vars(model)) | set(vars(model.optimizer)))
+
+
+class Raiser(keras.callbacks.Callback):
+    """Raises in one of Keras' calls."""
+
+    def __init__(self, where, error):
+        super().__init__()
+        setattr(self, where, self.fail)
+        self.error = error
+
+    def fail(self, *args, **kwargs):
+        raise self.error
+
+
+def fit(model, data, *callbacks, **kwargs):
+    return model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, shuffle=False, callbacks=list(callbacks), **kwargs)
+
+
+def test_off_after_training():
+    """After a fit nothing is left on model or optimizer, and a plain fit behaves as stock Keras does."""
+    model, data = zoo.plain(), zoo.regression()
+    fit(model, data, NanGuard(verbose=0))
+    assert left_behind(model) == set()
+    history = fit(model, zoo.poison(data, 3)).history
+    assert np.isnan(history["loss"][0])
+
+
+@pytest.mark.parametrize("where", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+@pytest.mark.parametrize("first", [True, False], ids=["guard first", "guard last"])
+def test_off_after_an_exception(where, error, first):
+    """An exception or Ctrl-C in another callback takes the guard off at once, while its traceback is still held."""
+    model, data = zoo.plain(), zoo.regression(batches=3)
+    callbacks = [NanGuard(verbose=0), Raiser(where, error)]
+    with pytest.raises(type(error)) as held:
+        fit(model, data, *(callbacks if first else callbacks[::-1]))
+    assert held.tb is not None and left_behind(model) == set()
+
+
+def test_off_after_an_exception_in_the_data():
+    """A generator that fails ends the fit, and takes the guard off."""
+
+    def batches():
+        yield zoo.draw(batches=1), np.zeros((zoo.BATCH, 1), "float32")
+        raise RuntimeError("disk on fire")
+
+    model = zoo.plain()
+    with pytest.raises(Exception, match="disk on fire"):
+        model.fit(batches(), verbose=0, callbacks=[NanGuard(verbose=0)])
+    gc.collect()
+    assert left_behind(model) == set()
+
+
+def test_guard_works_again_after_an_interruption():
+    """A guard whose fit was interrupted guards the next one, on its own leftovers or on another model."""
+    model, data, guard = zoo.plain(), zoo.regression(), NanGuard(verbose=0)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, data, guard, Raiser("on_train_batch_end", KeyboardInterrupt()))
+    zoo.poison(data, 3)
+    for target in (model, zoo.plain()):
+        before = len(guard.incidents)
+        fit(target, data, guard)
+        assert [i.step for i in guard.incidents[before:]] == [3]
+        assert zoo.bad_entries(target) == []
+
+
+def test_repeated_fits_and_recompile():
+    """One guard serves many fits of one model, also when the model is compiled anew in between."""
+    model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 5), NanGuard(verbose=0)
+    for optimizer in (None, "sgd", "rmsprop"):
+        if optimizer:
+            model.compile(optimizer, "mse")
+        fit(model, data, guard)
+    assert [i.step for i in guard.incidents] == [5, 5, 5]
+    assert zoo.bad_entries(model) == [] and left_behind(model) == set()
+
+
+def test_two_guards():
+    """Of two guards in one list the first one guards, and the user is told."""
+    model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
+    one, two = NanGuard(verbose=0), NanGuard(verbose=0)
+    with pytest.warns(UserWarning, match="Two NanGuards"):
+        fit(model, data, one, two)
+    assert [i.step for i in one.incidents] == [2] and two.incidents == []
+    assert zoo.bad_entries(model) == [] and left_behind(model) == set()
+
+
+def test_shared_by_two_fits_at_once():
+    """A guard that is at work in one fit refuses to be handed to a second one, and the first one goes on."""
+    guard, started, finish, errors = NanGuard(verbose=0), threading.Event(), threading.Event(), []
+
+    class Wait(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            started.set()
+            finish.wait(60)
+
+    first, data = zoo.plain(), zoo.regression(batches=2)
+    thread = threading.Thread(target=lambda: errors.append(fit(first, data, guard, Wait())))
+    thread.start()
+    started.wait(60)
+    try:
+        with pytest.raises(GuardInUseError, match="Make a NanGuard of its own"):
+            fit(zoo.plain(), data, guard)
+    finally:
+        finish.set()
+        thread.join(60)
+    assert len(errors) == 1 and left_behind(first) == set()
+
+
+def test_callback_list_used_twice():
+    """A `CallbackList` of the user's own guards every fit that it is handed to."""
+    model, data, guard = zoo.plain(), zoo.poison(zoo.regression(), 4), NanGuard(verbose=0)
+    callbacks = keras.callbacks.CallbackList([guard], add_history=True, model=model, epochs=1, verbose=0, steps=None)
+    for _ in range(2):
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert [i.step for i in guard.incidents] == [4, 4]
+    assert zoo.bad_entries(model) == [] and left_behind(model) == set()
+
+
+def test_evaluate_and_predict():
+    """In `evaluate` and `predict` the guard sees results that are not finite, changes nothing and leaves nothing."""
+    model, data = zoo.plain(), zoo.regression(batches=2)
+    fit(model, data)
+    guard = NanGuard(verbose=0)
+    model.evaluate(data.x, data.y, verbose=0, callbacks=[guard])
+    model.predict(data.x, verbose=0, callbacks=[guard])
+    assert guard.incidents == [] and left_behind(model) == set()
+    variance = model.layers[1].moving_variance
+    variance.assign(np.full(variance.shape, np.nan, "float32"))
+    model.evaluate(data.x, data.y, verbose=0, callbacks=[guard])
+    model.predict(data.x, verbose=0, callbacks=[guard])
+    assert [i.findings[-1].site for i in guard.incidents] == ["validation", "predictions"]
+    assert left_behind(model) == set()
+
+
+LOAD = """
+import sys
+sys.modules["keras_nanguard"] = None
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+assert np.isfinite(model.predict(np.ones((2, 6), "float32"), verbose=0)).all()
+print(type(model.optimizer).__module__, type(model.optimizer).__name__, sorted(model.optimizer.get_config()))
+"""
+
+
+def test_saved_models_are_plain_keras(tmp_path):
+    """A model saved during and after a guarded fit loads where this library cannot be imported, optimizer and all."""
+    model, data = zoo.plain(), zoo.poison(zoo.regression(), 3)
+    during = keras.callbacks.ModelCheckpoint(tmp_path / "during.keras", save_freq=5)
+    fit(model, data, NanGuard(verbose=0), during)
+    model.save(tmp_path / "after.keras")
+    plain = zoo.plain()
+    fit(plain, zoo.regression())
+    plain.save(tmp_path / "plain.keras")
+    told = []
+    for name in ("during", "after", "plain"):
+        done = subprocess.run([sys.executable, "-c", LOAD, tmp_path / f"{name}.keras"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        told.append(done.stdout)
+    assert told[0] == told[1] == told[2]
+
+
+def test_optimizer_stays_as_it_was():
+    """Class, config and variable list of the optimizer are those of an unguarded run, during the fit and after it."""
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            o = self.model.optimizer
+            seen.append((type(o), o.get_config(), [v.name for v in o.variables]))
+
+    for guards in ([NanGuard(verbose=0)], []):
+        keras.utils.set_random_seed(0)
+        keras.backend.clear_session()
+        fit(zoo.plain("adam"), zoo.regression(batches=2), *guards, Look())
+    assert seen[0] == seen[2] and seen[1] == seen[3]
+
+
+def test_clone_and_pickle():
+    """A guarded model can be cloned and pickled in the middle of its fit."""
+    import pickle
+
+    copies = []
+
+    class Copy(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            copies.append(keras.models.clone_model(self.model))
+            copies.append(pickle.loads(pickle.dumps(self.model)))
+
+    fit(zoo.plain(), zoo.regression(batches=1), NanGuard(verbose=0), Copy())
+    for copy in copies:
+        assert HOOKS & set(vars(copy)) == set()
+        assert np.isfinite(copy.predict(zoo.draw(batches=1), verbose=0)).all()
+
+
+@pytest.mark.requires_backend("tensorflow", reason="tf.distribute is TensorFlow's")
+def test_fit_inside_of_a_strategy_scope():
+    """A fit under `MirroredStrategy`, called inside of its scope, is watched and comes to its end."""
+    import tensorflow as tf
+
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = zoo.plain(optimizer=keras.optimizers.Adam(use_ema=True))
+        model.fit(*data.all, batch_size=zoo.BATCH, epochs=1, verbose=0, callbacks=[guard])
+    assert guard.incidents == [] and guard.session.step == zoo.BATCHES
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_data_are_let_go(guarded, bad):
+    """When `fit` has returned nothing holds on to its iterator any more, and so to its data: nothing for the collector."""
+
+    def iterators():
+        return [o for o in gc.get_objects() if any(kind.__name__ == "EpochIterator" for kind in type(o).__mro__)]
+
+    data = zoo.regression()
+    if bad:
+        zoo.poison(data, 3)
+    model = zoo.plain()
+    gc.collect()
+    before = len(iterators())
+    gc.disable()
+    try:
+        fit(model, data, *([NanGuard(verbose=0)] if guarded else []))
+        assert len(iterators()) == before
+    finally:
+        gc.enable()

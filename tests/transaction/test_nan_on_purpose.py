@@ -1,0 +1,110 @@
+"""State that is NaN on purpose: a mark of a layer of one's own, "not seen yet". What was a number and becomes NaN is found."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+MODES = {"compiled": {}, "eager": {"run_eagerly": True}}
+
+
+class Last(layers.Layer):
+    """Keeps a mean of what it has seen, NaN before it has seen anything; `reset` makes it so again every other step."""
+
+    def __init__(self, reset=False, first=np.nan):
+        super().__init__()
+        self.reset, self.first = reset, first
+
+    def build(self, shape):
+        first = keras.initializers.Constant(self.first)
+        self.seen = self.add_weight(shape=(), initializer=first, trainable=False, name="last_seen")
+
+    def call(self, x, training=False):
+        if training:
+            known, now = ops.where(ops.isnan(self.seen), ops.mean(x), 0.9 * self.seen + 0.1 * ops.mean(x)), np.float32("nan")
+            self.seen.assign(ops.where(ops.isnan(self.seen), known, now) if self.reset else known)
+        return x
+
+
+class Reads(Last):
+    """Takes its mark for a number."""
+
+    def call(self, x, training=False):
+        return x + ops.cast(self.seen, x.dtype)
+
+
+def model(layer, **mode):
+    keras.utils.set_random_seed(0)
+    built = keras.Sequential([keras.Input((6,)), layer, layers.Dense(1)])
+    built.compile(keras.optimizers.SGD(0.05), "mse", **mode)
+    return built
+
+
+def fitted(built, data, *callbacks, epochs=2):
+    built.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return [np.array(ops.convert_to_numpy(v)) for v in built.weights]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_mark_is_tolerated(tmp_path, mode, reset):
+    """Training is that of stock Keras, whether the mark becomes a number or is set again, and the model is saved each epoch."""
+    guard = NanGuard(verbose=0, snapshot={"every": 5})
+    save = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)
+    stock = fitted(model(Last(reset), **MODES[mode]), zoo.regression())
+    built = model(Last(reset), **MODES[mode])
+    for one, other in zip(stock, fitted(built, zoo.regression(), guard, save)):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert guard.incidents == [] and len(list(tmp_path.iterdir())) == 2
+    built.layers[0].seen.assign(1.0)
+    fitted(built, zoo.regression(), guard)  # it remembers what was a mark
+    assert guard.incidents == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_batch_is_refused_beside_a_mark(mode):
+    """The batch is to blame, and the mark is what it was before it."""
+    guard = NanGuard(verbose=0)
+    data = zoo.regression(batches=1)
+    data.x[3, 0] = np.nan
+    weights = fitted(model(Last(), **MODES[mode]), data, guard, epochs=1)
+    assert [i.diagnosis.cause for i in guard.incidents] == ["input_nonfinite"]
+    assert "state" not in guard.incidents[0].sites
+    assert np.isnan(weights[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_a_number_and_becomes_nan_is_found(mode):
+    """It is refused in the step that writes it."""
+    guard = NanGuard(verbose=0, diagnose=False)
+    weights = fitted(model(Last(reset=True, first=1.0), **MODES[mode]), zoo.regression(), guard, epochs=1)
+    assert guard.incidents[0].step == 0 and guard.incidents[0].findings[0].path.endswith("last_seen")
+    assert weights[0] == 1.0
+
+
+@pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
+def test_what_can_be_no_mark_is_found_before_the_first_step(which):
+    """NaN in a frozen weight, in a statistic, or in a state of Keras' own layers is no mark."""
+    inputs = keras.Input((6,))
+    frozen, norm = layers.Dense(4, trainable=False), layers.SpectralNormalization(layers.Dense(4))
+    built = keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization(name="norm")(norm(frozen(inputs)))))
+    built.compile("sgd", "mse")
+    states = {"frozen weight": frozen.kernel, "statistic": built.get_layer("norm").moving_mean, "of Keras' own": norm.vector_u}
+    states[which].assign(np.full(states[which].shape, np.nan))
+    guard = NanGuard(verbose=0, diagnose=False)
+    fitted(built, zoo.regression(), guard, epochs=1)
+    assert guard.incidents[0].step == 0 and guard.incidents[0].findings[0].path == states[which].path
+    assert guard.session.step == 0
+
+
+def test_a_mark_that_is_read_as_a_number_is_named():
+    """It makes the loss NaN: the step is refused, and the diagnosis says what it read."""
+    guard = NanGuard(verbose=0)
+    fitted(model(Reads()), zoo.regression(), guard, epochs=1)
+    diagnosis = guard.incidents[0].diagnosis
+    assert diagnosis.cause == "state_nonfinite" and "last_seen" in diagnosis.culprit

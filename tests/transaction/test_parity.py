@@ -1,0 +1,168 @@
+"""The hand-written loop, `NanGuardModel` and `fit` with `NanGuard` end in the same numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support import zoo
+from support.programs import differentiated
+
+from keras_nanguard import NanGuard, NanGuardModel
+
+tf = pytest.importorskip("tensorflow", reason="these loops are TensorFlow's; those of JAX stand in test_jax")
+
+BAD = (3, 7, 8)
+EPOCHS = 2
+
+
+def network(base, xla=False):
+    """Return a functional model of this class, from a fixed seed, compiled with Adam."""
+    keras.utils.set_random_seed(0)
+    keras.backend.clear_session()
+    inputs = keras.Input((6,))
+    x = layers.BatchNormalization()(layers.Dense(8, use_bias=False)(inputs))  # a bias there has no gradient but noise
+    outputs = layers.Dense(1)(layers.Dropout(0.3, seed=1)(x))
+    model = base(inputs, outputs)
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError(), jit_compile=xla)
+    return model
+
+
+def weights(model, optimizer=None):
+    return [np.array(ops.convert_to_numpy(v.value)) for v in (*model.variables, *(optimizer or model.optimizer).variables)]
+
+
+@functools.cache
+def data():
+    return zoo.regression().with_poison(BAD)
+
+
+def batches():
+    for _ in range(EPOCHS):
+        for b in range(data().batches):
+            rows = slice(b * zoo.BATCH, (b + 1) * zoo.BATCH)
+            yield ops.convert_to_tensor(data().x[rows]), ops.convert_to_tensor(data().y[rows])
+
+
+def fit(model, *callbacks, of=None):
+    of = of or data()
+    return model.fit(
+        of.x, of.y, batch_size=zoo.BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+@functools.cache
+def reference(xla=False):
+    """Return the weights after an unguarded fit over the data without the bad batches (XLA draws its own Dropout)."""
+    model = network(keras.Model, xla)
+    fit(model, of=data().without(BAD))
+    return weights(model)
+
+
+def check(model, steps, optimizer=None, tolerance=0.0, xla=False):
+    for one, other in zip(weights(model, optimizer), reference(xla), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    per_epoch = data().batches
+    assert steps == [e * per_epoch + b for e in range(EPOCHS) for b in BAD]
+
+
+def test_fit_with_callback():
+    """`fit` with `NanGuard` ends as the unguarded fit without the bad batches."""
+    model, guard = network(keras.Model), NanGuard(verbose=0)
+    fit(model, guard)
+    check(model, [i.step for i in guard.incidents])
+
+
+class Quiet(NanGuardModel):
+    nanguard_verbose = 0
+
+
+class OwnStep(Quiet):
+    """A train step of its own, in the low-level style."""
+
+    def train_step(self, batch):
+        x, y = batch
+        loss, gradients = differentiated(
+            lambda: self.compute_loss(x, y, self(x, training=True)), lambda: self.trainable_variables
+        )
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("base", [Quiet, OwnStep], ids=["stock step", "own step"])
+def test_model_in_fit(base):
+    """`NanGuardModel` needs no callback, with the stock train step and with one of its own."""
+    model = network(base)
+    fit(model)
+    check(model, [i.step for i in model.nanguard.incidents])
+
+
+def test_model_in_train_on_batch():
+    """`NanGuardModel` guards `train_on_batch`."""
+    model = network(Quiet)
+    for x, y in batches():
+        assert np.isfinite(model.train_on_batch(x, y))
+    check(model, [i.step for i in model.nanguard.incidents])
+
+
+def test_model_with_callback_too():
+    """A `NanGuard` among the callbacks takes over for its fit; nothing is guarded twice."""
+    model, guard = network(Quiet), NanGuard(verbose=0)
+    fit(model, guard)
+    check(model, [i.step for i in guard.incidents])
+    assert model.nanguard.incidents == []
+
+
+def loop_step(model, optimizer):
+    loss_of = keras.losses.MeanSquaredError()
+
+    def step(x, y):
+        loss, gradients = differentiated(lambda: loss_of(y, model(x, training=True)), lambda: model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return step
+
+
+def compiled(step, xla=False):
+    if zoo.BACKEND != "tensorflow":
+        pytest.skip("tf.function is TensorFlow's")
+    import tensorflow as tf
+
+    return tf.function(step, jit_compile=xla)
+
+
+@pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
+def test_loop(kind):
+    """A GradientTape loop through `watch` and `step` ends in the same numbers, and is told of each refusal."""
+    model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
+    step, refused = loop_step(model, optimizer), []
+    if kind != "eager":
+        step = compiled(step, kind == "xla")
+    with guard.watch(model, optimizer):
+        guarded = guard.step(step)
+        for x, y in batches():
+            loss = guarded(x, y)
+            refused.append(guard.refused)
+            assert guard.refused or np.isfinite(float(loss))
+    assert [i for i, bad in enumerate(refused) if bad] == [i.step for i in guard.incidents]
+    check(model, [i.step for i in guard.incidents], optimizer, 0.0 if kind == "tf.function" else 1e-5, kind == "xla")
+
+
+def test_loop_stops():
+    """A loop in which every step is bad is told to stop within a dozen steps, with the weights as they were."""
+    model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
+    before, steps = model.get_weights(), 0
+    with guard.watch(model, optimizer):
+        step = loop_step(model, optimizer)
+        guarded = guard.step(compiled(step) if zoo.BACKEND == "tensorflow" else step)
+        while not guard.stopped:
+            guarded(ops.full((8, 6), np.nan, "float32"), ops.zeros((8, 1)))
+            steps += 1
+    assert steps <= 12
+    for one, other in zip(before, model.get_weights()):
+        if one.dtype.kind == "f":
+            np.testing.assert_array_equal(one, other)

@@ -1,0 +1,217 @@
+"""Every site, every kind of fault, every mode, two precisions: found in the step where it happened.
+
+All faults of one mode and precision are put into one run, far enough apart that the policy of this file, which goes
+back at once where the state is bad, has healed each before the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard.testing import SITES, corrupt, inject
+
+SPACE = 8
+WARMUP = 32
+NONFINITE = ("nan", "inf", "-inf")
+
+ALWAYS = {"limit": {"times": 200}, "otherwise": "stop"}
+POLICY = {
+    "preset": "none",
+    "snapshot": {"every": 4, "good_after": 2},
+    "checks": {"loss_scale": {"patience": 0}},
+    "rules": [
+        {"name": "heal", "on": ["state", "weights", "statistics", "slots"], "do": "rollback", **ALWAYS},
+        {"name": "return", "when": "committed", "kind": ["spike", "explosion"], "do": "rollback", **ALWAYS},
+        {"name": "scale", "on": "loss_scale", "do": {"fix_loss_scale": {"reset_to": 64.0}}, **ALWAYS},
+        {"name": "endless", "when": "refused", "after": {"consecutive": 12}, "do": "stop"},
+        {"name": "spoiled", "when": "committed", "after": {"total": 100}, "do": "stop"},
+        {"name": "rest", "do": "warn"},
+    ],
+}
+"""Goes back at once, so that one fault is healed when the next one comes; three overflows are an incident each."""
+
+
+class Case(NamedTuple):
+    site: str
+    kind: str
+    step: int
+
+
+def _plan(mode: str, precision: str) -> list[Case]:
+    pairs = [(site, kind) for site in SITES for kind in NONFINITE]
+    pairs += [(site, "overflow") for site in ("inputs", "targets", "loss", "gradients", "weights", "statistics")]
+    if mode != "steps4":  # see TestSpikes
+        pairs += [("loss", "spike"), ("gradients", "spike"), ("targets", "spike")]
+    if precision == "mixed_float16":
+        pairs += [("loss_scale", kind) for kind in ("overflow", "zero")]
+    else:
+        pairs = [pair for pair in pairs if pair[0] != "loss_scale"]
+    pairs.sort(key=lambda pair: pair[1] != "spike")  # judged by the course of the run: first, while it is level
+    return [Case(site, kind, WARMUP + SPACE * i + 2) for i, (site, kind) in enumerate(pairs)]
+
+
+def _level(mode: str, precision: str, batches: int) -> tuple[keras.Model, zoo.Data]:
+    """Return a model and the same four batches over and over: a level run."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(precision)
+    optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+    if precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+    model = zoo.plain(optimizer, dropout=False, **zoo.MODES[mode])
+    keras.config.set_dtype_policy("float32")
+    data = zoo.regression(batches=batches)
+    data.x = np.tile(data.x[: 4 * zoo.BATCH], (data.batches // 4, 1))
+    data.y = np.tile(data.y[: 4 * zoo.BATCH], (len(data.x) // zoo.BATCH // 4, 1))
+    return model, data
+
+
+@functools.cache
+def _guarded(mode: str, precision: str) -> NanGuard:
+    plan = _plan(mode, precision)
+    model, data = _level(mode, precision, WARMUP + SPACE * len(plan))
+    guard = NanGuard(POLICY, verbose=0, diagnose=False)
+    with contextlib.ExitStack() as stack:
+        for case in plan:
+            stack.enter_context(inject(model, site=case.site, kind=case.kind, step=case.step, must_happen=False))
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    guard.bad = zoo.bad_entries(model)
+    return guard
+
+
+FIRST = {
+    "inputs": ("inputs",),
+    "targets": ("targets",),
+    "loss": ("loss",),
+    "gradients": ("gradients",),
+    "weights": ("state", "weights"),
+    "statistics": ("state", "statistics"),
+    "slots": ("state", "slots", "weights"),
+    "loss_scale": ("loss_scale",),
+}
+"""What the incident of a fault that is not finite has to name."""
+
+
+NORMAL = {("graph", "float32"), ("steps4", "mixed_float16")}
+RUNS = [
+    pytest.param(mode, precision, marks=() if (mode, precision) in NORMAL else pytest.mark.slow)
+    for mode in zoo.MODES
+    for precision in ("float32", "mixed_float16")
+]
+
+
+@pytest.mark.xdist_group("sites")  # the tests of one run share it
+@pytest.mark.parametrize(("mode", "precision"), RUNS)
+class TestSites:
+    def test_found_where_it_happened(self, mode, precision):
+        """A fault at any site is an incident of the very step it happened in."""
+        told = {incident.step for incident in _guarded(mode, precision).incidents}
+        assert [case for case in _plan(mode, precision) if case.step not in told] == []
+
+    def test_nothing_else_is_told(self, mode, precision):
+        """No incident but of a faulty step, or of the steps of the same execution that a bad state left no choice."""
+        near = {case.step + i for case in _plan(mode, precision) for i in range(4 if mode == "steps4" else 1)}
+        assert [(i.step, i.findings) for i in _guarded(mode, precision).incidents if i.step not in near] == []
+
+    def test_names_the_site(self, mode, precision):
+        """The incident of a fault that is not finite names its site, or the state where it was there before the step."""
+        told = {}
+        for incident in _guarded(mode, precision).incidents:
+            told.setdefault(incident.step, incident)
+        wrong = []
+        for case in _plan(mode, precision):
+            sites = told[case.step].sites if case.step in told else ()
+            if case.kind in NONFINITE and not set(sites) & set(FIRST[case.site]):
+                wrong.append((case, sites))
+        assert wrong == []
+
+    def test_heals(self, mode, precision):
+        """After all of these faults no entry of the state is bad, and training has not ended."""
+        guard = _guarded(mode, precision)
+        assert guard.bad == []
+        assert not guard.session.stopped
+
+
+class TestSpikes:
+    @pytest.mark.parametrize("site", ["loss", "gradients", "targets"])
+    def test_within_an_execution(self, site):
+        """A spike within `steps_per_execution` is told of in its own step, although others ran after it."""
+        model, data, guard = *_level("steps4", "float32", 48), NanGuard(POLICY, verbose=0, diagnose=False)
+        with inject(model, site=site, kind="spike", step=34):
+            model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+        assert [i.step for i in guard.incidents][:1] == [34]
+
+    def test_overflow_of_a_slot(self):
+        """A momentum at the end of its range gives finite, huge weights: told of in the next step, and healed."""
+        model, data, guard = *_level("graph", "float32", 24), NanGuard(verbose=0, diagnose=False)
+        with inject(model, site="slots", kind="overflow", step=14):
+            model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+        assert guard.incidents[0].step in (14, 15)
+        assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e3
+
+
+class TestOutsideWrites:
+    """Corruption written from the host, between two steps."""
+
+    @pytest.mark.parametrize("kind", ["nan", "inf"])
+    @pytest.mark.parametrize("what", ["kernel", "gamma", "moving_mean", "moving_variance", "momentum", "velocity"])
+    def test_seen_and_healed(self, what, kind):
+        """A weight, statistic or slot that another callback makes bad is told of in the next step, and healed."""
+
+        class Vandal(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 5:
+                    known = [*self.model.variables, *self.model.optimizer.variables]
+                    corrupt(next(v for v in known if v.path.endswith(what)), kind)
+
+        data = zoo.regression()
+        run = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True, callbacks=[Vandal()], epochs=1)
+        assert run.steps[0] == 6
+        assert zoo.bad_entries(run.model) == []
+
+    def test_one_cure_for_one_execution(self):
+        """The steps that ran on a bad state before the host could heal it count as one trouble."""
+        data = zoo.regression(batches=48)
+        guard = NanGuard(verbose=0)
+        model = zoo.plain(dropout=False, steps_per_execution=16)
+        with inject(model, site="weights", step=20):
+            model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+        assert not guard.session.stopped
+        assert guard.session.step == 48
+        assert zoo.bad_entries(model) == []
+        assert guard.session.refused <= 12
+
+    def test_runaway_loss_scale(self):
+        """A loss scale above all bounds is told of in that step, and put right."""
+        keras.config.set_dtype_policy("mixed_float16")
+        model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
+        data = zoo.regression()
+        with inject(model, site="loss_scale", kind="overflow", step=6):
+            model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+        assert [i.step for i in guard.incidents if "loss_scale" in i.sites] == [6]
+        assert float(model.optimizer.dynamic_scale.numpy()) <= 2.0**16
+
+    def test_never_saved(self, tmp_path):
+        """What was written from outside is in no checkpoint that another callback saves after the step that saw it."""
+
+        class Vandal(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if batch == 11:
+                    corrupt(self.model.layers[0].kernel, "inf")
+
+        path = str(tmp_path / "m.weights.h5")
+        save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+        run = zoo.run(
+            lambda: zoo.plain(dropout=False), zoo.regression(), guard=True, callbacks=[Vandal(), save], epochs=1
+        )
+        assert run.steps == [11]
+        fresh = zoo.plain(dropout=False)
+        fresh.load_weights(path)
+        assert zoo.bad_entries(fresh) == []

@@ -1,0 +1,230 @@
+"""Fits in several threads of one process: each as it is alone, and nothing is left of any of them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import partial
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._keras.overrides import ThreadOverrides, without_warnings
+
+LIMIT = 120.0
+"""Seconds that a test waits for a thread."""
+
+
+def together(*functions):
+    """Run functions in a thread each, all at a time; returns what they returned or raised."""
+    results = [None] * len(functions)
+    gate = threading.Barrier(len(functions))
+
+    def run(place, function):
+        try:
+            gate.wait(LIMIT)
+            results[place] = function()
+        except BaseException as error:  # noqa: BLE001
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a fit hangs"
+    return results
+
+
+def net():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, layers.Dense(1)(layers.BatchNormalization()(layers.Dense(4)(inputs))))
+    model.compile("adam", "mse")
+    return model
+
+
+class Fails(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 6:
+            raise RuntimeError("disk full")
+
+
+def fit(model, data, *callbacks, epochs=4):
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
+
+
+def same(one, other):
+    assert isinstance(one, list), one
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def test_guarded_and_plain_fits_at_a_time():
+    """Guarded fits with bad batches, one that raises and a plain one leave each other alone, and everything as it was."""
+    data, bad = zoo.regression(), zoo.poison(zoo.regression(), 5)
+    plain, guarded = fit(net(), data), fit(net(), bad, NanGuard(verbose=0))
+    before = {name: vars(keras.Variable).get(name) for name in ("_direct_assign", "_initialize", "assign")}
+    for _ in range(2):
+        models = [net() for _ in range(4)]
+        found = together(
+            partial(fit, models[0], bad, NanGuard(verbose=0)),
+            partial(fit, models[1], data),
+            partial(fit, models[2], data, NanGuard(verbose=0), Fails()),
+            partial(fit, models[3], bad, NanGuard(verbose=0)),
+        )
+        assert same(found[0], guarded) and same(found[1], plain) and same(found[3], guarded)
+        assert isinstance(found[2], RuntimeError) and "disk full" in str(found[2])
+        assert {name: vars(keras.Variable).get(name) for name in before} == before
+        for model in models:
+            assert not {"train_step", "make_train_function", "save"} & set(vars(model))
+            assert not {"apply", "stateless_apply"} & set(vars(model.optimizer))
+    again = net()
+    assert same(together(lambda: fit(again, data))[0], plain), "a plain fit in a new thread"
+
+
+def test_warnings_are_issued_again():
+    """Two threads that silence warnings for a while leave the filters as they were, whoever ends first."""
+    before, first_in, second_in, first_out = list(warnings.filters), *(threading.Event() for _ in range(3))
+
+    def first():
+        with without_warnings():
+            first_in.set()
+            second_in.wait(0.5)  # in vain, where one waits for the other
+            warnings.warn("not seen", stacklevel=1)
+        first_out.set()
+
+    def second():
+        assert first_in.wait(LIMIT)
+        with without_warnings():
+            second_in.set()
+            assert first_out.wait(LIMIT)
+
+    assert together(first, second) == [None, None]
+    assert list(warnings.filters) == before
+
+
+def test_one_guard_for_two_threads():
+    """A guard that guards a fit in one thread is refused to another."""
+    guard, data, models = NanGuard(verbose=0), zoo.regression(), [net(), net()]
+    entered, told = threading.Event(), threading.Event()
+
+    class Waits(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            entered.set()
+            assert told.wait(LIMIT)
+
+    def second():
+        assert entered.wait(LIMIT)
+        try:
+            return fit(models[1], data, guard)
+        finally:
+            told.set()
+
+    first, refused = together(lambda: fit(models[0], data, guard, Waits(), epochs=1), second)
+    assert isinstance(first, list) and "guards a running fit" in str(refused)
+
+
+class Shared:
+    """Something that all threads share."""
+
+    def plain(self, value):
+        return value
+
+
+class Derived(Shared):
+    """A class that inherits what is overridden."""
+
+
+class TestThreadOverrides:
+    @pytest.mark.parametrize("order", ["first in first out", "first in last out"])
+    @pytest.mark.parametrize("target", [Shared, Derived])
+    def test_in_any_order(self, target, order):
+        """Each thread sees its own stand-in while it is inside, and the class is as it was when the last one has left."""
+        override = ThreadOverrides(target, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
+        before = dict(vars(target))
+        inside, leave = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+        left = [threading.Event(), threading.Event()]
+        seen = {}
+
+        def work(place):
+            override.enter(place)
+            inside[place].set()
+            assert leave[place].wait(LIMIT)
+            seen[place] = target().plain("x")
+            override.leave(place)
+            seen[place, "after"] = target().plain("x")
+            left[place].set()
+
+        threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in (0, 1)]
+        for thread, event in zip(threads, inside):
+            thread.start()
+            assert event.wait(LIMIT)
+        assert target().plain("x") == "x", "no other thread"
+        for place in (0, 1) if order == "first in first out" else (1, 0):
+            leave[place].set()
+            assert left[place].wait(LIMIT)
+        assert seen == {0: (0, "x"), 1: (1, "x"), (0, "after"): "x", (1, "after"): "x"}
+        assert dict(vars(target)) == before
+
+    def test_one_within_another(self):
+        """A thread that enters twice leaves once for each."""
+        override = ThreadOverrides(Shared, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
+        before = dict(vars(Shared))
+        one, other = ["one"], ["one"]
+        override.enter(one)
+        override.enter(other)
+        assert Shared().plain("x") == (one, other, "x")
+        override.leave(one)
+        assert Shared().plain("x")[0] is other
+        override.leave(other)
+        assert dict(vars(Shared)) == before
+
+    def test_overridden_by_someone_else_meanwhile(self, monkeypatch):
+        """What someone else has put around it stays, and works."""
+        override = ThreadOverrides(Shared, {"plain": lambda real, inside, self, value: (*inside, real(self, value))})
+        override.enter(1)
+        ours = Shared.plain
+        monkeypatch.setattr(Shared, "plain", lambda self, value: ["theirs", ours(self, value)])
+        assert Shared().plain("x") == ["theirs", (1, "x")]
+        override.leave(1)
+        assert Shared().plain("x") == ["theirs", "x"]
+        monkeypatch.undo()
+        Shared.plain = lambda self, value: value
+
+
+def test_a_diagnosis_leaves_the_other_threads_alone():
+    """What a diagnosis on torch puts in the place of a loss, and the optimizers it restores, are those of its own fit."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not here")
+    if zoo.BACKEND != "torch":
+        pytest.skip("only on torch")
+    from keras_nanguard._backends.torch import replay
+    from keras_nanguard._backends.torch.modules import TorchOptimizer
+
+    modules = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+    optimizers = [TorchOptimizer(torch.optim.Adam(m.parameters()), {}) for m in modules]
+    real = torch.nn.functional.binary_cross_entropy
+    bad = torch.tensor([float("nan")])
+
+    def step(place):
+        modules[place](torch.ones(1, 2)).sum().backward()
+        optimizers[place].of.step()
+
+    def other():
+        step(1)
+        with pytest.raises(RuntimeError):
+            torch.nn.functional.binary_cross_entropy(bad, torch.ones(1))
+        return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
+
+    step(0)
+    with replay.kept(list(modules[0].parameters())), replay.intercepted(None, [], False):
+        assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
+        step(0)
+        assert together(other) == [[1.0, 1.0]]
+    assert [float(slots["step"]) for slots in optimizers[0].of.state.values()] == [1.0, 1.0]
+    assert [float(slots["step"]) for slots in optimizers[1].of.state.values()] == [1.0, 1.0]
+    assert torch.nn.functional.binary_cross_entropy is real

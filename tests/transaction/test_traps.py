@@ -1,0 +1,318 @@
+"""Sixteen ways in which others' guards have failed. Each is a test, so that this one does not."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core.errors import NonFiniteError
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._policy.policy import Ledger, Policy, decide
+from keras_nanguard.testing import corrupt, inject
+
+OFTEN = {"every": 4, "good_after": 2}
+
+
+def eager(optimizer="adam", **options):
+    return zoo.plain(optimizer, run_eagerly=True, **options)
+
+
+def guarded(policy="recover", **options):
+    return NanGuard(policy, **{"verbose": 0, "diagnose": False, "snapshot": OFTEN, **options})
+
+
+def overflowing(*batches, count=12):
+    """Return finite data on which the loss overflows in some batches."""
+    data = zoo.regression(batches=count)
+    for batch in batches:
+        data.y[batch * zoo.BATCH + 2] = 1e38
+    return data
+
+
+def done(guard, action):
+    return [i.step for i in guard.incidents for o in i.outcomes if o.action == action and o.status == "done"]
+
+
+class Before(keras.callbacks.Callback):
+    """Calls a function with the model before one batch."""
+
+    def __init__(self, batch, function):
+        super().__init__()
+        self.batch, self.function = batch, function
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self.batch:
+            self.function(self.model)
+
+
+def test_01_rolling_back_to_a_checkpoint_that_is_nan():
+    """A state that is bad when a snapshot is due is never kept, so a rollback never lands in it."""
+
+    class Late(keras.callbacks.Callback):
+        """Damages the state when the step is over, so that only the snapshot can see it."""
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 8:
+                real = guard.session._take_snapshot
+
+                def take():
+                    corrupt(self.model.optimizer.variables[-1])
+                    real()
+
+                guard.session._take_snapshot = take
+
+    guard = guarded()
+    run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[Late()])
+    assert done(guard, "rollback")
+    assert zoo.bad_entries(run.model) == []
+    for snapshot in guard.session.ring.snapshots:
+        assert all(zoo.finite(array) for array in snapshot.arrays.values() if array.dtype.kind == "f")
+
+
+def test_02_averages_poisoned_once():
+    """After a refused step averages of the weights are as if it never ran, and snapshots go on being taken."""
+    optimizer = lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4)  # noqa: E731
+    guard = guarded()
+    run = zoo.run(lambda: eager(optimizer()), zoo.poison(zoo.regression(), 3), guard=guard, epochs=1)
+    oracle = zoo.run(lambda: eager(optimizer()), zoo.regression().without([3]), epochs=1)
+    assert zoo.differences(run, oracle) == []
+    assert guard.session.ring.newest().step >= 8
+
+
+@pytest.mark.parametrize("preset", ["recover", "long-run", "finetune", "strict-fp16"])
+def test_03_recovery_that_never_fires(preset, tmp_path):
+    """In every preset that recovers, three bad steps in a row do lead back, and what is lowered is lower."""
+    guard = guarded(preset, directory=tmp_path)
+    run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
+    assert done(guard, "rollback") == [8]
+    lowered = done(guard, "lower_lr")
+    assert lowered == ([] if preset == "long-run" else [8])
+    assert (float(run.model.optimizer.learning_rate.numpy()) < 1e-3) == bool(lowered)
+
+
+def test_04_restoring_in_inference_mode():
+    """After a rollback training goes on as training: statistics move, dropout drops."""
+    seen = {}
+
+    def note(name):
+        return lambda model: seen.update({name: [v.numpy() for v in model.layers[1].weights[2:]]})
+
+    guard = guarded()
+    callbacks = [Before(9, note("restored")), Before(10, note("after"))]
+    run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1, callbacks=callbacks)
+    assert done(guard, "rollback") == [8]
+    assert all((one != other).all() for one, other in zip(seen["restored"], seen["after"]))
+    dropout = next(layer for layer in run.model.layers if isinstance(layer, layers.Dropout))
+    assert dropout.seed_generator.state.numpy()[1] != 0
+
+
+def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
+    """A snapshot that holds NaN, whole by its checksum, is told as a bad state when a run resumes from it."""
+    snapshot = {"storage": "disk", **OFTEN}
+    monkeypatch.setattr("keras_nanguard._fit.snapshots_on_disk.first_bad", lambda variables, tolerated: "")
+    real = DiskRing.take
+
+    def take(self, *args, **kwargs):
+        kernel = self.session.model.layers[0].kernel
+        before = kernel.numpy()
+        corrupt(kernel)
+        told = real(self, *args, **kwargs)
+        kernel.assign(before)
+        return told
+
+    monkeypatch.setattr(DiskRing, "take", take)
+    zoo.run(eager, zoo.regression(), guard=guarded(directory=tmp_path, snapshot=snapshot), epochs=1)
+    monkeypatch.undo()
+    guard = guarded("raise", directory=tmp_path, snapshot=snapshot, resume=True)
+    with pytest.raises(NonFiniteError):
+        zoo.run(eager, zoo.regression(), guard=guard, epochs=2)
+    assert guard.incidents[0].sites == ("state",) and guard.incidents[0].findings[0].nan == 1
+
+
+def test_06_silent_rollback_silent_skip(capsys):
+    """Every step that is left out and every rollback is in the output, in History and in the incidents."""
+    guard = guarded(verbose=1)
+    run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
+    told = capsys.readouterr().out
+    assert all(f"step {step} (epoch 1, batch {step}) refused" in told for step in (7, 8, 9))
+    assert "rollback: back to the state after 4 steps; 2 committed steps undone" in told and "learning rate" in told
+    assert "3 of 12 steps were left out" in told and run.history["refused_steps"] == [3]
+    assert "3 left out" in guard.summary()
+
+
+def test_07_skipping_by_multiplying_with_zero():
+    """A refused step leaves no NaN anywhere, and a jump after it is still seen: no NaN is in its window."""
+    data = zoo.regression(batches=60)
+    for batch in range(20, 40, 2):
+        zoo.poison(data, batch)
+    data.y[50 * zoo.BATCH] = 1e6
+    guard = guarded(checks={"trend": {"warmup": 10}})
+    run = zoo.run(lambda: eager("sgd"), data, guard=guard, epochs=1)
+    assert zoo.bad_entries(run.model) == []
+    assert any(f.kind in ("spike", "explosion") for i in guard.incidents for f in i.findings if i.step >= 50)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_08_skipping_by_zero_gradients(optimizer):
+    """A refused step does not count, decays no weight and no momentum, and moves no weight by its momentum."""
+    make = {
+        "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9, weight_decay=0.1),
+        "adam": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    }[optimizer]
+    states = []
+    look = Before(6, lambda model: states.append(zoo.state_of(model)))
+    after = Before(7, lambda model: states.append(zoo.state_of(model)))
+    data = zoo.poison(zoo.regression(), 6)
+    zoo.run(lambda: eager(make()), data, guard=guarded(), epochs=1, callbacks=[look, after])
+    for (path, one), (_, other) in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=path)
+
+
+def test_09_giving_up_by_applying_the_nan():
+    """When every budget is spent training stops with a finite state; counts of bad steps in a row start anew."""
+    guard = guarded()
+    run = zoo.run(eager, overflowing(*range(4, 40), count=40), guard=guard, epochs=1)
+    assert run.model.stop_training and guard.session.step < 20 and zoo.bad_entries(run.model) == []
+    guard = guarded()
+    zoo.run(eager, overflowing(*range(2, 40, 3), *range(3, 40, 3), count=40), guard=guard, epochs=1)
+    assert not done(guard, "rollback"), "two in a row, again and again, never are three"
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla", "steps4"])
+def test_10_a_decision_for_each_replica(mode):
+    """One decision for each step: the same incidents lead to the same decisions, however the step was compiled."""
+    fields = ("step", "epoch", "batch", "refused")
+    data = overflowing(3, 4, 5, 9)
+    told = []
+    for options in ({"run_eagerly": True}, zoo.MODES[mode]):
+        guard = guarded()
+        zoo.run(lambda options=options: zoo.plain(**options), data, guard=guard, epochs=1)
+        told.append([([getattr(i, f) for f in fields], i.decision) for i in guard.incidents])
+    assert told[0] == told[1] and len(told[0]) == 4
+    policy, ledgers = Policy.from_any(), [Ledger(), Ledger()]
+    for step in (3, 4, 5, 9):
+        incident = Incident(step, 0, step, (Finding("loss"),))
+        decisions, ledgers = zip(*(decide(policy, ledger, incident) for ledger in ledgers))
+        assert decisions[0] == decisions[1] and ledgers[0] == ledgers[1]
+
+
+@pytest.mark.parametrize("policy", ["stop", "recover"])
+def test_11_the_stop_path_on_a_bad_model(policy, tmp_path):
+    """No callback ever sees or saves a bad model on the way out."""
+
+    class Witness(keras.callbacks.Callback):
+        def _look(self, *args, **kwargs):
+            if not self.damaged:
+                assert zoo.bad_entries(self.model) == []
+            self.damaged = False
+
+        damaged = False
+        on_train_batch_begin = on_train_batch_end = on_epoch_end = on_train_end = _look
+
+    class Vandal(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 6:
+                corrupt(self.model.layers[0].kernel)
+
+    file = tmp_path / "last.weights.h5"
+    callbacks = [Witness(), Vandal(), keras.callbacks.ModelCheckpoint(file, save_weights_only=True)]
+    guard = guarded(policy)
+    run = zoo.run(eager, overflowing(*range(8, 24), count=24), guard=guard, epochs=1, callbacks=callbacks)
+    assert run.model.stop_training
+    fresh = eager()
+    fresh.load_weights(file)
+    assert zoo.bad_entries(fresh) == []
+
+
+def test_12_alarm_on_an_ordinary_overflow():
+    """Overflows that loss scaling handles are counted, not told, and cost no rate."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+    model = zoo.plain(optimizer, run_eagerly=True)
+    guard, data = guarded(), zoo.regression()
+    with inject(model, site="gradients", kind="inf", step=(3, 4, 5, 9)):
+        model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard])
+    assert guard.incidents == [] and guard.session.overflows == 4 and guard.session.refused == 4
+    assert float(optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
+
+
+def test_13_a_finite_loss_with_nan_predictions():
+    """Predictions that are not finite are told although the loss is, in predict as in evaluate."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    model.compile("sgd", lambda y, p: ops.mean(ops.where(ops.isfinite(p), p, 0.0)))
+    model.layers[0].bias.assign([np.nan, 0.0])
+    guard, data = guarded(), zoo.regression()
+    assert np.isfinite(model.evaluate(data.x, data.y, verbose=0))
+    model.predict(data.x, verbose=0, callbacks=[guard])
+    assert "predictions" in guard.incidents[0].sites
+
+
+def test_14_forensics_on_the_wrong_batch(tmp_path):
+    """With shuffled data the batch that is kept is the bad one, the rows are the bad rows, the state is that before."""
+    data = zoo.regression()
+    data.x[37, 2] = np.nan
+    rules = [
+        {"name": "keep", "do": ["quarantine"]},
+        {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
+    ]
+    policy = {"version": 1, "preset": "none", "rules": rules}
+    guard = NanGuard(policy, verbose=0, directory=tmp_path)
+    model = eager(dropout=False)
+    model.fit(data.x, data.y, batch_size=8, shuffle=True, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    (file,) = (tmp_path / "quarantine").iterdir()
+    with np.load(file, allow_pickle=False) as kept:
+        rows = np.flatnonzero(np.isnan(kept["x"]).any(1))
+        np.testing.assert_array_equal(kept["x"][rows[0]], data.x[37])
+        np.testing.assert_array_equal(kept["y"][rows[0]], data.y[37])
+    assert incident.diagnosis.samples == tuple(rows.tolist()) and incident.diagnosis.cause == "input_nonfinite"
+
+
+def test_15_the_same_data_rate_and_seed_again():
+    """After a rollback nothing is as it was: other batches, a lower rate, other seeds."""
+    seen = {}
+
+    def note(name):
+        return lambda model: seen.update({name: [v.numpy().tolist() for v in model.variables if "seed" in v.path]})
+
+    batches = []
+
+    class Batches(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batches.append(batch)
+
+    guard = guarded()
+    callbacks = [Before(4, note("kept")), Before(9, note("after")), Batches()]
+    run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1, callbacks=callbacks)
+    assert done(guard, "rollback") == [8] and "after 4 steps" in str(guard.incidents[-1].outcomes)
+    assert seen["kept"] != seen["after"] and seen["kept"]
+    assert batches == list(range(12))
+    assert float(run.model.optimizer.learning_rate.numpy()) == pytest.approx(1e-4)
+
+
+def test_16_guard_state_that_does_not_survive(tmp_path):
+    """A run that goes bad at the same place after every restart stops in the end: budgets outlive the process."""
+
+    class Crash(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 9:
+                raise KeyboardInterrupt
+
+    last = None
+    for restart in range(8):
+        keras.backend.clear_session()
+        guard = guarded(directory=tmp_path, snapshot={"storage": "disk", **OFTEN}, resume=True)
+        model = eager()
+        data = overflowing(6, 7, 8)
+        try:
+            model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, Crash()])
+        except KeyboardInterrupt:
+            last = restart
+        if model.stop_training:
+            break
+    assert model.stop_training and last == 2, "back once, back and slower twice, and the fourth time is the end"
+    assert zoo.bad_entries(model) == []
