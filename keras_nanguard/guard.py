@@ -24,7 +24,7 @@ from keras_nanguard._fit.lagging_statistics import Lagging
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.policy_lines import policy_lines
 from keras_nanguard._fit.resume import find
-from keras_nanguard._fit.running_fit import Fit, outside, surrounding, told_later
+from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import fitting as keras_fitting
@@ -167,7 +167,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         session = Session(
             model,
             self.policy,
-            self._tell,
+            self._announce,
             explain=Explainer(bool(self.verbose)) if self.diagnose else None,
             optimizers=optimizers,
             functions=self.functions,
@@ -179,9 +179,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
         earlier = self.session
         if earlier is not None and earlier.model is model:
-            session.tolerated, session.marks = set(earlier.tolerated), set(earlier.marks)
-            if earlier.course is not None:
-                earlier.course.apply(session, write=False)
+            session.tolerated, session.nan_markers = set(earlier.tolerated), set(earlier.nan_markers)
+            if earlier.guard_state is not None:
+                earlier.guard_state.apply(session, write=False)
         return session
 
     def _detach(self) -> None:
@@ -234,7 +234,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _note_callbacks(self) -> None:
         if self.session is not None:
-            self.session.told_later = told_later(surrounding())
+            self.session.callbacks_deferred = callbacks_deferred(surrounding())
 
     def _resume(self, steps: int | None = None) -> None:
         """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
@@ -272,7 +272,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
         if self.session is None:
             return
-        self.session.settle()
+        self.session.resolve_pending()
         if self.session.idle and isinstance(logs, dict):
             logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
 
@@ -306,12 +306,12 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Know of all steps before a validation shows what they made."""
         if self.session is not None:
-            self.session.settle()
+            self.session.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
         """See a validation or evaluation that is not finite, and a validation that only lagging BatchNorm statistics spoil."""
         bad = results.bad_metrics(logs)
-        self._tell_results(bad)
+        self._announce_results(bad)
         if self._training and not bad:
             self._look_for_lag(logs)
         self._leave()
@@ -330,10 +330,10 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_predict_end(self, logs: Any = None) -> None:
         """Tell what was seen, and take the transaction off."""
         found, self._predicted = self._predicted, []
-        self._tell_results(found)
+        self._announce_results(found)
         self._leave()
 
-    def _tell_results(self, findings: list[Finding]) -> None:
+    def _announce_results(self, findings: list[Finding]) -> None:
         """Tell of results that are not finite; outside of training nothing is done about them."""
         if findings and self.session is not None:
             diagnosis = results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
@@ -352,7 +352,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def __str__(self) -> str:
         return self.summary()
 
-    def _tell(self, incident: Incident) -> None:
+    def _announce(self, incident: Incident) -> None:
         self.incidents.append(incident)
         self._note(lambda directory: log.add(directory, incident))
         self._print(self._lines.line(incident))

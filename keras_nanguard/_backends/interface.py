@@ -27,12 +27,12 @@ class Transaction(Protocol):
     body: Callable[..., Any]
     model: Any
     outputs: Any
-    files: Any
+    report_queue: Any
     given: Any
     counted: int
-    saving: bool
-    served: bool
-    strays: Mapping[int, Any]
+    keeps_undo: bool
+    reused: bool
+    untracked: Mapping[int, Any]
     tolerated: set[int]
 
     def batch(self, step: int, given: Any) -> Any:
@@ -47,7 +47,7 @@ class Transaction(Protocol):
     def recount(self, step: int) -> None:
         """Let the next step be this number."""
 
-    def rest(self) -> None:
+    def release_run(self) -> None:
         """Release what belongs to the run that is over."""
 
 
@@ -63,19 +63,19 @@ class GuardedSession(Protocol):
     resuming: Any
     rates: Any
     logs: Any
-    aftercare: Any
+    pending_recovery: Any
     transaction: Any
     rebuild: Callable[[], None]
-    reach: Callable[[], None]
-    readable: Callable[[], Any]
-    settle: Callable[[], None]
+    sync_variables: Callable[[], None]
+    variables_readable: Callable[[], Any]
+    resolve_pending: Callable[[], None]
 
     @property
-    def calm(self) -> bool:
+    def nothing_pending(self) -> bool:
         """Whether nothing is to be done before the next execution."""
 
     @property
-    def far(self) -> bool:
+    def may_run_ahead(self) -> bool:
         """Whether nothing will be due after the next step but to count it, if it is healthy."""
 
     def before(self) -> None:
@@ -84,19 +84,19 @@ class GuardedSession(Protocol):
     def after(self, row: Any, *, last: bool = True) -> bool:
         """Read the row of the last step and act on it."""
 
-    def honest(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
+    def logs_for_callbacks(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
         """Return the logs of the last step as callbacks may see them."""
 
-    def passes_by(self, iterator: Any, batches: int) -> bool:
+    def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Leave the batches of one execution out, if there are some to be left out."""
 
-    def anatomy(self) -> Any:
+    def train_state(self) -> Any:
         """Return the train state of the last trace."""
 
-    def read_anatomy(self) -> Any:
+    def read_train_state(self) -> Any:
         """Return the train state of the model as it is now."""
 
-    def born(self, native: Any, value: Any) -> None:
+    def note_created(self, native: Any, value: Any) -> None:
         """Note the first value of a variable that was created while the step was traced."""
 
     def first_values(self) -> list[tuple[Any, Any]]:
@@ -142,7 +142,7 @@ class Attachment(Protocol):
 class Replay(Protocol):
     """A step run again under observation, and tensors in the terms of the backend. The module `replay` of a backend."""
 
-    Births: Any
+    Origins: Any
     Instrument: Any
 
     def body_of(self, model: Any) -> Callable[..., Any]:
@@ -151,19 +151,19 @@ class Replay(Protocol):
     def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
         """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
 
-    def intercepted(self, model: Any, optimizers: Iterable[Any], through: bool) -> AbstractContextManager[Any]:
-        """Return a context that notes losses and updates; `through` lets the updates be made at once."""
+    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> AbstractContextManager[Any]:
+        """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
 
-    def kept(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+    def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
         """Put these variables, and generators of random numbers, back at the end."""
 
     def key(self, variable: Any) -> int | None:
-        """Return by which number a variable is known to `Births`, `None` where it is not."""
+        """Return by which number a variable is known to `Origins`, `None` where it is not."""
 
     def is_tensor(self, value: Any) -> bool:
         """Whether it is a dense tensor."""
 
-    def slope(self, birth: Any) -> Any:
+    def slope(self, origin: Any) -> Any:
         """Return what first went bad behind a bad gradient."""
 
     def tensor(self, value: Any) -> Any:
@@ -199,7 +199,7 @@ class Faults(Protocol):
     """Fault injection. The module `faults` of a backend."""
 
     Hook: Any
-    """`Hook(model, fault)` with `install()`, `remove()`, `seen` and `reached`."""
+    """`Hook(model, fault)` with `install()`, `remove()`, `seen` and `synced`."""
 
 
 class Host(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._report import console
 from keras_nanguard.guard import NanGuard
 
@@ -99,8 +99,8 @@ def train(data: tuple[Any, Any], test: tuple[Any, Any], callbacks: list[Any], ep
     history = model.fit(*data, batch_size=32, epochs=epochs, verbose=0, callbacks=callbacks).history
     logits = np.asarray(model.predict(test[0], verbose=0))
     finite = np.isfinite(logits).all(axis=1)
-    anatomy = Anatomy.of(model)
-    bad = sum(sum(finiteness.counts(keras_variables.view(v))[:2]) for v in (*anatomy.trainable, *anatomy.statistics))
+    train_state = TrainState.of(model)
+    bad = sum(sum(finiteness.counts(keras_variables.view(v))[:2]) for v in (*train_state.trainable, *train_state.statistics))
     return {
         ACCURACY: float((finite & (logits.argmax(axis=1) == test[1])).mean()),
         "predictions that are NaN": f"{int((~finite).sum())} of {len(logits)}",

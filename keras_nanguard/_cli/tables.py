@@ -17,7 +17,7 @@ __all__ = ["Tables"]
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "done": "green", "skipped": "yellow"}
 
-_MOST_ROWS = 60
+_MAX_ROWS = 60
 
 
 class Tables:
@@ -37,7 +37,7 @@ class Tables:
             (entry, found) for layer in report.layers for entry in layer.variables for found in entry.problems if found.severity in wanted
         ]
         table = Table("layer", "variable", "problem", "dtype", "range", box=None, pad_edge=False, header_style="bold")
-        for entry, found in rows[:_MOST_ROWS]:
+        for entry, found in rows[:_MAX_ROWS]:
             table.add_row(
                 Text(entry.layer),
                 Text(entry.name),
@@ -47,8 +47,8 @@ class Tables:
             )
         if rows:
             self._console.print(table)
-        if len(rows) > _MOST_ROWS:
-            self._line(f"and {len(rows) - _MOST_ROWS} more; --json lists all of them")
+        if len(rows) > _MAX_ROWS:
+            self._line(f"and {len(rows) - _MAX_ROWS} more; --json lists all of them")
         for note in report.notes:
             self._line(note, "dim")
         self._line(report.headline(), "green" if report.clean else "bold red")
@@ -56,12 +56,12 @@ class Tables:
     def repair(self, report: RepairReport) -> None:
         """Print what a repair did and what it left alone."""
         table = Table("variable", "", "what was done", box=None, pad_edge=False, header_style="bold")
-        for change in report.changes[:_MOST_ROWS]:
+        for change in report.changes[:_MAX_ROWS]:
             table.add_row(Text(change.path), Text(change.status, style=_STYLES[change.status]), Text(change.detail))
         if report.changes:
             self._console.print(table)
-        if len(report.changes) > _MOST_ROWS:
-            self._line(f"and {len(report.changes) - _MOST_ROWS} more; --json lists all of them")
+        if len(report.changes) > _MAX_ROWS:
+            self._line(f"and {len(report.changes) - _MAX_ROWS} more; --json lists all of them")
         for line in report.closing():
             self._line(line, "" if report.clean else "yellow")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import FileFormatError
 
-__all__ = ["fingerprint", "put", "read_json", "remove", "settle", "sweep", "write_json"]
+__all__ = ["fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
 
 BESIDE = ".unfinished-"
 """Start of the name of everything that is being written, or being removed."""
@@ -30,7 +30,7 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def settle(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Have the contents of a file, or the names in a folder, on the disk before going on."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -42,7 +42,7 @@ def settle(path: Path) -> None:
 def put(beside: Path, path: Path) -> None:
     """Give a finished file or folder its name, and have that name on the disk."""
     os.replace(beside, path)
-    settle(path.parent)
+    flush_to_disk(path.parent)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 __all__ = [
     "BACKWARD",
     "COMPILE_LOSS",
-    "Birth",
     "Constant",
     "Evidence",
     "Growth",
     "LayerRow",
     "Operand",
     "OptimizerFacts",
+    "Origin",
     "Spread",
     "TargetFault",
 ]
@@ -52,7 +52,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class Origin:
     """The operation that made the first NaN or Inf that reached a bad result.
 
     Attributes:
@@ -250,7 +250,7 @@ class OptimizerFacts:
 
 
 BACKWARD = ("backward", "slope")
-"""Phases of a `Birth` in which a gradient is computed."""
+"""Phases of a `Origin` in which a gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class Evidence:
     same_mode: str = ""
     first: str = ""
     first_path: str = ""
-    birth: Birth | None = None
+    origin: Origin | None = None
     loss_parts: tuple[tuple[str, float], ...] = ()
     float32: str = ""
     rescaled: str = ""

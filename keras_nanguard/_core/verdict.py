@@ -77,10 +77,10 @@ class Verdict:
         return math.sqrt(2 * unscaled) if unscaled >= 0 else math.nan
 
     @property
-    def sound(self) -> bool:
+    def finite(self) -> bool:
         """Whether nothing that the step looked at is bad."""
         total = self.loss + self.gradients + self.statistics + self.weights + self.slots
-        return math.isfinite(total) and self.scale_is_sound
+        return math.isfinite(total) and self.scale_is_valid
 
     @property
     def poisoned(self) -> bool:
@@ -88,7 +88,7 @@ class Verdict:
         return not (self.refused or math.isfinite(self.weights + self.slots))
 
     @property
-    def scale_is_sound(self) -> bool:
+    def scale_is_valid(self) -> bool:
         """Whether the loss scale can scale anything: finite and above 0."""
         return math.isfinite(self.scale) and self.scale > 0
 
@@ -100,7 +100,7 @@ class Verdict:
             and not math.isfinite(self.gradients)
             and math.isfinite(self.loss)
             and math.isfinite(self.statistics)
-            and self.scale_is_sound
+            and self.scale_is_valid
         )
 
 
@@ -122,7 +122,7 @@ class Report:
     counts: Any
     batch: Any = None
     replicas: tuple[int, ...] = ()
-    late: bool = False
+    left_by_previous: bool = False
 
     def findings(self) -> list[Finding]:
         """One finding for each bad place; a sum that overflowed although every entry is finite is an explosion."""
@@ -141,6 +141,6 @@ class Report:
         for site, number in sums.items():
             if not math.isfinite(number) and site not in seen:
                 found.append(Finding(site, "explosion", "", 0, 0, None, number))
-        if not v.scale_is_sound:
+        if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))
         return found

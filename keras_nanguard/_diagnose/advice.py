@@ -35,8 +35,8 @@ def _rate(e: Evidence) -> str:
 
 def _hint(e: Evidence) -> str:
     """Return what to do about the operation that made the bad value, or about the layer whose one it is."""
-    birth = e.birth
-    return (HINTS.get(birth.op) or HINTS.get(birth.layer_class, "")) if birth is not None else ""
+    origin = e.origin
+    return (HINTS.get(origin.op) or HINTS.get(origin.layer_class, "")) if origin is not None else ""
 
 
 def _clause(e: Evidence) -> str:
@@ -45,7 +45,7 @@ def _clause(e: Evidence) -> str:
 
 def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
     yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
-    if kind(e.birth) in ("exp", "overflow") and not _hint(e):
+    if kind(e.origin) in ("exp", "overflow") and not _hint(e):
         yield "Bound what goes into it: normalise before it, or use a saturating activation."
     if v.samples and e.without_rows == "finite":
         yield f"Look at {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
@@ -98,7 +98,7 @@ def _diverged(e: Evidence, v: Verdict) -> Iterator[str]:
             yield f"Lower weight_decay={decay:g}: times the learning rate of {o.learning_rate:g} it has to stay far below 1."
     for words, _ in e.objective:
         yield f"{words} multiplies the gradients: lower it."
-    if v.because == "recurrence" and not e.growth.steps and e.birth is not None and e.birth.phase == "forward":
+    if v.because == "recurrence" and not e.growth.steps and e.origin is not None and e.origin.phase == "forward":
         yield f"Nothing has been learned yet: use a bounded activation (tanh) in {_name(v, 'the layer')}, or smaller initial weights."
         yield "Scale the inputs to about unit deviation, or make the sequences shorter."
         return
@@ -110,7 +110,7 @@ def _diverged(e: Evidence, v: Verdict) -> Iterator[str]:
 
 def _dtype(e: Evidence) -> str:
     """Return the low dtype in which the value went bad."""
-    own = e.birth.dtype if e.birth is not None else ""
+    own = e.origin.dtype if e.origin is not None else ""
     return own if own in ("float16", "bfloat16") else e.low_precision or "float16"
 
 

@@ -37,7 +37,7 @@ from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
-from keras_nanguard._files.stored import MOST_UNBACKED, READ_FAULTS, plain_text
+from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS, plain_text
 from keras_nanguard._keras import spread_arrays
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._version import __version__
@@ -49,13 +49,13 @@ FORMAT = 1
 
 FOLDER = "incidents"
 
-MOST_BUNDLES = 12
+MAX_BUNDLES = 12
 """Bundles that are kept in one directory; the oldest goes first."""
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Bytes of arrays in one bundle. What does not fit is left out and said so: the start first, then the state."""
 
-MOST_JSON = 64 << 20
+MAX_JSON = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ def _free_name(folder: Path, step: int) -> str:
 
 def _drop_oldest(folder: Path) -> None:
     kept = sorted((p for p in folder.glob("incident-*") if p.is_dir()), key=lambda p: (p.stat().st_mtime_ns, p.name))
-    for path in kept[:-MOST_BUNDLES]:
+    for path in kept[:-MAX_BUNDLES]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
-    left = MOST_BYTES
-    anatomy = session.anatomy()
-    variables = [v for v in anatomy.everything if str(v.dtype) != "string"]
+    left = MAX_BYTES
+    train_state = session.train_state()
+    variables = [v for v in train_state.everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     left -= _save(folder / "batch.npz", arrays)
     state = [keras_variables.view(v) for v in variables]
@@ -149,7 +149,7 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: 
         "before": before,
         "growth": evidence.growth.to_dict(),
         "mode": mode,
-        "saving": bool(session.transaction.saving),
+        "saving": bool(session.transaction.keeps_undo),
         "steps_per_execution": int(getattr(session.model, "steps_per_execution", 1) or 1),
         "trainer": hasattr(session.model, "train_step") and session.transaction.model is not None,
         "model": {"class": type(session.model).__name__, "name": str(session.model.name), "config": bool(model)},
@@ -319,7 +319,7 @@ def _before(folder: Path, told: Any) -> Sequence[Any]:
 def _limited(path: Path) -> str:
     if not path.is_file():
         raise BundleError(f"{path.name} is missing, or no file.")
-    if path.stat().st_size > MOST_JSON:
+    if path.stat().st_size > MAX_JSON:
         raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
     return path.read_text(encoding="utf-8")
 
@@ -342,16 +342,16 @@ def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str
 
 def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
-    if path.stat().st_size > 2 * MOST_BYTES:
+    if path.stat().st_size > 2 * MAX_BYTES:
         raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
     if not dtypes:
         return []
     contents = archives.read_archive(str(path))
     try:
         stored = {array.location: array for array in contents.arrays}
-        if sum(array.nbytes for array in stored.values()) > 2 * MOST_BYTES:
+        if sum(array.nbytes for array in stored.values()) > 2 * MAX_BYTES:
             raise BundleError(f"{path.name} unpacks to more than any bundle has.")
-        if sum(array.unbacked for array in stored.values()) > MOST_UNBACKED:
+        if sum(array.unbacked for array in stored.values()) > MAX_UNBACKED:
             raise BundleError(f"{path.name} unpacks to far more than it stores, as no bundle does.")
         arrays = [stored[str(number)].read() for number in range(len(stored))]
     finally:

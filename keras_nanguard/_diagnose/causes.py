@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keras_nanguard._core.evidence import BACKWARD, Birth, Evidence
+from keras_nanguard._core.evidence import BACKWARD, Evidence, Origin
 from keras_nanguard._core.history import JUMP, RISE
 
 __all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
@@ -62,26 +62,26 @@ def decide(evidence: Evidence) -> Verdict:
     return Verdict("unknown", _culprit(evidence), confidence=0.0)
 
 
-def kind(birth: Birth | None) -> str:
+def kind(origin: Origin | None) -> str:
     """Return how a value went bad: `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`, or `""`."""
-    if birth is None or birth.source != "operation":
+    if origin is None or origin.source != "operation":
         return ""
-    largest = max((o.max_abs for o in birth.operands), default=0.0)
-    if birth.op in ("RealDiv", "Div", "Xdivy") and len(birth.operands) > 1:
-        below = birth.operands[1]
-        return "pole" if below.zero or below.tiny or largest < _large(birth.dtype) else "overflow"
-    if birth.op == "Pow":
-        if largest >= _large(birth.dtype):  # a square, as PyTorch calls it
+    largest = max((o.max_abs for o in origin.operands), default=0.0)
+    if origin.op in ("RealDiv", "Div", "Xdivy") and len(origin.operands) > 1:
+        below = origin.operands[1]
+        return "pole" if below.zero or below.tiny or largest < _large(origin.dtype) else "overflow"
+    if origin.op == "Pow":
+        if largest >= _large(origin.dtype):  # a square, as PyTorch calls it
             return "overflow"
-        base = birth.operands[0] if birth.operands else None
+        base = origin.operands[0] if origin.operands else None
         return "exp" if base is not None and base.max_abs > 50.0 else "pole"
-    if birth.op in EXPONENTIALS:
+    if origin.op in EXPONENTIALS:
         return "exp"
-    if birth.op in POLES:
+    if origin.op in POLES:
         return "pole"
-    if any(o.infinite for o in birth.operands):
+    if any(o.infinite for o in origin.operands):
         return "pole"
-    return "overflow" if birth.dtype in ("float16", "bfloat16") or largest >= _large(birth.dtype) else "pole"
+    return "overflow" if origin.dtype in ("float16", "bfloat16") or largest >= _large(origin.dtype) else "pole"
 
 
 def _large(dtype: str) -> float:
@@ -95,16 +95,16 @@ def grown(e: Evidence, factor: float = 1e3) -> bool:
 
 
 def _culprit(e: Evidence) -> str:
-    if e.birth is not None and e.birth.source == "operation":
-        inside = "loss" if e.birth.phase in ("loss", "forward") else e.first_path
-        return e.birth.culprit or (e.birth.variables[0] if e.birth.variables else inside)
+    if e.origin is not None and e.origin.source == "operation":
+        inside = "loss" if e.origin.phase in ("loss", "forward") else e.first_path
+        return e.origin.culprit or (e.origin.variables[0] if e.origin.variables else inside)
     return e.first_path
 
 
 def _bad_state(e: Evidence) -> Verdict | None:
     if not e.state:
-        read = e.birth is not None and e.birth.source == "variable" and e.first == "loss"  # a mark of NaN, taken for a number
-        return Verdict("state_nonfinite", e.birth.op, confidence=0.9, because="state") if read and e.birth is not None else None
+        read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a mark of NaN, taken for a number
+        return Verdict("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
     path, _ = e.state[0]
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
@@ -115,12 +115,12 @@ def _bad_state(e: Evidence) -> Verdict | None:
 
 def _modes(e: Evidence) -> Verdict | None:
     """Inference goes bad where training does not: what only inference reads is the moving statistics."""
-    birth = e.birth
-    if birth is None or e.inference != "bad" or e.training != "finite":
+    origin = e.origin
+    if origin is None or e.inference != "bad" or e.training != "finite":
         return None
-    if birth.layer_class != "BatchNormalization" and "moving_" not in birth.op:
+    if origin.layer_class != "BatchNormalization" and "moving_" not in origin.op:
         return None
-    return Verdict("batchnorm_statistics", birth.culprit, confidence=0.9, because="modes")
+    return Verdict("batchnorm_statistics", origin.culprit, confidence=0.9, because="modes")
 
 
 def _told_by_monitors(e: Evidence) -> Verdict | None:
@@ -175,17 +175,17 @@ def _scale(e: Evidence) -> Verdict | None:
 
 
 def _batch(e: Evidence) -> Verdict | None:
-    birth = e.birth
-    if birth is not None and birth.source == "batch":
-        if birth.op.startswith("inputs"):
-            return Verdict("input_nonfinite", birth.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
+    origin = e.origin
+    if origin is not None and origin.source == "batch":
+        if origin.op.startswith("inputs"):
+            return Verdict("input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
         if e.first in ("loss", "statistics") or not e.first:
-            return Verdict("target_nonfinite", birth.op, _rows_of(e, e.targets_bad), 0.95, "batch")
+            return Verdict("target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch")
         return Verdict("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
     named = {row for part in e.inputs_bad for row in part.rows}
     if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
         return Verdict("input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch")
-    if birth is None and e.first != "weights":
+    if origin is None and e.first != "weights":
         if e.inputs_bad:
             return Verdict("input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch")
         if e.targets_bad and e.first in ("", "loss"):
@@ -206,7 +206,7 @@ def _last_loss(e: Evidence) -> str:
 
 def _targets(e: Evidence) -> Verdict | None:
     fault = e.target_fault
-    if fault is None or (e.birth is not None and e.birth.phase == "forward" and not grown(e)):
+    if fault is None or (e.origin is not None and e.origin.phase == "forward" and not grown(e)):
         return None
     if fault.fatal or grown(e):
         return Verdict("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
@@ -222,10 +222,10 @@ def _transient(e: Evidence) -> Verdict | None:
 def _low_precision(e: Evidence) -> Verdict | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
-    if kind(e.birth) in ("overflow", "exp") and e.growth.weights >= OUTGROWN:
+    if kind(e.origin) in ("overflow", "exp") and e.growth.weights >= OUTGROWN:
         return None
-    underflow = kind(e.birth) == "pole" and e.first != "gradients"
-    if e.birth is not None and kind(e.birth) == "pole" and any(o.zero for o in e.birth.operands):
+    underflow = kind(e.origin) == "pole" and e.first != "gradients"
+    if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
         underflow = True
     return Verdict(
         "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
@@ -245,8 +245,8 @@ def _update(e: Evidence) -> Verdict | None:
 
 
 def _divergence(e: Evidence) -> Verdict | None:
-    how, growth = kind(e.birth), e.growth
-    exploded = e.birth is None and "gradients:explosion" in e.sites
+    how, growth = kind(e.origin), e.growth
+    exploded = e.origin is None and "gradients:explosion" in e.sites
     if how == "pole":
         far = growth.weights >= 1e3 or (growth.weights >= OUTGROWN and max(growth.loss, growth.norm) >= 1e3)
         blown = far
@@ -266,7 +266,7 @@ def _divergence(e: Evidence) -> Verdict | None:
 def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights to where the whole batch overflows, which it did not at the start."""
     few = e.without_rows == "finite" and len(e.rows) <= e.count / 4
-    return e.at_start == "finite" and e.growth.weights >= 1.5 and kind(e.birth) in ("exp", "overflow") and not few
+    return e.at_start == "finite" and e.growth.weights >= 1.5 and kind(e.origin) in ("exp", "overflow") and not few
 
 
 def _normalised(e: Evidence) -> str:
@@ -285,52 +285,52 @@ def _largest(e: Evidence) -> str:
 
 def _input_scale(e: Evidence) -> Verdict | None:
     """Nothing has grown yet, and the data alone is what is large or constant."""
-    how = kind(e.birth)
-    exploded = e.birth is None and "gradients:explosion" in e.sites
+    how = kind(e.origin)
+    exploded = e.origin is None and "gradients:explosion" in e.sites
     if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
         return Verdict("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
     if (how == "overflow" or exploded) and _normalised(e):
         return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
-    birth = e.birth
-    if how == "pole" and birth is not None and birth.layer_class == "Normalization" and birth.phase == "forward":
-        return Verdict("input_scale", birth.culprit, e.rows, 0.85, "constant")
+    origin = e.origin
+    if how == "pole" and origin is not None and origin.layer_class == "Normalization" and origin.phase == "forward":
+        return Verdict("input_scale", origin.culprit, e.rows, 0.85, "constant")
     return None
 
 
 def _recurrence(e: Evidence) -> Verdict | None:
-    birth = e.birth
-    if kind(birth) != "overflow" or birth is None:
+    origin = e.origin
+    if kind(origin) != "overflow" or origin is None:
         return None
-    if birth.phase in BACKWARD or birth.layer_class in RECURRENT:
+    if origin.phase in BACKWARD or origin.layer_class in RECURRENT:
         return Verdict("divergence", _culprit(e), confidence=0.75, because="recurrence")
     return None
 
 
 def _exploded(e: Evidence) -> Verdict | None:
     """Every gradient is finite, and so large that the sum of their squares is not."""
-    if e.first != "gradients" or e.birth is not None or e.replay != "bad":
+    if e.first != "gradients" or e.origin is not None or e.replay != "bad":
         return None
     return Verdict("divergence", e.first_path, confidence=0.7, because="explosion")
 
 
 def _domain(e: Evidence) -> Verdict | None:
-    birth = e.birth
-    if birth is None or birth.source != "operation":
+    origin = e.origin
+    if origin is None or origin.source != "operation":
         return None
-    if birth.phase == "backward" or _masked(e, birth):
+    if origin.phase == "backward" or _masked(e, origin):
         return Verdict("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
-    in_loss = birth.phase == "loss" or not birth.frames
+    in_loss = origin.phase == "loss" or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
         return Verdict("loss_domain", _culprit(e), e.rows, 0.9, "domain")
-    if birth.phase in ("forward", "slope"):
+    if origin.phase in ("forward", "slope"):
         return Verdict("forward_domain", _culprit(e), e.rows, 0.9, "domain")
     return None
 
 
-def _masked(e: Evidence, birth: Birth) -> bool:
+def _masked(e: Evidence, origin: Origin) -> bool:
     """Whether the bad value is masked away on the way to the loss (the branch of a `where` not taken), not so in the gradient."""
-    return e.first == "gradients" and birth.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
+    return e.first == "gradients" and origin.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
 
 
 def _outside(e: Evidence) -> Verdict | None:

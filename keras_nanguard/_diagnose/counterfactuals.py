@@ -21,7 +21,7 @@ from keras_nanguard._diagnose.words import at_rows
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Anew", "tried"]
 
@@ -114,7 +114,7 @@ def _outcome(
 
 def _bad_weight(step: Step) -> str:
     """Return the path of the first weight that is not finite, `""` where all are."""
-    weights = Anatomy.of(step.model, step.optimizers).trainable
+    weights = TrainState.of(step.model, step.optimizers).trainable
     return next((str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), "")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import Run, Step, births_of, preserved
+from keras_nanguard._backends.shared.replay import Run, Step, origins_of, preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model
 from keras_nanguard._core.evidence import Evidence, LayerRow
@@ -27,7 +27,7 @@ from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Examination", "diagnose"]
 
@@ -128,14 +128,14 @@ class _Examiner:
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None):
         self.model, self.x = model, x
         self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
-        self.anatomy = Anatomy.of(model)
-        self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.anatomy.optimizers)
+        self.train_state = TrainState.of(model)
+        self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.train_state.optimizers)
 
     def examined(self) -> Examination:
-        roles = {id(v): "weights" for v in self.anatomy.trainable} | {id(v): "slots" for v in self.anatomy.slots}
+        roles = {id(v): "weights" for v in self.train_state.trainable} | {id(v): "slots" for v in self.train_state.slots}
         state = [
             (v.path, roles.get(id(v), "statistics" if keras_variables.is_statistic(v) else "weights"))
-            for v in (*self.anatomy.trainable, *self.anatomy.statistics, *self.anatomy.slots)
+            for v in (*self.train_state.trainable, *self.train_state.statistics, *self.train_state.slots)
             if not finiteness.is_finite(keras_variables.view(v))
         ]
         inference, _ = self._forward(False)
@@ -187,12 +187,12 @@ class _Examiner:
             replay_error=shown.error,
             first=shown.first,
             first_path=shown.first_path or first,
-            birth=shown.birth,
+            origin=shown.origin,
             low_precision=lowest(self.model),
             inference="" if inference.error else "finite" if inference.finite else "bad",
             training="" if training.error else "finite" if training.finite else "bad",
-            rows=shown.birth.rows if shown.birth is not None else (),
-            optimizers=optimizer_facts([o for o in self.anatomy.optimizers if o.built]),
+            rows=shown.origin.rows if shown.origin is not None else (),
+            optimizers=optimizer_facts([o for o in self.train_state.optimizers if o.built]),
             table=shown.rows,
             notes=tuple(far),
         )
@@ -215,37 +215,37 @@ class _Examiner:
         return self._as_step().run(self.batch, observe=True, update=True)
 
     def _as_step(self) -> Step:
-        return Step.of(self.model, self.anatomy.optimizers)
+        return Step.of(self.model, self.train_state.optimizers)
 
     def _in_float32(self, step: bool) -> str:
-        variables = [*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]
-        with in_float32(self.model, variables, list(self.anatomy.optimizers)):
+        variables = [*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]
+        with in_float32(self.model, variables, list(self.train_state.optimizers)):
             if step:
                 return self._as_step().run(self.batch, update=True).word
             return "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
 
     def _forward(self, training: bool) -> tuple[Run, list[str]]:
         """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
-        births = births_of(self.batch, self.anatomy.everything)
-        instrument = current.replay().Instrument(self.model, births)
+        origins = origins_of(self.batch, self.train_state.everything)
+        instrument = current.replay().Instrument(self.model, origins)
         layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
-        with preserved([*self.anatomy.everything, *self.anatomy.metrics, *self.anatomy.unlisted]):
+        with preserved([*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]):
             for layer in layers if training else ():  # which a pass in training mode does not read, and adds to
                 keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
                 keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
             try:
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(instrument)
-                    stack.enter_context(births)
+                    stack.enter_context(origins)
                     outputs = self.model(self.x, **keras_layers.mode(self.model, training))
             except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
                 return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
             far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []
         bad = [t for t in keras.tree.flatten(outputs) if not finiteness.is_finite(keras_variables.dense(t))]
-        birth = next((b for b in map(births.of, bad) if b is not None), None)
-        named = birth.culprit if birth is not None else ""
-        return Run(first="outputs" if bad else "", first_path=named, birth=birth, rows=tuple(instrument.rows)), far
+        origin = next((b for b in map(origins.of, bad) if b is not None), None)
+        named = origin.culprit if origin is not None else ""
+        return Run(first="outputs" if bad else "", first_path=named, origin=origin, rows=tuple(instrument.rows)), far
 
 
 def _plain(error: str) -> str:

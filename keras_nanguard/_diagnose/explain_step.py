@@ -26,14 +26,14 @@ from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Explainer"]
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; those that follow with the same findings take over the result."""
 
-MOST_FULL = 20
+MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
 
 
@@ -93,7 +93,7 @@ class Explainer:
         self._repeats = self._repeats + 1 if again else 1
         self._signature, self._last_step = signature, incident.step
         known = self._known.get(signature)
-        self.full = known is None or (self._repeats <= FULL and self._full[signature] < MOST_FULL)
+        self.full = known is None or (self._repeats <= FULL and self._full[signature] < MAX_FULL)
         if known is not None and not self.full:
             return self._taken_over(known, report)
         self._full[signature] += 1
@@ -113,18 +113,18 @@ class Explainer:
 
 def gather(session: Any, incident: Incident, report: Any) -> Evidence:
     """Return everything that can be measured about an incident."""
-    anatomy = session.anatomy()
-    session.history.start(session.ring.snapshots, anatomy.trainable)
+    train_state = session.train_state()
+    session.history.start(session.ring.snapshots, train_state.trainable)
     own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
     state = [f for f in incident.findings if f.site == "state"]
     outside = any(f.site in ("validation", "predictions") for f in incident.findings)
     if outside and not state:
         state = [f for f in incident.findings if f.site in ("weights", "statistics")]
     fresh = session.step == 0 and not incident.refused
-    roles = _roles(anatomy)
+    roles = _roles(train_state)
     committed = "" if incident.refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
-    facts = optimizer_facts(anatomy.optimizers, committed=bool(committed))
+    facts = optimizer_facts(train_state.optimizers, committed=bool(committed))
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,
@@ -133,17 +133,17 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
         state_fresh=fresh,
         mode=_mode(session),
-        growth=growth(session.history, incident.step, own, () if committed else anatomy.trainable),
+        growth=growth(session.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
         objective=objective(session.model),
         gradient_norm=own[1],
-        written=bool(first) and must_stay_finite(anatomy.optimizers, facts, [*anatomy.trainable, *anatomy.slots], own[1]),
+        written=bool(first) and must_stay_finite(train_state.optimizers, facts, [*train_state.trainable, *train_state.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(session.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),
         first=first,
     )
-    if report is None or report.verdict.sound:
+    if report is None or report.verdict.finite:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
         evidence = dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
     if report is None or report.batch is None:
@@ -154,15 +154,15 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
 
 def step_of(session: Any) -> Step:
     """Return the step of a session, to be run again."""
-    transaction, anatomy = session.transaction, session.anatomy()
+    transaction, train_state = session.transaction, session.train_state()
     return Step(
         getattr(transaction, "replayed", transaction.body),
         session.model,
-        anatomy.optimizers,
-        saving=transaction.saving,
+        train_state.optimizers,
+        keeps_undo=transaction.keeps_undo,
         losses=transaction.outputs.losses,
-        strays=list(transaction.strays.values()),
-        tolerated=[v for v in anatomy.constants if id(v) in session.tolerated],
+        untracked=list(transaction.untracked.values()),
+        tolerated=[v for v in train_state.constants if id(v) in session.tolerated],
     )
 
 
@@ -177,10 +177,10 @@ def _bad_before_update(incident: Incident) -> bool:
     return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
 
 
-def _roles(anatomy: Anatomy) -> dict[str, str]:
-    roles = {v.path: "weights" for v in anatomy.trainable}
-    roles |= {v.path: "statistics" if keras_variables.is_statistic(v) else "weights" for v in anatomy.other}
-    return roles | {v.path: "slots" for v in anatomy.slots}
+def _roles(train_state: TrainState) -> dict[str, str]:
+    roles = {v.path: "weights" for v in train_state.trainable}
+    roles |= {v.path: "statistics" if keras_variables.is_statistic(v) else "weights" for v in train_state.other}
+    return roles | {v.path: "slots" for v in train_state.slots}
 
 
 def _mode(session: Any) -> str:

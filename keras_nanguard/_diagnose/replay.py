@@ -30,7 +30,7 @@ from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["MODES", "Replay", "replay"]
 
@@ -153,7 +153,7 @@ def _anew(found: _bundle.Bundle, step: Step, batch: Any) -> Anew:
     """Return from where and over which batches the steps up to the bad one are run again."""
     told, start = found.about.get("before") or {}, found.start or found.state
     return Anew(
-        start=lambda: _write_state(start, Anatomy.of(step.model, step.optimizers).everything),
+        start=lambda: _write_state(start, TrainState.of(step.model, step.optimizers).everything),
         before=[_tensors(args) for args in found.before],
         batch=batch,
         rows=tuple(found.incident.diagnosis.samples) if found.incident.diagnosis else (),
@@ -197,9 +197,9 @@ def _prepared(found: _bundle.Bundle, model: Any) -> Step:
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-    step = Step.of(model, optimizers, saving=bool(found.about.get("saving")))
+    step = Step.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
     if found.state:
-        _write_state(found.state, Anatomy.of(model, optimizers).everything)
+        _write_state(found.state, TrainState.of(model, optimizers).everything)
     return step
 
 

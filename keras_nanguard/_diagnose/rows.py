@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_nanguard._backends.shared.replay import Run
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Birth
+from keras_nanguard._core.evidence import Origin
 
 __all__ = ["bisected", "seen"]
 
@@ -21,10 +21,10 @@ def seen(run: Run, count: int) -> tuple[int, ...]:
 
     The birth itself tells best; then what each loss gave for each row; then the model's outputs.
     """
-    birth: Birth | None = run.birth
-    if birth is not None and birth.rows:
-        return birth.rows
-    if birth is not None and birth.all_rows and birth.source == "operation":
+    origin: Origin | None = run.origin
+    if origin is not None and origin.rows:
+        return origin.rows
+    if origin is not None and origin.all_rows and origin.source == "operation":
         return ()
     for _, values in (*run.sample_losses, *run.outputs):
         array = finiteness.widen(np.asarray(values))

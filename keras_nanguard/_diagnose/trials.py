@@ -21,11 +21,11 @@ from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Trials", "standardised", "with_names"]
 
-FEW = 6
+TRIAL_STEPS = 6
 """Steps of the trial that begins anew with scaled data."""
 
 EARLY = 50
@@ -44,7 +44,7 @@ class Trials:
 
     def __init__(self, step: Step, batch: Any, evidence: Evidence, start: Any = None):
         self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
-        self.anatomy = Anatomy.of(step.model, step.optimizers)
+        self.train_state = TrainState.of(step.model, step.optimizers)
         self.run = Run()
 
     def carried_out(self) -> Evidence:
@@ -113,7 +113,7 @@ class Trials:
             replay_error=run.error,
             first=run.first,
             first_path=run.first_path if run.first else self.evidence.first_path,
-            birth=run.birth,
+            origin=run.origin,
             loss_parts=tuple((name, float(np.mean(values))) for name, values in run.sample_losses),
             table=run.rows,
             outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
@@ -131,7 +131,7 @@ class Trials:
                 self._add(float32=self.step.run(self.batch, update=True).word)
 
     def _rerun_unscaled(self) -> None:
-        scales = [scale for scale, _ in self.anatomy.scales]
+        scales = [scale for scale, _ in self.train_state.scales]
         if scales and self.evidence.first == "gradients":
             with preserved(scales):
                 for scale in scales:
@@ -140,7 +140,7 @@ class Trials:
 
     def _find_rows(self, run: Run) -> None:
         count = batches.row_count(self.batch)
-        if grown(self.evidence) and kind(run.birth) != "pole":
+        if grown(self.evidence) and kind(run.origin) != "pole":
             return
         found = rows.seen(run, count)
         if self.evidence.replay == "finite":  # only the compiled step goes bad, and these trials run eagerly
@@ -173,8 +173,8 @@ class Trials:
         return is_bad
 
     def _rerun_in_inference(self, run: Run) -> None:
-        birth = run.birth
-        if birth is None or birth.phase != "forward" or birth.source != "operation":
+        origin = run.origin
+        if origin is None or origin.phase != "forward" or origin.source != "operation":
             return
         data = self.batch[0] if len(self.batch) == 1 and isinstance(self.batch[0], tuple) else None
         if data is None:
@@ -192,14 +192,14 @@ class Trials:
         e = self.evidence
         if e.inputs_bad or e.targets_bad or self.start is None:
             return
-        if not 0 < e.step <= EARLY or kind(run.birth) not in ("exp", "overflow") or grown(e):
+        if not 0 < e.step <= EARLY or kind(run.origin) not in ("exp", "overflow") or grown(e):
             return
         with preserved(self.step.variables()):
             self._put_back(self.start)
             self._add(at_start=self._again(self.batch).word)
 
     def _put_back(self, snapshot: Any) -> None:
-        for variable in self.anatomy.restorable:
+        for variable in self.train_state.restorable:
             value = snapshot.value(variable)
             if value is not None:
                 keras_variables.write(variable, value)
@@ -209,7 +209,7 @@ class Trials:
         e = self.evidence
         largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
         first = self.start
-        if first is None or e.step > EARLY or largest < LARGE or kind(e.birth) == "pole" or not grown(e):
+        if first is None or e.step > EARLY or largest < LARGE or kind(e.origin) == "pole" or not grown(e):
             return
         plain = self._trained(first, self.batch)
         scaled = self._trained(first, batches.mapped(self.batch, standardised))
@@ -221,7 +221,7 @@ class Trials:
         first = last = math.nan
         with preserved(self.step.variables()):
             self._put_back(snapshot)
-            for _ in range(FEW):
+            for _ in range(TRIAL_STEPS):
                 last = self.step.train(batch)
                 first = last if math.isnan(first) else first
                 if not math.isfinite(last):
@@ -234,12 +234,12 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
     names = input_names(model)
     if not any(names):
         return evidence
-    birth = evidence.birth
-    if birth is not None and birth.source == "batch":
-        birth = dataclasses.replace(birth, op=named(birth.op, names))
+    origin = evidence.origin
+    if origin is not None and origin.source == "batch":
+        origin = dataclasses.replace(origin, op=named(origin.op, names))
     return dataclasses.replace(
         evidence,
-        birth=birth,
+        origin=origin,
         inputs_bad=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs_bad),
         inputs=tuple(dataclasses.replace(part, name=named(part.name, names)) for part in evidence.inputs),
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from keras_nanguard._core.data_names import shown
-from keras_nanguard._core.evidence import Birth, Evidence, LayerRow, Operand, OptimizerFacts, Spread
+from keras_nanguard._core.evidence import Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.causes import Verdict
 from keras_nanguard._files.stored import plain_text
@@ -46,8 +46,8 @@ def _state(e: Evidence, verdict: Verdict) -> Iterator[str]:
 
 
 def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
-    if e.birth is not None:
-        yield _birth(e.birth)
+    if e.origin is not None:
+        yield _birth(e.origin)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
         again = "Run again on the untouched state, the step goes bad again, in"
@@ -56,9 +56,9 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         yield f"With these gradients, rates, weights and slots the arithmetic of {names} stays finite: it was there before the step."
-    if verdict.cause == "gradient_domain" and e.birth is not None and e.birth.phase in ("forward", "loss"):
+    if verdict.cause == "gradient_domain" and e.origin is not None and e.origin.phase in ("forward", "loss"):
         yield "That value is masked away before the loss, as in the branch of a `where` that is not taken; its gradient is not."
-    if e.first == "gradients" and e.birth is None and e.replay == "bad":
+    if e.first == "gradients" and e.origin is None and e.replay == "bad":
         yield "Every gradient is finite, and so large that the sum of their squares overflows float32."
     kinds = dict(site.partition(":")[::2] for site in e.sites)
     if kinds.get("gradients") == "stuck":
@@ -72,24 +72,24 @@ def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield f"{e.first_path} holds its initial values, although the layer's own weights have moved."
 
 
-def _birth(birth: Birth) -> str:
-    if birth.source == "batch":
-        return f"The bad value comes with the batch, from {shown(birth.op)!r}."
-    if birth.source == "variable":
-        return f"The bad value is read from the variable {birth.op}."
-    what = _counts(birth)
-    where = f" of {birth.culprit!r}" if birth.culprit else ""
-    taken = "; ".join(map(_operand, birth.operands[:2]))
-    finite = "" if any(o.infinite for o in birth.operands) else "finite "
+def _birth(origin: Origin) -> str:
+    if origin.source == "batch":
+        return f"The bad value comes with the batch, from {shown(origin.op)!r}."
+    if origin.source == "variable":
+        return f"The bad value is read from the variable {origin.op}."
+    what = _counts(origin)
+    where = f" of {origin.culprit!r}" if origin.culprit else ""
+    taken = "; ".join(map(_operand, origin.operands[:2]))
+    finite = "" if any(o.infinite for o in origin.operands) else "finite "
     given = f" from {finite}operands ({taken})" if taken else ""
-    line = f", at {birth.line}" if birth.line else ""
-    name = birth.op or "An operation"
-    return f"{name}{where} made {what}{given}, {PHASES.get(birth.phase, 'in the step')}{line}."
+    line = f", at {origin.line}" if origin.line else ""
+    name = origin.op or "An operation"
+    return f"{name}{where} made {what}{given}, {PHASES.get(origin.phase, 'in the step')}{line}."
 
 
-def _counts(birth: Birth) -> str:
-    parts = [f"{n} {word}" for n, word in ((birth.nan, "NaN"), (birth.inf, "Inf")) if n]
-    return f"{' and '.join(parts) or 'NaN or Inf'} of {birth.size} values"
+def _counts(origin: Origin) -> str:
+    parts = [f"{n} {word}" for n, word in ((origin.nan, "NaN"), (origin.inf, "Inf")) if n]
+    return f"{' and '.join(parts) or 'NaN or Inf'} of {origin.size} values"
 
 
 def _operand(operand: Operand) -> str:
@@ -200,7 +200,7 @@ def _settings(facts: OptimizerFacts) -> str:
 
 def _layers(e: Evidence, verdict: Verdict) -> Iterator[str]:
     first = next((row for row in e.table if not row.finite), None)
-    if first is not None and not (e.birth is not None and e.birth.culprit == first.path):
+    if first is not None and not (e.origin is not None and e.origin.culprit == first.path):
         yield f"The first layer whose output is not finite is {first.path!r}."
     for name, value in e.loss_parts if len(e.loss_parts) > 1 else ():
         if value != value or abs(value) == float("inf"):

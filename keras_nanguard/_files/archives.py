@@ -33,10 +33,10 @@ __all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
 WEIGHTS = "model.weights.h5"
 """Name that Keras gives the weights within a `.keras` archive."""
 
-_MOST_EXPANSION = 100
+_MAX_EXPANSION = 100
 """A compressed member may grow so many times: the limit of Keras' own loader (`saving_lib`)."""
 
-_MOST_JSON = 32 << 20
+_MAX_JSON = 32 << 20
 """Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON of nothing but empty lists
 takes 25 times its size in memory."""
 
@@ -98,11 +98,11 @@ def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Conten
 def _member_json(archive: zipfile.ZipFile, name: str, notes: list[str]) -> Any:
     try:
         info = archive.getinfo(name)
-        if info.file_size > _MOST_JSON:
+        if info.file_size > _MAX_JSON:
             notes.append(f"{name} declares {info.file_size} bytes and was left out: {_UNNAMED}.")
             return None
         with archive.open(info) as member:
-            return read_json(member.read(_MOST_JSON), name, notes)
+            return read_json(member.read(_MAX_JSON), name, notes)
     except READ_FAULTS as error:
         notes.append(f"{name} was not read ({plain_text(error, 120)}): {_UNNAMED}.")
         return None
@@ -140,7 +140,7 @@ def refuse_bomb(info: zipfile.ZipInfo) -> None:
     """Raise a `FileFormatError` for a member that is encrypted or declares far more than it stores."""
     if info.flag_bits & 1:
         raise FileFormatError(f"{plain_text(info.filename)} is encrypted, which no Keras file is.")
-    if info.file_size > BOMB_FLOOR and info.file_size > _MOST_EXPANSION * max(1, info.compress_size):
+    if info.file_size > BOMB_FLOOR and info.file_size > _MAX_EXPANSION * max(1, info.compress_size):
         raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
 
 

@@ -33,13 +33,13 @@ _CHUNK_CACHE = 0
 _LARGEST_CHUNK = 256 << 20
 """Bytes of a chunk, which HDF5 takes into memory as a whole; or four times the file, where that is more."""
 
-_MOST_CHUNKS = 1 << 20
+_MAX_CHUNKS = 1 << 20
 """Chunks of a dataset in excess of one for each byte of the file; HDF5 looks each up, stored or not."""
 
-_MOST_EXPANSION = 1000
+_MAX_EXPANSION = 1000
 """A dataset may declare so many times what it stores: the limit of Keras' own loader (`saving_lib`)."""
 
-_MOST_TEXT = 64 << 20
+_MAX_TEXT = 64 << 20
 """Bytes of an attribute that are read; the configuration of a model of 10,000 layers takes about 15 MiB."""
 
 _DEEPEST = 128
@@ -84,7 +84,7 @@ def attribute_text(node: Any, name: str) -> str | None:
         if not h5py.h5a.exists(identifier, encoded):
             return None
         attribute = h5py.h5a.open(identifier, encoded)
-        if attribute.shape != () or attribute.get_storage_size() > _MOST_TEXT:
+        if attribute.shape != () or attribute.get_storage_size() > _MAX_TEXT:
             return None
         held = np.empty((), attribute.dtype)
         attribute.read(held)
@@ -243,8 +243,8 @@ class _Reader:
 
     def _judge(self, dataset: Any, size: int, itemsize: int, offset: int | None) -> tuple[str, tuple[int, ...] | None]:
         """Return why a dataset is not read, and the shape of its chunks, `None` where it has none."""
-        most = max(BOMB_FLOOR, _MOST_EXPANSION * self._file_size)
-        beyond = f"the file of {self._file_size} bytes declares more than {_MOST_EXPANSION} times that"
+        most = max(BOMB_FLOOR, _MAX_EXPANSION * self._file_size)
+        beyond = f"the file of {self._file_size} bytes declares more than {_MAX_EXPANSION} times that"
         if offset is not None:  # one stretch of this file: it holds what it declares, or reading it fails
             return beyond if self._declared + size > most else "", None
         plan = dataset.get_create_plist()
@@ -253,7 +253,7 @@ class _Reader:
         layout, chunk = plan.get_layout(), None
         if layout == h5py.h5d.VIRTUAL:
             return "a virtual dataset, whose sources are not opened", None
-        if size > BOMB_FLOOR and size > _MOST_EXPANSION * max(1, dataset.get_storage_size()):
+        if size > BOMB_FLOOR and size > _MAX_EXPANSION * max(1, dataset.get_storage_size()):
             return f"it declares {size} bytes and stores {dataset.get_storage_size()}", None
         if self._declared + size > most:
             return beyond, None
@@ -262,7 +262,7 @@ class _Reader:
             if math.prod(chunk) * itemsize > max(_LARGEST_CHUNK, 4 * self._file_size):
                 return f"one chunk declares {math.prod(chunk) * itemsize} bytes", None
             count = math.prod(-(-length // part) for length, part in zip(dataset.shape, chunk))
-            if count > _MOST_CHUNKS + self._file_size:
+            if count > _MAX_CHUNKS + self._file_size:
                 return f"it declares {count} chunks in a file of {self._file_size} bytes", None
         return "", chunk
 

@@ -35,7 +35,7 @@ KILL_SECONDS = 5.0
 
 _BEAT_SECONDS = 0.5
 
-MOST_MEMORY = 1 << 30
+MAX_MEMORY = 1 << 30
 """Bytes of memory that the child may take for any file. Reading in pieces takes a tenth of it; what goes beyond is a damaged file that
 has HDF5 reserve what it declares."""
 
@@ -87,7 +87,7 @@ def _child(work: Work, writing: int, size: int) -> None:
         gc.disable()  # a collection would touch, and so copy, every page that is shared with the parent
         faulthandler.disable()  # the parent tells of a crash in one sentence
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _bound_memory(MOST_MEMORY + _MEMORY_PER_BYTE * size)
+        _bound_memory(MAX_MEMORY + _MEMORY_PER_BYTE * size)
         done = threading.Event()
         beat = threading.Thread(target=_beat, args=(writing, done), daemon=True)
         beat.start()

@@ -25,7 +25,7 @@ __all__ = ["opened", "shard_names", "size_on_disk"]
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
-_MOST_JSON = 32 << 20
+_MAX_JSON = 32 << 20
 """Bytes of a shard index that are parsed: one line of about 100 bytes a layer."""
 
 
@@ -116,7 +116,7 @@ def _folder(path: str) -> Contents:
     if os.path.isfile(weights):
         contents = _hdf5(weights)
         contents.kind = "folder"
-        if os.path.isfile(config) and os.path.getsize(config) <= _MOST_JSON:
+        if os.path.isfile(config) and os.path.getsize(config) <= _MAX_JSON:
             parsed = read_json(Path(config).read_bytes(), "config.json", contents.notes)
             contents.config = parsed if isinstance(parsed, dict) else None
         return contents
@@ -137,8 +137,8 @@ def shard_names(path: str) -> list[str]:
     Raises:
         FileFormatError: if it is no such index, or a name in it leads out of its folder.
     """
-    if os.path.getsize(path) > _MOST_JSON:
-        raise FileFormatError(f"{plain_text(path)} is no index of sharded weights: it has more than {_MOST_JSON} bytes.")
+    if os.path.getsize(path) > _MAX_JSON:
+        raise FileFormatError(f"{plain_text(path)} is no index of sharded weights: it has more than {_MAX_JSON} bytes.")
     index = json.loads(Path(path).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):

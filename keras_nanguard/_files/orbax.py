@@ -24,7 +24,7 @@ __all__ = ["is_orbax", "read_orbax"]
 
 _READ_VALUES = 1 << 20
 
-_MOST_METADATA = 64 << 20
+_MAX_METADATA = 64 << 20
 
 
 def is_orbax(path: str) -> bool:
@@ -87,7 +87,7 @@ def _listed(path: str) -> list[str]:
 
 def _metadata(tree: str) -> dict[str, Any]:
     file = Path(tree, "_METADATA")
-    if not file.is_file() or file.stat().st_size > _MOST_METADATA:
+    if not file.is_file() or file.stat().st_size > _MAX_METADATA:
         return {}
     parsed = json.loads(file.read_bytes())
     return parsed if isinstance(parsed, dict) else {}

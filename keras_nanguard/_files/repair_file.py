@@ -15,7 +15,7 @@ from keras_nanguard._files.config_tree import optimizer_settings
 from keras_nanguard._files.initial_values import first_value
 from keras_nanguard._files.mend import Change, Choices, bad_values, mended
 from keras_nanguard._files.names import Identity, identities
-from keras_nanguard._files.stored import MOST_UNBACKED, Contents, StoredArray
+from keras_nanguard._files.stored import MAX_UNBACKED, Contents, StoredArray
 
 __all__ = ["FileWork"]
 
@@ -79,7 +79,7 @@ class FileWork:
     def _too_large(self, array: StoredArray) -> str:
         """Return why an array is not brought into memory and written out: the file declares it and does not hold it."""
         self._unbacked += array.unbacked
-        if self._unbacked <= MOST_UNBACKED:
+        if self._unbacked <= MAX_UNBACKED:
             return ""
         self._unbacked -= array.unbacked
         return f"it declares {array.nbytes} bytes and the file stores {array.stored}: load the model and repair that"

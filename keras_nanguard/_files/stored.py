@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
 
-__all__ = ["BOMB_FLOOR", "MOST_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
+__all__ = ["BOMB_FLOOR", "MAX_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
 
 BOMB_FLOOR = 1 << 32
 """Bytes below which nothing is taken for a bomb: 4 GiB, the floor of Keras' own loader (`saving_lib`)."""
@@ -29,7 +29,7 @@ BOMB_FLOOR = 1 << 32
 BACKED = 16
 """A whole array, or all arrays together, may take so many times the bytes that the file spends on them ..."""
 
-MOST_UNBACKED = 128 << 20
+MAX_UNBACKED = 128 << 20
 """... and so many bytes more: a file that declares gigabytes and stores none is never brought into memory."""
 
 READ_FAULTS = (
@@ -101,7 +101,7 @@ class StoredArray:
         with readable(self.location):
             if self.unread:
                 raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
-            if self.unbacked > MOST_UNBACKED:
+            if self.unbacked > MAX_UNBACKED:
                 raise FileFormatError(f"{self.location} is not read as a whole: it takes {self.nbytes} bytes and {self.stored} are stored.")
             return self._in_order() if self.whole is None else self.whole()
 

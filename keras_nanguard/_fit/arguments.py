@@ -32,15 +32,15 @@ def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, re
         PolicyError: with every problem of source and overrides, words that are neither argument nor section among them.
         GuardError: if the policy needs a directory and there is none, or there is nothing to resume from.
     """
-    strays = [_stray(word, value) for word, value in overrides.items() if word not in SECTIONS]
+    unknown = [_unknown(word, value) for word, value in overrides.items() if word not in SECTIONS]
     sections = {word: value for word, value in overrides.items() if word in SECTIONS}
     try:
         made = Policy.assembled(source, sections, ON_DISK if resume else None)
     except PolicyError as error:
-        if not error.problems or not strays:
+        if not error.problems or not unknown:
             raise
-        strays += error.problems
-    refuse(strays, "the arguments of NanGuard")
+        unknown += error.problems
+    refuse(unknown, "the arguments of NanGuard")
     kept = made.snapshot
     if kept.storage == "disk" and directory is None:
         received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")
@@ -54,7 +54,7 @@ def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, re
     return made
 
 
-def _stray(word: str, value: Any) -> str:
+def _unknown(word: str, value: Any) -> str:
     """Return the problem of a keyword argument that nobody knows."""
     known = f"an argument ({', '.join(ARGUMENTS)}) or a section of a policy ({', '.join(SECTIONS)})"
     return problem(word, known, value, nearest(word, ARGUMENTS) or nearest(word, SECTIONS))

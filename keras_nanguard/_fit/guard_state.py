@@ -14,17 +14,17 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.ledger import Ledger
 
-__all__ = ["Course"]
+__all__ = ["GuardState"]
 
 FORMAT = 1
-"""Number of the JSON form of a `Course`."""
+"""Number of the JSON form of a `GuardState`."""
 
 SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
 """Settings of an optimizer that an action may change for the time of a fit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class GuardState:
     """What the guard has to remember besides the state of the model.
 
     Attributes:
@@ -48,12 +48,12 @@ class Course:
     recalibration: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, session: Any) -> Course:
+    def of(cls, session: Any) -> GuardState:
         """Return where a session stands."""
-        optimizers = session.anatomy().optimizers
+        optimizers = session.train_state().optimizers
         rates = [session.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in session.undo}
-        care = session.aftercare
+        care = session.pending_recovery
         estimate, at = care.recalibration, care.lowered_at
         return cls(
             ledger=session.ledger.to_dict(),
@@ -61,7 +61,7 @@ class Course:
             settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
             rollbacks=session.rollbacks,
             recovery=care.recovery,
-            lowered=None if at is None else (session.step - at, session.good - care.lowered_good),
+            lowered=None if at is None else (session.step - at, session.committed - care.lowered_good),
             scale_bounds=care.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
@@ -76,7 +76,7 @@ class Course:
         """
         session.ledger = Ledger.from_dict(self.ledger).resumed()
         session.rollbacks = self.rollbacks
-        optimizers = session.anatomy().optimizers
+        optimizers = session.train_state().optimizers
         for optimizer, done, settings in zip(optimizers, self.rates, self.settings):
             if done is not None:
                 session.rate(optimizer).resume(done, write)
@@ -84,7 +84,7 @@ class Course:
                 target = next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name))
                 session.undo.append((target, name, getattr(target, name)))
                 setattr(target, name, value)
-        care = session.aftercare
+        care = session.pending_recovery
         care.recovery, care.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
             care.lowered_at, care.lowered_good = (-since for since in self.lowered)
@@ -96,7 +96,7 @@ class Course:
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Course:
+    def from_dict(cls, data: Any) -> GuardState:
         """Rebuild a course from `to_dict()`.
 
         Raises:

@@ -43,21 +43,21 @@ def raise_incident(
     ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
     batch = max(step - session.epoch_start, 0)
     incident = Incident(step, session.epoch, batch, ordered, refused, values, replicas=report.replicas if report else ())
-    incident = incident.with_(committed=session.good)
+    incident = incident.with_(committed=session.committed)
     if session.explain is not None:
         incident = incident.with_(diagnosis=diagnosis or session.explain(session, incident, report))
         if session.directory is not None and hasattr(session.explain, "bundle"):
             incident = incident.with_(bundle=session.explain.bundle(session, incident, report))
     if not act:
-        session.tell(incident)
+        session.announce(incident)
         return
     decision, session.ledger = decide(session.policy, session.ledger, incident)
     incident = incident.with_(decision=decision)
     outcomes = perform.perform(session, incident, report)
     session.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
-    session.attentive |= session.aftercare.active
+    session.checks_fully |= session.pending_recovery.active
     session.ring.note(session)
     incident = incident.with_(outcomes=outcomes)
-    session.tell(incident)
+    session.announce(incident)
     if any(outcome.action == "raise_error" for outcome in outcomes):
         raise NonFiniteError(f"NanGuard: {incident}", incident)

@@ -106,9 +106,9 @@ def _measured(session: Any, layers: list[Any], batch: Callable[[], Any], remaini
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._files.recalibrate import recalibrate
 
-    model, anatomy = session.model, session.anatomy()
+    model, train_state = session.model, session.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
-    with preserved([*anatomy.everything, *anatomy.metrics, *anatomy.unlisted]):
+    with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted]):
         data, trained = batch(), session.recent.last(LAST, session.transaction.batch)
         if data is None or not trained:
             return None
@@ -143,8 +143,8 @@ def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
 
 def _diagnosis(session: Any, layers: list[Any], found: _Measured, loss: float, trained: float) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
-    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in session.anatomy().optimizers]
-    steps = max((int(keras_variables.read(counter)) for counter in counters), default=session.good)
+    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in session.train_state().optimizers]
+    steps = max((int(keras_variables.read(counter)) for counter in counters), default=session.committed)
     needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
     share = momentum**steps
     if share > 0.005:

@@ -66,7 +66,7 @@ class Monitors:
     def look(self, session: Any) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
         step = session.step
-        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if session.good >= SETTLED else math.inf
+        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if session.committed >= SETTLED else math.inf
         self.due = next((at for at in LOOKS if at > step), step + EVERY)
         if session.rollbacks != self._rollbacks:
             self._rollbacks, self._weights, self._variances = session.rollbacks, {}, {}
@@ -86,12 +86,12 @@ class Monitors:
         if rise < RISE:
             self._weights, self._still = {}, 0
             return
-        anatomy = session.anatomy()
+        train_state = session.train_state()
         before, since = self._weights, self._weights_of
-        kernels = [v for v in anatomy.trainable if len(v.shape) > 1]
-        self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, session.good
+        kernels = [v for v in train_state.trainable if len(v.shape) > 1]
+        self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, session.committed
         compared = [v for v in kernels if id(v) in before]
-        if session.good - since < 5 or len(compared) < 2 or not _learns(anatomy.optimizers):
+        if session.committed - since < 5 or len(compared) < 2 or not _learns(train_state.optimizers):
             return
         frozen = [v for v in compared if np.array_equal(before[id(v)], self._weights[id(v)])]
         if len(frozen) <= len(compared) / 2 or not session.history.moving(session.step):
@@ -111,7 +111,7 @@ class Monitors:
     def _stuck(self, session: Any) -> Iterator[Finding]:
         """BatchNorm statistics that stand where they were initialised, although the layer learns."""
         patience = self.checks.statistics.stuck_after
-        if not self.checks.statistics.enabled or not patience or session.good < min(NEVER, patience):
+        if not self.checks.statistics.enabled or not patience or session.committed < min(NEVER, patience):
             return
         first = session.ring.oldest()
         for layer in _learning(session.model):
@@ -126,7 +126,7 @@ class Monitors:
         for layer in _learning(session.model):
             now = float(np.max(finiteness.widen(keras_variables.view(layer.moving_variance)), initial=0.0))
             before = self._variances.get(id(layer))
-            if session.good >= SETTLED and math.isfinite(now):
+            if session.committed >= SETTLED and math.isfinite(now):
                 self._variances[id(layer)] = now
             if before is not None and now > LEAP * max(before, 1e-3):
                 yield Finding("statistics", "spike", layer.moving_variance.path, value=now)
@@ -134,7 +134,7 @@ class Monitors:
     def _scale(self, session: Any) -> Iterator[Finding]:
         """A loss scale outside of its range."""
         check = self.checks.loss_scale
-        for scale, _ in session.anatomy().scales if check.enabled else ():
+        for scale, _ in session.train_state().scales if check.enabled else ():
             value = float(keras_variables.read(scale))
             if value < check.min_value:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)

@@ -10,10 +10,10 @@ from keras_nanguard._fit.recalibration import Recalibration
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Aftercare"]
+__all__ = ["PendingRecovery"]
 
 
-class Aftercare:
+class PendingRecovery:
     """What is under way in one fit; nothing, as a rule.
 
     Attributes:
@@ -40,7 +40,7 @@ class Aftercare:
 
     def lowered(self, session: Any, recovery: tuple[int, int] | None) -> None:
         """Note that the rate was lowered just now, and how it is to return."""
-        self.lowered_at, self.lowered_good, self.recovery = session.step, session.good, recovery
+        self.lowered_at, self.lowered_good, self.recovery = session.step, session.committed, recovery
 
     def estimate(self, session: Any, batches: int, seen: int = 0) -> int:
         """Start to estimate the statistics of all layers that learn theirs anew; returns how many layers that are."""
@@ -55,14 +55,14 @@ class Aftercare:
         if self.scale_bounds is not None:
             _bound_scale(session, *self.scale_bounds)
         if self.recalibration is not None:
-            session.reach()
-            if self.recalibration.step(session.good):
+            session.sync_variables()
+            if self.recalibration.step(session.committed):
                 self.recalibration = None
 
-    def settle(self, session: Any) -> None:
+    def begin_counting(self, session: Any) -> None:
         """Do what is due between two executions: an estimate that was started within the last one counts from here."""
         if self.recalibration is not None:
-            self.recalibration.settle(session.good)
+            self.recalibration.begin_counting(session.committed)
 
     def tried(self, good: int) -> bool:
         """Whether a step has committed at the rate as it is now, given how many good ones the fit has seen."""
@@ -84,10 +84,10 @@ class Aftercare:
 
     def _recover(self, session: Any, after: int, ramp: int) -> None:
         """Bring a lowered rate back, `after` good steps after it was lowered, over `ramp` steps."""
-        since = session.good - self.lowered_good - after
+        since = session.committed - self.lowered_good - after
         if since < 0:
             return
-        session.reach()
+        session.sync_variables()
         share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
         for rate in session.rates.values():
             rate.raise_to(rate.lowest ** (1.0 - share))
@@ -96,7 +96,7 @@ class Aftercare:
 
 
 def _bound_scale(session: Any, floor: float, ceiling: float) -> None:
-    for scale, _ in session.anatomy().scales:
+    for scale, _ in session.train_state().scales:
         value = float(keras_variables.read(scale))
         if not floor <= value <= ceiling:
             keras_variables.write(scale, min(max(value, floor), ceiling))

@@ -61,7 +61,7 @@ def _warn(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -
 
 
 def _newest(session: Any, depth: int = 1) -> Snapshot | None:
-    session.ring.promote(session.good)
+    session.ring.promote(session.committed)
     found: Snapshot | None = session.ring.newest(depth)
     return found
 
@@ -72,7 +72,7 @@ def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
         return "skipped", "there is no verified snapshot to go back to"
     undone = _put_back(session, snapshot, incident, report)
     if p.get("reseed", True):
-        for seed in keras_variables.seeds(session.anatomy().other):
+        for seed in keras_variables.seeds(session.train_state().other):
             moved = keras_variables.read(seed)
             moved[..., -1] += np.asarray(_SEED_STEP * (session.rollbacks + 1), moved.dtype)
             keras_variables.write(seed, moved)
@@ -96,28 +96,28 @@ def _times(count: int, word: str) -> str:
 def _put_back(session: Any, snapshot: Snapshot, incident: Incident, report: Any) -> int:
     """Write a snapshot into the model; returns how many committed steps that undoes."""
     spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
-    undone: int = session.aftercare.rolled_back_to(snapshot, session.good) + spoilt
+    undone: int = session.pending_recovery.rolled_back_to(snapshot, session.committed) + spoilt
     session.ring.forget_after(snapshot.step)
     session.recent.restart(session.step + 1, snapshot)
-    for variable in session.anatomy().restorable:
+    for variable in session.train_state().restorable:
         value = snapshot.value(variable)
         if value is not None:
             keras_variables.write(variable, value)
     session.trend.settle()
-    session.aftercare.start_over()
+    session.pending_recovery.start_over()
     return undone
 
 
 def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    last = session.aftercare.lowered_at
+    last = session.pending_recovery.lowered_at
     if last is not None and incident.step - last < p.get("cooldown", 0):
         return "skipped", f"lowered {_times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
-    if _before_update(incident) and not session.aftercare.tried(session.good):
+    if _before_update(incident) and not session.pending_recovery.tried(session.committed):
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
     told = []
     retrace = False
-    for optimizer in session.anatomy().optimizers:
+    for optimizer in session.train_state().optimizers:
         before, after, anew = session.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
         retrace |= anew
         if after < before:
@@ -127,7 +127,7 @@ def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any
     if not told:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
     recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
-    session.aftercare.lowered(session, recovery)
+    session.pending_recovery.lowered(session, recovery)
     return "done", "learning rate of " + ", ".join(told)
 
 
@@ -138,7 +138,7 @@ def _before_update(incident: Incident) -> bool:
 
 def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
     told, reasons = [], []
-    for optimizer in session.anatomy().optimizers:
+    for optimizer in session.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
         now = inner.global_clipnorm
         tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
@@ -158,7 +158,7 @@ def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -
 
 def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
     told = []
-    for optimizer in session.anatomy().optimizers:
+    for optimizer in session.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
             continue
         scale, counter = variables
@@ -176,15 +176,15 @@ def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[st
         told.append(f"loss scale {before:g} -> {after:g}{doubling}")
     if not told:
         return "skipped", "the model does not scale its loss"
-    session.aftercare.scale_bounds = (p["floor"], p["ceiling"])
+    session.pending_recovery.scale_bounds = (p["floor"], p["ceiling"])
     if p.get("growth_steps"):
         session.rebuild()
     return "done", ", ".join(told)
 
 
 def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    anatomy = session.anatomy()
-    whole = [v for v in (*anatomy.trainable, *anatomy.statistics, *anatomy.slots) if id(v) not in session.tolerated]
+    train_state = session.train_state()
+    whole = [v for v in (*train_state.trainable, *train_state.statistics, *train_state.slots) if id(v) not in session.tolerated]
     bad = [(v, value) for v in whole if not finiteness.is_finite(value := keras_variables.view(v))]
     if not bad:
         return "skipped", "no entry is bad"
@@ -215,7 +215,7 @@ def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
 def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
     """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
     first: dict[int, np.ndarray[Any, Any]] = {}
-    for optimizer in session.anatomy().optimizers:
+    for optimizer in session.train_state().optimizers:
         if not optimizer.built:
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
@@ -245,12 +245,12 @@ def _recalibrate_batchnorm(session: Any, incident: Incident, report: Any, p: Map
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     for variable, value in initial_statistics(layers):
         keras_variables.write(variable, value)
-    session.aftercare.estimate(session, p["batches"])
+    session.pending_recovery.estimate(session, p["batches"])
     return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
 
 
 def _reset_slots(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    slots = [v for v in session.anatomy().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
+    slots = [v for v in session.train_state().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
     if p["scope"] == "bad":
         slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
     first = _first_slots(session) if slots else {}
@@ -296,7 +296,7 @@ def _restored(session: Any, incident: Incident, report: Any) -> str:
 def _rates_left(session: Any, restore: bool) -> list[str]:
     """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
     told = []
-    for optimizer in session.anatomy().optimizers:
+    for optimizer in session.train_state().optimizers:
         rate = session.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
             continue
@@ -307,7 +307,7 @@ def _rates_left(session: Any, restore: bool) -> list[str]:
         else:
             told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
     if restore:
-        session.aftercare.recovery = None
+        session.pending_recovery.recovery = None
     return told
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.no_effect import ModelNames, Setting, warnings_about
 from keras_nanguard._policy.policy import Policy
 
@@ -28,13 +28,13 @@ def policy_lines(policy: Policy, setting: Setting, model: Any, optimizers: Any =
 
 def model_names(model: Any, optimizers: Any = None) -> ModelNames:
     """Return the Keras paths of a built model, by site; slots only where every optimizer is built."""
-    anatomy = Anatomy.of(model, optimizers)
+    train_state = TrainState.of(model, optimizers)
     trained, statistics, slots = (
-        tuple(str(v.path) for v in variables) for variables in (anatomy.trainable, anatomy.statistics, anatomy.slots)
+        tuple(str(v.path) for v in variables) for variables in (train_state.trainable, train_state.statistics, train_state.slots)
     )
-    scaled = tuple("loss_scale" for optimizer in anatomy.optimizers if keras_optimizers.is_loss_scaled(optimizer))
+    scaled = tuple("loss_scale" for optimizer in train_state.optimizers if keras_optimizers.is_loss_scaled(optimizer))
     paths = {"weights": trained, "gradients": trained, "statistics": statistics, "loss_scale": scaled}
-    if all(getattr(optimizer, "built", False) for optimizer in anatomy.optimizers):
-        floats = any(finiteness.is_float(v.dtype) for v in anatomy.slots)
+    if all(getattr(optimizer, "built", False) for optimizer in train_state.optimizers):
+        floats = any(finiteness.is_float(v.dtype) for v in train_state.slots)
         paths |= {"slots": slots if floats else (), "state": (*trained, *statistics, *slots)}
     return ModelNames(str(getattr(model, "name", "")) or type(model).__name__, paths)

@@ -59,7 +59,7 @@ class Recalibration:
         self._before = self._read()
         return self.left <= 0
 
-    def settle(self, good: int) -> None:
+    def begin_counting(self, good: int) -> None:
         """Count from here, where the estimate was started or restarted since the last execution."""
         self._good = good if self._good is None else self._good
 

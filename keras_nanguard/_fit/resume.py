@@ -10,7 +10,7 @@ from typing import Any
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
-from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.snapshot_files import COURSE, Record, folder_of, read, written
 from keras_nanguard._fit.snapshots_on_disk import build_optimizers, load, signature, variables_of
 from keras_nanguard._keras import variables as keras_variables
@@ -32,7 +32,7 @@ class Resumed:
 
     path: Path
     record: Record
-    course: Course
+    course: GuardState
     epoch: int
     batch: int
 
@@ -45,8 +45,8 @@ class Resumed:
         Raises:
             GuardError: if the model is another one, or is not built.
         """
-        build_optimizers(session.anatomy(), self.record.optimizers)
-        if self.record.untrained and self.record.signature != signature(variables_of(session.anatomy())):
+        build_optimizers(session.train_state(), self.record.optimizers)
+        if self.record.untrained and self.record.signature != signature(variables_of(session.train_state())):
             text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."
             warnings.warn(text, stacklevel=2)
         else:
@@ -54,10 +54,10 @@ class Resumed:
         self.course.apply(session, write=True)
 
     def _write(self, session: Any) -> None:
-        anatomy = session.anatomy()
-        fresh = [(metric, keras_variables.read(metric)) for metric in anatomy.metrics]
+        train_state = session.train_state()
+        fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
         try:
-            drawn = load(session.model, variables_of(anatomy), anatomy.metrics, self.path, self.record)
+            drawn = load(session.model, variables_of(train_state), train_state.metrics, self.path, self.record)
         except FileFormatError as error:
             remedy = "Build the model as in the run before (call it on data once), or leave resume=True out."
             raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error
@@ -120,10 +120,10 @@ def _written(folder: Path) -> list[Path]:
         raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
 
 
-def _course(folder: Path, record: Record) -> Course:
+def _course(folder: Path, record: Record) -> GuardState:
     """Return what the policy had changed last, or when the snapshot was taken where the newer file is broken."""
     try:
-        return Course.from_dict(atomic_files.read_json(folder / COURSE))
+        return GuardState.from_dict(atomic_files.read_json(folder / COURSE))
     except FileFormatError as error:
         warnings.warn(f"NanGuard resumes with what the policy knew at the snapshot: {error}.", stacklevel=3)
-        return Course.from_dict(record.course)
+        return GuardState.from_dict(record.course)

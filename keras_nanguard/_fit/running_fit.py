@@ -20,7 +20,7 @@ import keras
 
 from keras_nanguard._keras import overrides
 
-__all__ = ["Fit", "outside", "surrounding", "told_later"]
+__all__ = ["Fit", "callbacks_deferred", "outside", "surrounding"]
 
 _HOOKS = tuple(
     f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
@@ -54,7 +54,7 @@ _OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 """Added by `fit` itself; they look at logs alone."""
 
 
-def told_later(callbacks: Any) -> bool:
+def callbacks_deferred(callbacks: Any) -> bool:
     """Whether Keras may tell this `CallbackList` of a batch in another thread, so that none of it acts before the next step.
 
     `CallbackList` in keras/src/callbacks/callback_list.py asks the same of ends of batches.

@@ -16,15 +16,15 @@ from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.epoch_logs import Logs
-from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import raise_incident
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.monitors import Monitors
-from keras_nanguard._fit.pending_recovery import Aftercare
+from keras_nanguard._fit.pending_recovery import PendingRecovery
 from keras_nanguard._fit.recent_batches import Recent
 from keras_nanguard._fit.sightings import bad_state, in_batch, tolerate, values
 from keras_nanguard._fit.snapshots import Ring
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Ledger, Policy
 from keras_nanguard._policy.trend import Trend
 
@@ -50,7 +50,7 @@ class Session:
         stopped: whether the policy has ended training.
         attentive: whether the next step is looked at more closely than a healthy one needs.
         told_later: whether callbacks are told of a step in another thread, so that none of them acts before the next step.
-        tolerated, marks: the `id` of each variable that may be infinite or NaN, as it was at first, and of each that may be NaN.
+        tolerated, nan_markers: the `id` of each variable that may be infinite or NaN, as it was at first, and of each that may be NaN.
         healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
     """
 
@@ -65,54 +65,54 @@ class Session:
         optimizers: Any = None,
         functions: Any = None,
     ):
-        self.model, self.policy, self.tell, self.explain = model, policy, tell, explain
+        self.model, self.policy, self.announce, self.explain = model, policy, tell, explain
         self.optimizers, self.functions, self.ledger = optimizers, dict(functions or {}), ledger or Ledger()
         self.trend, self.history, self.monitors = Trend(policy.checks.trend), History(), Monitors(policy.checks)
         self.ring, self.recent = Ring(policy.snapshot.keep, policy.snapshot.good_after), Recent()
         self.rates: dict[int, Rate] = {}
-        self.step = self.refused = self.overflows = self.good = self.streak = 0
+        self.step = self.refused = self.overflows = self.committed = self.streak = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.rollbacks = self.skip_batches = 0
         self.stopped = self.began = self.last_refused = False
-        self.aftercare = Aftercare()
-        self.course: Course | None = None
+        self.pending_recovery = PendingRecovery()
+        self.guard_state: GuardState | None = None
         self.resuming: Any = None
         self.undo: list[tuple[Any, str, Any]] = []
         self.directory: str | None = None
         self.transaction: Any = None
         self.rebuild: Callable[[], None] = lambda: None
-        self.reach: Callable[[], None] = lambda: None  # makes the variables hold the state of this moment
-        self.readable: Callable[[], Any] = nullcontext  # in which they read as that state
-        self.settle: Callable[[], None] = lambda: None  # reads the verdict on a step that was started, if it was not read yet
+        self.sync_variables: Callable[[], None] = lambda: None  # makes the variables hold the state of this moment
+        self.variables_readable: Callable[[], Any] = nullcontext  # in which they read as that state
+        self.resolve_pending: Callable[[], None] = lambda: None  # reads the verdict on a step that was started, if it was not read yet
         self.tolerated: set[int] = set()
-        self.marks: set[int] = set()
-        self._births: dict[int, Any] | None = {}
-        self._anatomy: Anatomy | None = None
+        self.nan_markers: set[int] = set()
+        self._created: dict[int, Any] | None = {}
+        self._train_state: TrainState | None = None
         self.logs = Logs(model)
-        self.attentive, self.healed, self.told_later = True, False, False
+        self.checks_fully, self.healed, self.callbacks_deferred = True, False, False
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
-    def anatomy(self) -> Anatomy:
+    def train_state(self) -> TrainState:
         """Return the anatomy of the last trace; the model's variables hold the state of this moment, or read as it."""
-        self.reach()
-        return self._anatomy or self.read_anatomy()
+        self.sync_variables()
+        return self._train_state or self.read_train_state()
 
-    def read_anatomy(self) -> Anatomy:
+    def read_train_state(self) -> TrainState:
         """Return the anatomy of the model as it is now."""
-        anatomy = Anatomy.of(self.model, self.optimizers)
-        self._anatomy = anatomy if self._births is None else None
-        return anatomy
+        train_state = TrainState.of(self.model, self.optimizers)
+        self._train_state = train_state if self._created is None else None
+        return train_state
 
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or say at once that it is bad."""
         self.began, resumed = True, self.restore()
-        anatomy = self.anatomy()
-        tolerated = tolerate(self, anatomy)
+        train_state = self.train_state()
+        tolerated = tolerate(self, train_state)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if tolerated and (resumed or self.transaction.served):
+            if tolerated and (resumed or self.transaction.reused):
                 self.rebuild()
-        bad = self.ring.take(anatomy.restorable, 0, 0, verified=True, tolerated=self.tolerated)
+        bad = self.ring.take(train_state.restorable, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
             raise_incident(self, self.step, self.scan("state"), refused=False, report=None, values={})
 
@@ -127,22 +127,22 @@ class Session:
         """Count batches and refused steps from here."""
         self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
 
-    def born(self, native: Any, value: Any) -> None:
+    def note_created(self, native: Any, value: Any) -> None:
         """Note the first value of a variable of the backend's own that came into being while the step was traced."""
-        if self._births is None:
-            self._births, self.attentive = {}, True
-        self._births[id(native)] = value
+        if self._created is None:
+            self._created, self.checks_fully = {}, True
+        self._created[id(native)] = value
 
     def first_values(self) -> list[tuple[Any, Any]]:
         """Return the variables that came into being while the step was traced, each with its first value."""
-        births = self._births or {}
-        return [(v, births[id(v.value)]) for v in self.anatomy().everything if id(v.value) in births]
+        created = self._created or {}
+        return [(v, created[id(v.value)]) for v in self.train_state().everything if id(v.value) in created]
 
     def position(self) -> tuple[int, int]:
         """Return the epoch, and how many of its batches are through or will be passed by."""
         return self.epoch, self.step - self.epoch_start + self.skip_batches
 
-    def passes_by(self, iterator: Any, batches: int) -> bool:
+    def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Leave the batches of one execution out, if there are some to be left out."""
         if self.skip_batches <= 0:
             return False
@@ -154,29 +154,29 @@ class Session:
         return True
 
     @property
-    def calm(self) -> bool:
+    def nothing_pending(self) -> bool:
         """Whether nothing is to be done before the next execution, as in all of a healthy run but its first step."""
         return not self.rates and self._undisturbed
 
     @property
     def _undisturbed(self) -> bool:
-        busy = self.stopped or self.skip_batches > 0 or self.resuming is not None or self.aftercare.active
+        busy = self.stopped or self.skip_batches > 0 or self.resuming is not None or self.pending_recovery.active
         return self.began and not busy
 
     def before(self) -> None:
         """Run before each execution; does work only before the first, and after the policy has changed something."""
-        if self.calm:
+        if self.nothing_pending:
             return
         if not self.began:
             self.begin()
-        self.aftercare.settle(self)
+        self.pending_recovery.begin_counting(self)
         for rate in self.rates.values():
             rate.hold()
 
     @property
-    def far(self) -> bool:
+    def may_run_ahead(self) -> bool:
         """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
-        return self.told_later and not self.idle and self._undisturbed and not self.attentive and self.step + 1 < self._due
+        return self.callbacks_deferred and not self.idle and self._undisturbed and not self.checks_fully and self.step + 1 < self._due
 
     def after(self, row: Any, *, last: bool = True) -> bool:
         """Read the row of the last step and act on it.
@@ -193,16 +193,16 @@ class Session:
         """
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = row
         total = loss + gradients + statistics + weights + slots
-        if refused or self.attentive or not (isfinite(total) and 0.0 < scale < inf):
+        if refused or self.checks_fully or not (isfinite(total) and 0.0 < scale < inf):
             self._attend(Verdict.of(row))
             return False
-        self.good += 1
+        self.committed += 1
         self.streak, self.last_refused = 0, False
         self.history.push(self.step, loss, gradients, scale)
         self.recent.push(self.step, self.transaction.given)
         findings = self.trend.push(self.step, loss, sqrt(2.0 * gradients) / scale)
         if findings:
-            self._committed(Verdict.of(row), findings)
+            self._raise_committed(Verdict.of(row), findings)
         self.step += 1
         if statistics > self.monitors.ceiling:
             self._due = self.monitors.due = self.step
@@ -213,23 +213,23 @@ class Session:
 
     def _attend(self, verdict: Verdict) -> None:
         """The long way: the first step, several steps in one, something to do after each step, or trouble."""
-        if self._births is not None:
+        if self._created is not None:
             for variable, value in self.first_values():
                 self.ring.complete(variable, value)
-            self._births = None
+            self._created = None
         self.last_refused = verdict.refused
         self.monitors.statistics = verdict.statistics
         if self.transaction.counted:
             self._after_many(verdict)
             return
         if verdict.refused:
-            self._refused(verdict, self.transaction.files.take())
-        elif verdict.sound:
-            self._good(verdict)
+            self._refused(verdict, self.transaction.report_queue.take())
+        elif verdict.finite:
+            self._count_committed(verdict)
         else:
-            self._unrefused(verdict, self.transaction.files.take())
+            self._unrefused(verdict, self.transaction.report_queue.take())
         self.step += 1
-        self.attentive = self.aftercare.active
+        self.checks_fully = self.pending_recovery.active
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
@@ -237,7 +237,7 @@ class Session:
         transaction = self.transaction
         first, end = self.step, self.step + (last.step + 1 - self.step) % PERIOD
         self.healed = False
-        reports = {report.verdict.step: report for report in transaction.files.take()}
+        reports = {report.verdict.step: report for report in transaction.report_queue.take()}
         for self.step, verdict in enumerate(transaction.verdicts(first, end), first):
             if self.healed or self.stopped:  # what ran on after it ran on a state that is gone
                 self._left_out(end - self.step)
@@ -247,8 +247,8 @@ class Session:
                 self._left_out(1)
             elif verdict.refused:
                 self._refused(verdict, kept)
-            elif verdict.sound:
-                self._good(verdict, last=self.step == end - 1)
+            elif verdict.finite:
+                self._count_committed(verdict, last=self.step == end - 1)
             else:
                 self._unrefused(verdict, kept)
         self.step = end
@@ -266,7 +266,7 @@ class Session:
         """Whether no step of this epoch has committed so far, so that its metrics hold nothing."""
         return self.epoch_committed <= 0
 
-    def honest(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
+    def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step, of this loss, as callbacks may see them; `refused` where they are what it computed."""
         if (self.idle or refused) and isinstance(logs, dict):
             return self.logs.stand_in(logs, loss)
@@ -276,18 +276,18 @@ class Session:
         self.refused += steps
         self.epoch_refused += steps
 
-    def _good(self, verdict: Verdict, last: bool = True) -> None:
-        self.good += 1
+    def _count_committed(self, verdict: Verdict, last: bool = True) -> None:
+        self.committed += 1
         self.history.push(self.step, verdict.loss, verdict.gradients, verdict.scale)
         self.recent.push(self.step, self.transaction.given)
         self.streak = 0
         if last:  # of its execution: the state can be seen only then
-            self.aftercare.after_good_step(self)
+            self.pending_recovery.after_good_step(self)
         findings = self.trend.push(self.step, verdict.loss, verdict.gradient_norm)
         if findings:
-            self._committed(verdict, findings)
+            self._raise_committed(verdict, findings)
 
-    def _committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
+    def _raise_committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""
         report = Report(verdict, (), (), self.transaction.batch(self.step, self.transaction.given))
         raise_incident(self, self.step, findings, refused=False, report=report, values=self._values(verdict))
@@ -295,7 +295,7 @@ class Session:
     def _refused(self, verdict: Verdict, reports: list[Report]) -> None:
         self._left_out(1)
         report = reports[-1] if reports else None
-        if report is not None and report.late:
+        if report is not None and report.left_by_previous:
             return raise_incident(self, self.step - 1, self.scan("weights"), refused=False, report=None, values=self._values(verdict))
         if self._is_ordinary_overflow(verdict):
             self.overflows += 1
@@ -307,7 +307,7 @@ class Session:
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself."""
-        self.streak = self.streak + 1 if self.anatomy().scales and verdict.only_gradients else 0
+        self.streak = self.streak + 1 if self.train_state().scales and verdict.only_gradients else 0
         return self.streak > 0 and self.policy.checks.loss_scale.leaves(self.streak, verdict.scale)
 
     def _unrefused(self, verdict: Verdict, reports: list[Report]) -> None:
@@ -321,10 +321,10 @@ class Session:
         """A step left a state behind whose sum is not finite; where every entry is, the sum alone overflowed."""
         findings = self.scan("weights")
         if not findings:
-            self._good(verdict)
+            self._count_committed(verdict)
             self.transaction.resume()
             return
-        self._committed(verdict, findings)
+        self._raise_committed(verdict, findings)
         self.transaction.resume()
 
     def _observed(self, verdict: Verdict, reports: list[Report]) -> None:
@@ -338,35 +338,35 @@ class Session:
         raise_incident(self, self.step, findings, refused=False, report=report, values=self._values(verdict))
 
     def _values(self, verdict: Verdict) -> dict[str, float]:
-        return values(verdict, self.anatomy().optimizers)
+        return values(verdict, self.train_state().optimizers)
 
     def scan(self, site: str) -> list[Finding]:
         """Read the whole state; see `_sightings.bad_state`."""
-        anatomy = self.anatomy()
+        train_state = self.train_state()
         if not self.began:
-            tolerate(self, anatomy)
-        return bad_state(anatomy, site, self.tolerated, self.marks, self.policy)
+            tolerate(self, train_state)
+        return bad_state(train_state, site, self.tolerated, self.nan_markers, self.policy)
 
     def _keep(self) -> None:
         """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
         if self.step < self._due or self.stopped:
             return
         if self.step >= self.monitors.due:
-            with self.readable():
+            with self.variables_readable():
                 findings = self.monitors.look(self)
             if findings:
                 raise_incident(self, self.step - 1, findings, refused=False, report=None, values={})
-        self.ring.promote(self.good)
+        self.ring.promote(self.committed)
         if self.step >= self._snapshot_due and not self.stopped:
             self._snapshot_due = self.step + self.policy.snapshot.every
             self._take_snapshot()
-        self._due = min(self._snapshot_due, self.monitors.due, self.step + self.ring.next_proof(self.good))
+        self._due = min(self._snapshot_due, self.monitors.due, self.step + self.ring.next_proof(self.committed))
 
     def _take_snapshot(self) -> None:
-        with self.readable() if self.ring.only_reads else nullcontext():
-            anatomy = self.anatomy()
-            self.history.start(self.ring.snapshots, anatomy.trainable)
-            bad = self.ring.take(anatomy.restorable, self.step, self.good, tolerated=self.tolerated)
+        with self.variables_readable() if self.ring.only_reads else nullcontext():
+            train_state = self.train_state()
+            self.history.start(self.ring.snapshots, train_state.trainable)
+            bad = self.ring.take(train_state.restorable, self.step, self.committed, tolerated=self.tolerated)
         if bad:
             raise_incident(self, self.step - 1, self.scan("weights"), refused=False, report=None, values={})
 
@@ -376,11 +376,11 @@ class Session:
         told = of_error(self, error) if of_error is not None else None
         if told is not None:
             finding, diagnosis = told
-            self.tell(Incident(self.step, self.epoch, max(self.step - self.epoch_start, 0), (finding,), diagnosis=diagnosis))
+            self.announce(Incident(self.step, self.epoch, max(self.step - self.epoch_start, 0), (finding,), diagnosis=diagnosis))
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Any = None, act: bool = True) -> None:
         """Tell of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
-        self.settle()
+        self.resolve_pending()
         findings = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
         raise_incident(self, max(self.step - 1, 0), findings, refused=False, report=None, values={}, diagnosis=diagnosis, act=act)
 
@@ -390,7 +390,7 @@ class Session:
 
     def end(self) -> None:
         """Take off the optimizers what the guard has put on them, note it for the next fit, and let the batches go."""
-        self.course = self.course or Course.of(self)
+        self.guard_state = self.guard_state or GuardState.of(self)
         self.recent.restart(self.step)
         for target, name, value in reversed(self.undo):
             setattr(target, name, value)

@@ -12,7 +12,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["bad_state", "in_batch", "tolerate", "values"]
 
@@ -25,14 +25,14 @@ HUGE = 1e30
 
 
 def bad_state(
-    anatomy: Anatomy, site: str, tolerated: Container[int], marks: Container[int], policy: Any
+    train_state: TrainState, site: str, tolerated: Container[int], marks: Container[int], policy: Any
 ) -> list[Finding]:
     """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
 
     With site `state` all of them are told as trouble that was there before the step, finite numbers included that are
     so large that sums over them are not; else each is told under its own site.
     """
-    groups = {"weights": anatomy.trainable, "statistics": anatomy.statistics, "slots": anatomy.slots}
+    groups = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     findings = []
     for own, variables in groups.items():
         for variable in variables:
@@ -57,13 +57,13 @@ def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
     return told
 
 
-def tolerate(session: Any, anatomy: Anatomy) -> list[Any]:
+def tolerate(session: Any, train_state: TrainState) -> list[Any]:
     """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
-    bad = [v for v in anatomy.constants if not finiteness.is_finite(keras_variables.view(v))]
+    bad = [v for v in train_state.constants if not finiteness.is_finite(keras_variables.view(v))]
     nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
-    session.marks |= nan & keras_layers.states_of_own_layers(session.model) if nan else set()
-    session.tolerated |= session.marks | {id(v) for v in bad} - nan
-    return [v for v in anatomy.constants if id(v) in session.tolerated]
+    session.nan_markers |= nan & keras_layers.states_of_own_layers(session.model) if nan else set()
+    session.tolerated |= session.nan_markers | {id(v) for v in bad} - nan
+    return [v for v in train_state.constants if id(v) in session.tolerated]
 
 
 def in_batch(report: Report | None, model: Any = None) -> list[Finding]:

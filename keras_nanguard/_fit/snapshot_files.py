@@ -34,7 +34,7 @@ class Record:
         rest: `[number, path, dtype]` of each variable in `rest.npz`.
         metrics: how many variables of metrics are there besides.
         optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
-        course: what the policy had changed, as `Course.to_dict()`.
+        course: what the policy had changed, as `GuardState.to_dict()`.
         measured: learning rates and loss scales at that time, for whoever reads the file.
         versions: of Keras, its backend, NumPy and this library.
     """

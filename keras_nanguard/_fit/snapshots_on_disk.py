@@ -27,13 +27,13 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, Record, folder_of, next_number, read, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot, first_bad
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._version import __version__
 
 __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
@@ -41,9 +41,9 @@ __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
 GENERATOR = "generator"
 """In `rest.npz`, on PyTorch: the state of its generator."""
 
-def variables_of(anatomy: Anatomy) -> list[Any]:
+def variables_of(train_state: TrainState) -> list[Any]:
     """Return everything that a snapshot on disk holds, in its order, but the metrics."""
-    return list(anatomy.everything)
+    return list(train_state.everything)
 
 
 def signature(variables: Iterable[Any]) -> str:
@@ -52,10 +52,10 @@ def signature(variables: Iterable[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build_optimizers(anatomy: Anatomy, trained: Sequence[Sequence[int] | None]) -> None:
+def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | None]) -> None:
     """Build the optimizers that were built when a snapshot was taken, for the same weights."""
-    weights = [*anatomy.trainable, *anatomy.other]
-    for optimizer, numbers in zip(anatomy.optimizers, trained):
+    weights = [*train_state.trainable, *train_state.other]
+    for optimizer, numbers in zip(train_state.optimizers, trained):
         if numbers is not None and not optimizer.built and max(numbers, default=0) < len(weights):
             optimizer.build([weights[number] for number in numbers])
 
@@ -177,19 +177,19 @@ class DiskRing(Ring):
     def note(self, session: Any) -> None:
         """Write down what the policy has changed so far."""
         if self.folder.exists():
-            atomic_files.write_json(self.folder / COURSE, Course.of(session).to_dict())
+            atomic_files.write_json(self.folder / COURSE, GuardState.of(session).to_dict())
 
     def _fetch(self, snapshot: _OnDisk) -> None:
         """Read the values back, by way of the model, which is left as it is."""
         record = read(snapshot.path)
-        variables = variables_of(self.session.anatomy())
+        variables = variables_of(self.session.train_state())
         with _left_as_they_are(variables):
             load(self.session.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
     def _write(self, folder: Path, step: int, verified: bool) -> Record:
-        session, anatomy = self.session, self.session.anatomy()
-        variables = variables_of(anatomy)
+        session, train_state = self.session, self.session.train_state()
+        variables = variables_of(train_state)
         files = {}
         if hasattr(session.model, "save_weights") and session.model.built:  # a layer alone has no file format of its own
             type(session.model).save_weights(session.model, folder / WEIGHTS)  # checked already: past the firewall
@@ -197,7 +197,7 @@ class DiskRing(Ring):
         left_out = self._not_in(folder / WEIGHTS, variables) if files else frozenset(range(len(variables)))
         rest = {number: keras_variables.read(variables[number]) for number in sorted(left_out)}
         with (folder / REST).open("wb") as file:
-            metrics = {f"m{number}": keras_variables.read(metric) for number, metric in enumerate(anatomy.metrics)}
+            metrics = {f"m{number}": keras_variables.read(metric) for number, metric in enumerate(train_state.metrics)}
             arrays = {f"v{number}": _plain(array) for number, array in rest.items()}
             if (drawn := current.host().generator_state()) is not None:
                 arrays[GENERATOR] = drawn
@@ -213,11 +213,11 @@ class DiskRing(Ring):
             signature=signature(variables),
             rest=tuple((number, str(variables[number].path), array.dtype.name) for number, array in rest.items()),
             metrics=len(metrics),
-            optimizers=_trained(anatomy),
-            course=Course.of(session).to_dict(),
+            optimizers=_trained(train_state),
+            course=GuardState.of(session).to_dict(),
             measured={
-                "learning_rate": [str(keras_optimizers.learning_rate(o)) for o in anatomy.optimizers],
-                "loss_scale": [str(float(keras_variables.read(scale))) for scale, _ in anatomy.scales],
+                "learning_rate": [str(keras_optimizers.learning_rate(o)) for o in train_state.optimizers],
+                "loss_scale": [str(float(keras_variables.read(scale))) for scale, _ in train_state.scales],
             },
             versions={
                 "keras": keras.__version__,
@@ -286,15 +286,15 @@ def _left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any,
             keras_variables.write(variable, value)
 
 
-def _trained(anatomy: Anatomy) -> tuple[tuple[int, ...] | None, ...]:
+def _trained(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
     """Return the numbers of the weights that each optimizer is built for."""
-    numbers = {id(v): number for number, v in enumerate((*anatomy.trainable, *anatomy.other))}
-    built = [keras_optimizers.trained_by(o) if o.built else None for o in anatomy.optimizers]
+    numbers = {id(v): number for number, v in enumerate((*train_state.trainable, *train_state.other))}
+    built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
     return tuple(None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built)
 
 
 def _kept(path: Path) -> str:
-    atomic_files.settle(path)
+    atomic_files.flush_to_disk(path)
     return atomic_files.fingerprint(path)
 
 

@@ -18,7 +18,7 @@ from keras.src.utils import io_utils
 from keras_nanguard._keras import native_variables
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message", "running_data", "running_spec", "savers"),
@@ -31,13 +31,13 @@ def print_message(text: str) -> None:
     io_utils.print_msg(text)
 
 
-def built_in(model: Any, anatomy: Anatomy) -> tuple[Any, ...]:
+def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     """Return what a trace of a train step has built in: the call of `compile`, the optimizers, their rates, all variables.
 
     Which of them are trainable is no part of it: Keras goes on with the train function it has until `compile` is called.
     """
-    rates = [getattr(keras_optimizers.inner(optimizer), "_learning_rate", None) for optimizer in anatomy.optimizers]
-    return (compiled_as(model) or object(), *anatomy.optimizers, *rates, *sorted(anatomy.everything, key=id))
+    rates = [getattr(keras_optimizers.inner(optimizer), "_learning_rate", None) for optimizer in train_state.optimizers]
+    return (compiled_as(model) or object(), *train_state.optimizers, *rates, *sorted(train_state.everything, key=id))
 
 
 def compiled_as(model: Any) -> Any:

@@ -20,15 +20,15 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["Custody", "by_part", "in_executions", "ready", "shardings", "variables"]
+__all__ = ["TrainerState", "by_part", "in_executions", "ready", "shardings", "variables"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
-class Custody:
+class TrainerState:
     """The train state between two steps.
 
-    A healthy step never touches the variables. When the host has to look at the state or change it, `reach` puts it
+    A healthy step never touches the variables. When the host has to look at the state or change it, `sync_variables` puts it
     into them, and `take` gathers it again.
 
     Args:
@@ -39,7 +39,7 @@ class Custody:
     def __init__(self, model: Any, values: Callable[[Any], list[Any]] = jax.tree_util.tree_leaves):
         self.model, self._values = model, values
         self.state: Any = None
-        self.reached = self.showing = False
+        self.synced = self.showing = False
         self._ids: list[int] | None = None
 
     def receive(self, state: Any) -> None:
@@ -50,21 +50,21 @@ class Custody:
 
     def hold(self, state: Any) -> None:
         """Note the state of this moment."""
-        self.state, self.reached = state, False
+        self.state, self.synced = state, False
 
-    def reach(self) -> None:
+    def sync_variables(self) -> None:
         """Make the variables hold the state of this moment."""
-        if self.state is None or self.reached or self.showing or self.model._jax_state_synced:
+        if self.state is None or self.synced or self.showing or self.model._jax_state_synced:
             return
-        self.reached = True
+        self.synced = True
         self.model._jax_state = dict(zip(_PARTS, self.state))
         self.model._jax_state_synced = False
         self.model.jax_state_sync()
 
     @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
+    def variables_readable(self) -> Iterator[None]:
         """Let the variables read as the state of this moment without holding it, which is enough to look at it."""
-        if self.state is None or self.reached or self.showing or self.model._jax_state_synced:
+        if self.state is None or self.synced or self.showing or self.model._jax_state_synced:
             yield
             return
         if self._ids is None:
@@ -79,17 +79,17 @@ class Custody:
 
     def take(self) -> Any:
         """Return the state of this moment, as the next step wants it."""
-        if self.reached:
+        if self.synced:
             self.state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True), purge_model_variables=True)
             self.model._jax_state_synced = False
-            self.reached = False
+            self.synced = False
         return self.state
 
     def rescue(self) -> None:
         """Leave the state in the variables when a step has failed, unless it was consumed."""
         leaves = jax.tree_util.tree_leaves(self.state)
         if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            self.reach()
+            self.sync_variables()
 
 
 def by_part(model: Any) -> tuple[list[Any], ...]:

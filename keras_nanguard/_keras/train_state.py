@@ -13,11 +13,11 @@ from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Anatomy"]
+__all__ = ["TrainState"]
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class TrainState:
     """The whole train state of a model and its optimizers, by role.
 
     Attributes:
@@ -43,7 +43,7 @@ class Anatomy:
     unlisted: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> Anatomy:
+    def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
         """Read the anatomy of a built model; optimizers that are not built yet contribute nothing."""
         optimizers = tuple(keras_optimizers.find_optimizers(model) if optimizers is None else optimizers)
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]

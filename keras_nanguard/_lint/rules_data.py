@@ -13,7 +13,7 @@ from keras_nanguard._lint.subject import Subject
 
 __all__ = ["RULES"]
 
-_MOST_INPUT = 1e3
+_MAX_INPUT = 1e3
 """Magnitude of an input. Pixels reach 255; kernels are drawn for inputs of about 1, and outputs grow with them."""
 
 
@@ -32,7 +32,7 @@ def _input_scale(subject: Subject) -> Iterator[Site]:
             continue
         found = statistics(array)
         largest = max(abs(found.min or 0.0), abs(found.max or 0.0))
-        if largest > _MOST_INPUT:
+        if largest > _MAX_INPUT:
             yield name, f"values up to {largest:.3g}, and no layer that scales them"
 
 

@@ -18,7 +18,7 @@ __all__ = ["RULES"]
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
-_MOST_GAIN = 25.0
+_MAX_GAIN = 25.0
 """Variance of the initialiser times fan-in. Around 1 (Glorot) or 2 (He) signals keep their size; at 25 they grow five
 times a layer, a million times in nine."""
 
@@ -147,7 +147,7 @@ def _initialiser(subject: Subject) -> Iterator[Site]:
         if variance is None:
             continue
         gain = variance * math.prod(shape[:-1])
-        if gain > _MOST_GAIN or gain < _LEAST_GAIN:
+        if gain > _MAX_GAIN or gain < _LEAST_GAIN:
             yield placed.path, f"{type(given).__name__} has {gain:.3g} times the variance 1 / {math.prod(shape[:-1])}"
 
 

@@ -14,10 +14,10 @@ from keras_nanguard._lint.subject import Subject
 
 __all__ = ["RULES"]
 
-_MOST_ADAPTIVE = 1.0
+_MAX_ADAPTIVE = 1.0
 """Adam and its kin move every weight by about the learning rate a step; weights start at a few hundredths."""
 
-_MOST_PLAIN = 100.0
+_MAX_PLAIN = 100.0
 """Plain gradient descent diverges above 2 / curvature; a rate of 100 presumes a loss flatter than any that is used."""
 
 _PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
@@ -50,7 +50,7 @@ def _learning_rate(subject: Subject) -> Iterator[Site]:
         yield kind, f"a learning rate of {min(rates):g}"
     elif max(rates) == 0:
         yield kind, "a learning rate of 0: nothing is learned"
-    elif max(rates) > (_MOST_PLAIN if kind in _PLAIN else _MOST_ADAPTIVE):
+    elif max(rates) > (_MAX_PLAIN if kind in _PLAIN else _MAX_ADAPTIVE):
         yield kind, f"a learning rate of {max(rates):g}"
 
 

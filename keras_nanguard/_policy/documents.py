@@ -30,7 +30,7 @@ LARGEST_FILE = 65_536
 DEEPEST = 24
 """Deepest nesting of tables and lists. Conditions within conditions are the only thing that nests at all."""
 
-MOST_VALUES = 20_000
+MAX_VALUES = 20_000
 """Most values in one policy."""
 
 
@@ -84,8 +84,8 @@ def checked_depth(document: Mapping[Any, Any], name: str) -> None:
     for _ in range(DEEPEST + 1):
         level = [inner for outer in level for inner in _inside(outer, name)]
         count += len(level)
-        if count > MOST_VALUES:
-            raise PolicyError(expected(f"at most {MOST_VALUES} values in {name}", f"at least {count}", remedy))
+        if count > MAX_VALUES:
+            raise PolicyError(expected(f"at most {MAX_VALUES} values in {name}", f"at least {count}", remedy))
         if not level:
             return
     raise PolicyError(expected(f"at most {DEEPEST} levels of nesting in {name}", "more", remedy))

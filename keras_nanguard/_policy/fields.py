@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from keras_nanguard._core.errors import PolicyError
 
 __all__ = [
+    "MAX_INTEGER",
     "MOMENTS",
-    "MOST",
     "NAME",
     "at",
     "changed",
@@ -34,7 +34,7 @@ __all__ = [
     "wording",
 ]
 
-MOST = 10**9
+MAX_INTEGER = 10**9
 """Largest whole number that any field takes: a policy counts steps, and no run has more."""
 
 MOMENTS = ("any", "refused", "committed", "before_training", "from_start")

@@ -19,7 +19,7 @@ __all__ = ["FORMAT", "STATE_SITES", "TRAINING_SITES", "Ledger", "Tally", "is_bad
 FORMAT = 1
 """Number of the JSON form of a `Ledger`."""
 
-MOST_JUMPS = 1000
+MAX_JUMPS = 1000
 """How many finite jumps are remembered at most."""
 
 STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
@@ -122,7 +122,7 @@ class Ledger:
     def entered(self, incident: Incident, step: int) -> Ledger:
         """Return the ledger after one more incident, the rules' tallies untouched."""
         jumped = any(finding.kind in ("spike", "explosion") for finding in incident.findings)
-        jumps = (*self.jumps, step)[-MOST_JUMPS:] if jumped and step not in self.jumps[-1:] else self.jumps
+        jumps = (*self.jumps, step)[-MAX_JUMPS:] if jumped and step not in self.jumps[-1:] else self.jumps
         seen = replace(self, step=step, jumps=jumps)
         if not is_bad_step(incident) or step == self.last:
             return seen

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, create_model, model_
 from pydantic import Field as Described
 from pydantic_core import PydanticCustomError
 
-from keras_nanguard._policy.fields import MOST, contradictions, made, plain_type, printable, wording
+from keras_nanguard._policy.fields import MAX_INTEGER, contradictions, made, plain_type, printable, wording
 
 __all__ = ["MODELS", "WORDINGS", "OneKey", "Table", "checked_printable", "described", "model", "model_of", "table_of"]
 
@@ -64,7 +64,7 @@ def described(entry: Field[Any], model: str) -> tuple[Any, Any]:
         bounds = {"pattern": meta["pattern"]} if meta["pattern"] else {"max_length": meta["longest"]}
         annotation = Annotated[str, AfterValidator(checked_printable)]
     elif kind == "int":
-        bounds = {"ge": 0, "le": MOST, **bounds}
+        bounds = {"ge": 0, "le": MAX_INTEGER, **bounds}
     unit = f" ({meta['unit']})" if meta["unit"] else ""
     default = ... if entry.default is MISSING else entry.default
     return annotation, Described(default=default, description=f"{meta['meaning']}{unit}", **bounds)

@@ -48,7 +48,7 @@ FURTHEST = math.log(1e9)
 LEAP, FEWEST = math.log(1e6), 3
 """A jump by that factor is a spike even while the spread is being learned, as soon as there are so many values before it."""
 
-AGAIN = math.log(1000.0)
+REPORT_AGAIN_GROWTH = math.log(1000.0)
 """An explosion is told again when it has grown by this much more."""
 
 FLOORS = {"loss": math.log(1.0), "gradients": math.log(10.0)}
@@ -149,7 +149,7 @@ class _Series:
     def _growth(self, size: float) -> str:
         """Return `"explosion"` where growth has lasted and is told for the first time, or has gone on much further."""
         self._grown = self._grown + 1 if size >= self._sustained else 0
-        if self._grown < self._check.patience or size < self._bar or size < self._told + AGAIN:
+        if self._grown < self._check.patience or size < self._bar or size < self._told + REPORT_AGAIN_GROWTH:
             return ""
         self._told = size
         return "explosion"

@@ -29,7 +29,7 @@ def build(site="inputs", **mode):
     return model
 
 
-class Course(keras.callbacks.Callback):
+class GuardState(keras.callbacks.Callback):
     """Keeps a copy of the whole train state after every execution."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ class Course(keras.callbacks.Callback):
 
 def train(model, steps=STEPS):
     """Train a model and return its state after each execution."""
-    course, data = Course(), zoo.regression(batches=steps)
+    course, data = GuardState(), zoo.regression(batches=steps)
     model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[course])
     return course.states
 

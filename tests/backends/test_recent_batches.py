@@ -14,7 +14,7 @@ from keras import layers
 from keras_nanguard import NanGuard
 from keras_nanguard._fit import recent_batches
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
 
 BACKEND = keras.backend.backend()
@@ -54,7 +54,7 @@ def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
 
     def look(incident):
         session = guard.session
-        variables = session.anatomy().restorable
+        variables = session.train_state().restorable
         approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
         then = [np.array(approach.snapshot.value(v)) for v in variables] if approach is not None else None
         found.append((approach, then, [keras_variables.read(v) for v in variables]))
@@ -70,7 +70,7 @@ def check(approach, start, end):
     """Train on the batches with stock Keras, from the state to start from, and compare."""
     model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(jit_compile=False)
     model.optimizer.build(model.trainable_variables)
-    variables = Anatomy.of(model).restorable
+    variables = TrainState.of(model).restorable
     for variable, value in zip(variables, start, strict=True):
         keras_variables.write(variable, value)
     for (batch,) in approach.batches:
@@ -131,7 +131,7 @@ def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
 def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, monkeypatch):
     """Batches of any size in any order: those that are remembered never take more than they may."""
     large = BATCH * (4 + 1) * 4
-    monkeypatch.setattr(recent_batches, "MOST_BYTES", 6 * large)
+    monkeypatch.setattr(recent_batches, "MAX_BYTES", 6 * large)
     x, y = data()
     sizes, most = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1], []
 

@@ -73,7 +73,7 @@ def test_a_bundle_reads_for_a_human_and_runs_for_anyone(overflow):
 
 
 def test_the_oldest_bundle_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(_bundle, "MOST_BUNDLES", 2)
+    monkeypatch.setattr(_bundle, "MAX_BUNDLES", 2)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[[5, 21, 37, 53]] = np.nan
     guard = NanGuard(verbose=0, directory=tmp_path)
@@ -83,7 +83,7 @@ def test_the_oldest_bundle_goes_first(tmp_path, monkeypatch):
 
 
 def test_a_state_beyond_the_limit_is_left_out_and_said_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(_bundle, "MOST_BYTES", 300)
+    monkeypatch.setattr(_bundle, "MAX_BYTES", 300)
     _, incident = written("nan_in_one_input_row", tmp_path)
     monkeypatch.undo()
     found = _bundle.read(incident.bundle)
@@ -135,7 +135,7 @@ def test_a_path_out_of_the_folder_is_not_followed(copy):
 
 
 def test_a_bomb_is_refused(copy, monkeypatch):
-    monkeypatch.setattr(_bundle, "MOST_BYTES", 1000)
+    monkeypatch.setattr(_bundle, "MAX_BYTES", 1000)
     with (
         zipfile.ZipFile(copy / "batch.npz", "w", zipfile.ZIP_DEFLATED) as archive,
         archive.open("0.npy", "w") as member,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.evidence import Birth, Constant, Evidence, Growth, Operand, OptimizerFacts, Spread
+from keras_nanguard._core.evidence import Constant, Evidence, Growth, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.causes import decide, grown, kind
@@ -15,36 +15,36 @@ from keras_nanguard._diagnose.words import table
 
 SMALL, ZERO = Operand(1.0, False, False, "float32"), Operand(0.0, True, False, "float32")
 LARGE = Operand(1e30, False, False, "float32")
-LOG = Birth(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (ZERO,), "float32", (3,))
-BAD = Evidence(step=7, replay="bad", first="loss", birth=LOG, rows=(3,))
+LOG = Origin(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (ZERO,), "float32", (3,))
+BAD = Evidence(step=7, replay="bad", first="loss", origin=LOG, rows=(3,))
 HALF = replace(BAD, low_precision="float16", float32="finite")
 GROWN = Growth(steps=6, loss=1e9, norm=1e9, weights=1e6)
 ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 0.0, "float16")
 
 TABLE = {
     "input_nonfinite": replace(
-        BAD, birth=Birth(-1, "batch", "inputs", "forward"), inputs_bad=(Constant("inputs", (2,), 1, 0),)
+        BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(Constant("inputs", (2,), 1, 0),)
     ),
-    "target_nonfinite": replace(BAD, birth=Birth(-1, "batch", "targets", "forward")),
+    "target_nonfinite": replace(BAD, origin=Origin(-1, "batch", "targets", "forward")),
     "input_scale": replace(
-        BAD, birth=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
+        BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
     ),
-    "forward_domain": replace(BAD, birth=replace(LOG, phase="forward", culprit="log")),
+    "forward_domain": replace(BAD, origin=replace(LOG, phase="forward", culprit="log")),
     "loss_domain": BAD,
-    "gradient_domain": replace(BAD, first="gradients", birth=replace(LOG, op="SqrtGrad", phase="backward")),
-    "divergence": replace(BAD, birth=replace(LOG, op="Square", operands=(LARGE,)), growth=GROWN),
-    "float16_overflow": replace(HALF, birth=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
-    "float16_underflow": replace(HALF, birth=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
+    "gradient_domain": replace(BAD, first="gradients", origin=replace(LOG, op="SqrtGrad", phase="backward")),
+    "divergence": replace(BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), growth=GROWN),
+    "float16_overflow": replace(HALF, origin=replace(LOG, op="MatMul", dtype="float16", operands=(SMALL,))),
+    "float16_underflow": replace(HALF, origin=replace(LOG, op="RealDiv", operands=(SMALL, ZERO))),
     "loss_scale_collapsed": replace(BAD, first="gradients", loss_scale=0.0),
-    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", birth=None, optimizers=(ADAM,)),
+    "optimizer_domain": replace(BAD, first="weights", first_path="dense/kernel", origin=None, optimizers=(ADAM,)),
     "state_nonfinite": replace(BAD, state=(("dense/kernel", "weights"),)),
     "batchnorm_statistics": Evidence(
         refused=False, sites=("validation:nonfinite",), state=(("bn/moving_variance", "statistics"),)
     ),
     "training_flag": Evidence(refused=False, sites=("statistics:stuck",), first_path="bn/moving_mean"),
     "spike": Evidence(refused=False, sites=("loss:spike",)),
-    "transient": replace(BAD, replay="finite", same_mode="finite", first="", birth=None),
-    "unknown": replace(BAD, replay="finite", same_mode="", first="", birth=None),
+    "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=None),
+    "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=None),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from keras_nanguard._keras import losses as keras_losses
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 tf = pytest.importorskip("tensorflow", reason="eyes for the operations of TensorFlow; those of JAX and PyTorch are in test_jax, test_torch")
-from keras_nanguard._backends.tensorflow.origins import Births  # noqa: E402
+from keras_nanguard._backends.tensorflow.origins import Origins  # noqa: E402
 
 
 def model():
@@ -56,29 +56,29 @@ def test_the_rate_of_the_last_step_is_told_under_a_schedule():
 
 
 def test_tensorflow_tells_of_its_operations():
-    assert Births.available
-    with Births() as births:
+    assert Origins.available
+    with Origins() as origins:
         bad = tf.math.log(tf.zeros(3)) + 1.0
-    birth = births.of(bad)
-    assert (birth.op, birth.inf, birth.operands[0].zero) == ("Log", 3, True)
-    assert "test_internals.py" in birth.line
-    before = births.count
+    origin = origins.of(bad)
+    assert (origin.op, origin.inf, origin.operands[0].zero) == ("Log", 3, True)
+    assert "test_internals.py" in origin.line
+    before = origins.count
     tf.math.log(tf.zeros(3))
-    assert births.count == before
+    assert origins.count == before
 
 
 def test_what_is_masked_away_is_not_blamed():
     x = tf.constant([0.0, 1.0])
-    with Births() as births:
+    with Origins() as origins:
         fine = tf.where(x > 0, tf.math.log(x), 0.0)
         bad = tf.math.sqrt(fine - 1.0)
-    assert births.of(fine) is None
-    assert births.of(bad).op == "Sqrt"
+    assert origins.of(fine) is None
+    assert origins.of(bad).op == "Sqrt"
 
 
 def test_an_infinite_constant_is_deliberate():
-    with Births() as births:
+    with Origins() as origins:
         masked = tf.where([True, True], tf.constant([-np.inf, -np.inf]), 0.0)
         bad = tf.nn.softmax(masked)
-    assert births.of(masked).source == "constant"
-    assert births.of(bad).op == "Softmax"
+    assert origins.of(masked).source == "constant"
+    assert origins.of(bad).op == "Softmax"

@@ -59,7 +59,7 @@ def test_a_replay_restores_what_a_step_of_ones_own_writes():
     model = case.model
     model.fit(case.x, case.y, batch_size=8, verbose=0)
     before = [keras.ops.convert_to_numpy(v.value).copy() for v in (*model.variables, *model.optimizer.variables)]
-    step = Step(model.train_step, model, [model.optimizer], saving=True)
+    step = Step(model.train_step, model, [model.optimizer], keeps_undo=True)
     run = step.run(((keras.ops.convert_to_tensor(case.x[:8]), keras.ops.convert_to_tensor(case.y[:8])),), observe=True, update=True)
     assert run.finite
     after = [keras.ops.convert_to_numpy(v.value) for v in (*model.variables, *model.optimizer.variables)]

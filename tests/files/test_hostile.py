@@ -345,8 +345,8 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
     if OLD:
         pytest.skip("this version of Keras loads bombs")
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == archives.BOMB_FLOOR
-    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5._MOST_EXPANSION
-    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MOST_EXPANSION
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5._MAX_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_EXPANSION
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no child process")

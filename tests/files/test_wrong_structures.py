@@ -150,7 +150,7 @@ def test_what_hdf5_reserves_is_bounded(monkeypatch):
     """The child that reads a file cannot take more than it was given, whatever a library in it asks for."""
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux tells how much a process holds")
-    monkeypatch.setattr(isolated, "MOST_MEMORY", 200 << 20)
+    monkeypatch.setattr(isolated, "MAX_MEMORY", 200 << 20)
 
     @contextlib.contextmanager
     def work(_):

@@ -19,7 +19,7 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError
-from keras_nanguard._fit.guard_state import Course
+from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
 from keras_nanguard._fit.snapshots import Ring
@@ -221,7 +221,7 @@ class TestResume:
         def look(batch, logs):
             inner = model.optimizer.inner_optimizer
             rate = second.session.rate(model.optimizer)
-            bounds = second.session.aftercare.scale_bounds
+            bounds = second.session.pending_recovery.scale_bounds
             seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
 
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
@@ -508,15 +508,15 @@ def test_course_round_trip():
     rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
     from keras_nanguard._policy.ledger import Ledger
 
-    course = Course(
+    course = GuardState(
         Ledger(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
     )
     plain = json.loads(json.dumps(course.to_dict()))
-    again = Course.from_dict(plain)
+    again = GuardState.from_dict(plain)
     assert again.to_dict() == course.to_dict()
     for broken in ({**plain, "more": 1}, {k: v for k, v in plain.items() if k != "rates"}, {**plain, "format": 2}, [], None):
         with pytest.raises(FileFormatError):
-            Course.from_dict(broken)
+            GuardState.from_dict(broken)
 
 
 KILLED = """

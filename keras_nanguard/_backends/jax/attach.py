@@ -14,7 +14,7 @@ from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.deferred_verdict import Started, on_accelerator
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
-from keras_nanguard._backends.jax.prefetch import Ahead
+from keras_nanguard._backends.jax.prefetch import Prefetch
 from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared.attach import Attachment, adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
@@ -48,8 +48,10 @@ class ModelAttachment(Attachment):
             remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)
-        self.custody = _trainer.Custody(model, values)
-        session.reach, session.readable, session.settle = self.custody.reach, self.custody.readable, self.settle
+        self.trainer_state = _trainer.TrainerState(model, values)
+        session.sync_variables = self.trainer_state.sync_variables
+        session.variables_readable = self.trainer_state.variables_readable
+        session.resolve_pending = self.resolve_pending
 
     @staticmethod
     def waits() -> bool:
@@ -63,14 +65,14 @@ class ModelAttachment(Attachment):
         def scaling(factors: dict[int, Any]) -> Any:
             return _scaled(session, factors)
 
-        late = jit and not self.waits()
-        transaction = self._cached_step(jit, late, keras.distribution.distribution())
+        deferred = jit and not self.waits()
+        transaction = self._cached_step(jit, deferred, keras.distribution.distribution())
         if transaction is not None:
-            transaction.serve(session.read_anatomy, scaling)
+            transaction.rebind(session.read_train_state, scaling)
         else:
             transaction = Transaction(
                 self.body,
-                session.read_anatomy,
+                session.read_train_state,
                 lambda: _trainer.variables(model),
                 outputs=LogOutputs(model),
                 model=model,
@@ -79,7 +81,7 @@ class ModelAttachment(Attachment):
                 pack=True,
                 shardings=_trainer.shardings(model),
                 scaling=scaling,
-                late=late,
+                deferred=deferred,
             )
         if old is not None:
             transaction.inherit(old)
@@ -92,18 +94,18 @@ class ModelAttachment(Attachment):
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:
-            return self.inner(state, self._ahead(iterator))
+            return self.inner(state, self._prefetching(iterator))
         except StopIteration:
             raise
         except BaseException as error:
-            self.custody.rescue()
+            self.trainer_state.rescue()
             self._changed = True
-            self._settle_at_last()
+            self._resolve_at_last()
             self.session.raised(error)
             self.detach()
             raise
 
-    def _ahead(self, iterator: Any) -> Any:
+    def _prefetching(self, iterator: Any) -> Any:
         """Return the iterator with its next batch taken while a step computes, where nothing can tell when that is.
 
         Data of a user's own (a generator, a `PyDataset`) may go by what the step before has done.
@@ -113,28 +115,28 @@ class ModelAttachment(Attachment):
         if self.batches is None or not self.batches.is_of(iterator):
             if self.batches is not None and self.batches.holds:  # a `train_on_batch` in between
                 return iterator
-            self.batches = Ahead(iterator)
+            self.batches = Prefetch(iterator)
         self.session.transaction.meanwhile = self.batches.fetch
         return self.batches
 
     def step(self, state: Any, data: Any) -> Any:
         """Run one train step, and let the host look at its verdict."""
-        session, custody = self.session, self.custody
-        given = custody.state
-        custody.receive(state)
+        session, trainer_state = self.session, self.trainer_state
+        given = trainer_state.state
+        trainer_state.receive(state)
         if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
-            self.settle()
-        elif session.transaction.late and (session.far or self.pending is not None) and self._goes_on(data):
-            return session.logs.shown, custody.take()
-        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
-            session.reach()
+            self.resolve_pending()
+        elif session.transaction.deferred and (session.may_run_ahead or self.pending is not None) and self._goes_on(data):
+            return session.logs.shown, trainer_state.take()
+        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+            session.sync_variables()
             session.before()
-        if session.stopped or session.passes_by(iter((data,)), 1):
-            return self._logs(), custody.take()
-        state, logs, row = session.transaction(custody.take(), _factors(session), data)
-        custody.hold(state)
+        if session.stopped or session.skips_batches(iter((data,)), 1):
+            return self._logs(), trainer_state.take()
+        state, logs, row = session.transaction(trainer_state.take(), _factors(session), data)
+        trainer_state.hold(state)
         session.after(row)
-        return session.honest(logs, row[1], bool(row[0])), custody.take()
+        return session.logs_for_callbacks(logs, row[1], bool(row[0])), trainer_state.take()
 
     def _goes_on(self, data: Any) -> bool:
         """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
@@ -144,42 +146,42 @@ class ModelAttachment(Attachment):
         """
         session, transaction = self.session, self.session.transaction
         if not self.outputs.lasting:
-            self.settle()
+            self.resolve_pending()
             return False
         before, self.pending = self.pending, None
-        state, started = transaction.start(self.custody.take(), _factors(session), data, after=before)
-        self.custody.hold(state)
+        state, started = transaction.start(self.trainer_state.take(), _factors(session), data, after=before)
+        self.trainer_state.hold(state)
         session.healed = False
-        if before is None or (session.after(transaction.finish(before), last=False) and session.far):
+        if before is None or (session.after(transaction.finish(before), last=False) and session.may_run_ahead):
             self.pending = started
         elif session.healed or (row := transaction.finish(started))[HALTED]:
             return False
         else:
             session.after(row)
-        session.honest(started.outputs)
+        session.logs_for_callbacks(started.outputs)
         return True
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Read the verdict of the last step, if that was not done yet, and act on it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self.session.after(self.session.transaction.finish(pending))
 
-    def _settle_at_last(self) -> None:
+    def _resolve_at_last(self) -> None:
         """The same where a fit is cut short by something else, which goes on to the user."""
         with contextlib.suppress(NonFiniteError):
-            self.settle()
+            self.resolve_pending()
 
     def detach(self) -> None:
         """Give the model its own methods back."""
-        self._settle_at_last()
+        self._resolve_at_last()
         super().detach()
 
     def _logs(self) -> Any:
         """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
         if self.session.logs.shown is None:
-            self.custody.reach()
-            self.session.honest(self.model.get_metrics_result())
+            self.trainer_state.sync_variables()
+            self.session.logs_for_callbacks(self.model.get_metrics_result())
         return self.session.logs.shown
 
 
@@ -212,9 +214,9 @@ class LoopStep:
         self.function, self.session = function, session
         self.variables: list[Any] | None = None
         self.state: Any = None
-        self.reached = False
+        self.synced = False
         session.rebuild = self.build
-        session.reach, session.readable = self.reach, self.readable
+        session.sync_variables, session.variables_readable = self.sync_variables, self.variables_readable
         self.build()
 
     def build(self) -> None:
@@ -223,7 +225,7 @@ class LoopStep:
         body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
         transaction = Transaction(
             body,
-            session.read_anatomy,
+            session.read_train_state,
             lambda: self.variables or [],
             outputs=PlainOutputs(),
             model=session.model,
@@ -231,7 +233,7 @@ class LoopStep:
             jit=compiled,
             scaling=lambda factors: _scaled(session, factors),
         )
-        transaction.light = True  # the caller may hold on to its state, so no step may write over it
+        transaction.host_selects = True  # the caller may hold on to its state, so no step may write over it
         if session.transaction is not None:
             transaction.inherit(session.transaction)
         session.transaction = transaction
@@ -241,38 +243,38 @@ class LoopStep:
         session, given = self.session, self.state
         if self.variables is None:
             self.variables = _owners(state, session)
-        self.state, self.reached = state, False
-        if not session.began or session.aftercare.recalibration is not None or (session.rates and state is not given):
-            session.reach()
+        self.state, self.synced = state, False
+        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+            session.sync_variables()
             session.before()
         function = session.transaction
         state, outputs, row = function(self._taken(), _factors(session), *batch, **more)
-        self.state, self.reached = state, False
+        self.state, self.synced = state, False
         session.after(row)
         return outputs, self._taken()
 
-    def reach(self) -> None:
+    def sync_variables(self) -> None:
         """Make the variables hold the state of this moment."""
-        if self.reached or self.state is None:
+        if self.synced or self.state is None:
             return
-        self.reached = True
+        self.synced = True
         for variable, value in zip(self.variables or (), jax.tree_util.tree_leaves(self.state)):
             if variable is not None:
                 variable.assign(value)
 
     @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
+    def variables_readable(self) -> Iterator[None]:
         """Let the variables read as the state of this moment; here they can as well hold it."""
-        self.reach()
+        self.sync_variables()
         yield
 
     def _taken(self) -> Any:
         """Return the state of this moment."""
-        if self.reached:
+        if self.synced:
             leaves, tree = jax.tree_util.tree_flatten(self.state)
             owned = zip(self.variables or (), leaves)
             self.state = tree.unflatten([leaf if variable is None else variable.value for variable, leaf in owned])
-            self.reached = False
+            self.synced = False
         return self.state
 
 
@@ -283,7 +285,7 @@ def _owners(state: Any, session: GuardedSession) -> list[Any]:
     of Keras: trainable, non-trainable, of the optimizers, and of the metrics if there are any more.
     """
     model, leaves = session.model, jax.tree_util.tree_leaves(state)
-    optimizers = session.read_anatomy().optimizers
+    optimizers = session.read_train_state().optimizers
     main = [*model.trainable_variables, *model.non_trainable_variables, *(v for o in optimizers for v in o.variables)]
     metrics = list(getattr(model, "metrics_variables", ()))
     known = {id(v.value): v for v in [*main, *metrics]}

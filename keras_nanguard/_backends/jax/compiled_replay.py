@@ -11,7 +11,7 @@ from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared.replay import Run, Step
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.jax_trainer import by_part, variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
 
@@ -57,7 +57,7 @@ def _of_model(step: Step) -> Transaction:
     model = step.model
     transaction = Transaction(
         model.train_step,
-        lambda: Anatomy.of(model, step.optimizers),
+        lambda: TrainState.of(model, step.optimizers),
         lambda: variables(model),
         outputs=LogOutputs(model),
         model=model,

@@ -14,7 +14,7 @@ from keras_nanguard._backends.jax.intercept import Intercept, Record, Retrace
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["PutOff", "Through"]
+__all__ = ["DeferredUpdates", "ImmediateUpdates"]
 
 
 class Run:
@@ -31,22 +31,22 @@ class Run:
     def __init__(self, owner: Any, leaves: list[Any], tree: Any, args: Sequence[Any], halt: Any = None):
         self.owner, self.old, self.tree, self.args = owner, leaves, tree, args
         self.halt = halt
-        self.anatomy = anatomy = owner.anatomy()
+        self.train_state = train_state = owner.train_state()
         self.kind = _sums.kind(leaves)
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
-        self.heavy = {self.place[id(v)] for v in (*anatomy.trainable, *anatomy.slots) if id(v) in self.place}
-        metrics = {id(v) for v in anatomy.metrics}
+        self.weights_and_slots = {self.place[id(v)] for v in (*train_state.trainable, *train_state.slots) if id(v) in self.place}
+        metrics = {id(v) for v in train_state.metrics}
         self.metrics = {i for i, v in enumerate(self.variables) if id(v) in metrics}
         if not self.place:  # a state that Keras knows nothing of
-            self.heavy = set(range(len(leaves)))
+            self.weights_and_slots = set(range(len(leaves)))
 
     def _call(self, leaves: Sequence[Any], args: Sequence[Any], holders: Any, trace: Any) -> tuple[Any, Any, Any, Any]:
         """Run the body; returns what was seen, its outputs, the flat new state and its tree."""
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
         told = self.owner.outputs
-        with told.watched(), Intercept(self.owner.model, self.anatomy.optimizers, holders, trace) as seen:
-            outputs, new = told.parted(self.owner.body(state, *args))
+        with told.watched(), Intercept(self.owner.model, self.train_state.optimizers, holders, trace) as seen:
+            outputs, new = told.split_outputs(self.owner.body(state, *args))
             told.note(outputs)
         flat, tree = jax.tree_util.tree_flatten(new)
         told.check(tree, self.tree)
@@ -57,35 +57,35 @@ class Run:
     def _note(self, outputs: Any, losses: Any, gradients: Any, changed: Sequence[int], new: Sequence[Any]) -> None:
         """Compute the verdict."""
         owner, kind = self.owner, self.kind
-        self.written = [i for i in changed if i not in self.heavy | self.metrics and self._watched(i)]
+        self.written = [i for i in changed if i not in self.weights_and_slots | self.metrics and self._watched(i)]
         self.loss = _sums.add(losses or owner.outputs.losses(outputs), kind)
         self.gradients = _sums.squares(gradients, kind)
         self.statistics = _sums.total([new[i] for i in self.written], kind)
-        scales = [self.old[self.place[id(s)]] for s, _ in self.anatomy.scales if id(s) in self.place]
+        scales = [self.old[self.place[id(s)]] for s, _ in self.train_state.scales if id(s) in self.place]
         self.scale = jnp.min(jnp.stack(scales)).astype(kind) if scales else jnp.ones((), kind)
-        fine = jnp.isfinite(self.loss + self.gradients + self.statistics)
-        self.fine = fine & jnp.isfinite(self.scale) & (self.scale > 0) if scales else fine
+        may_commit = jnp.isfinite(self.loss + self.gradients + self.statistics)
+        self.may_commit = may_commit & jnp.isfinite(self.scale) & (self.scale > 0) if scales else may_commit
         if self.halt is not None:
-            self.fine &= ~self.halt
+            self.may_commit &= ~self.halt
 
     def _watched(self, index: int) -> bool:
         variable = self.variables[index]
-        ours = {id(v) for v in (*self.anatomy.rates, *(v for pair in self.anatomy.scales for v in pair))}
+        ours = {id(v) for v in (*self.train_state.rates, *(v for pair in self.train_state.scales for v in pair))}
         return id(variable) not in ours | self.owner.tolerated and _sums.can_be_bad(self.old[index])
 
-    def _row(self, refused: Any, ends: Sequence[Any]) -> Any:
+    def _row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
         nothing = jnp.zeros((), self.kind)
-        told = [refused, self.loss, self.gradients, self.statistics, *ends, self.scale, nothing]
+        told = [refused, self.loss, self.gradients, self.statistics, *update_sums, self.scale, nothing]
         told.append(nothing if self.halt is None else self.halt)
         return jnp.stack([jnp.asarray(f).astype(self.kind) for f in told])
 
     def _one(self, optimizer: Any, weights: Sequence[Any], variables: Iterable[tuple[Any, Any]], total: Any) -> tuple[Any, Any]:
         """Return the sums over what one optimizer has updated: weights, and its variables with their new values."""
         updated = list(variables)
-        told = {id(v) for v in self.anatomy.slots} - self.owner.tolerated
+        told = {id(v) for v in self.train_state.slots} - self.owner.tolerated
         slots = [array for v, array in updated if id(v) in told and _sums.can_be_bad(array)]
         turn = next((array for v, array in updated if v.name == "iteration"), None)
-        return _sums.ends(optimizer, weights, slots, turn, self.gradients, self.kind, total)
+        return _sums.update_sums(optimizer, weights, slots, turn, self.gradients, self.kind, total)
 
     def _learned(self) -> dict[int, Any]:
         """Return what a refusal writes to loss scales, by place.
@@ -94,7 +94,7 @@ class Run:
         """
         learned = {}
         blamed = jnp.isfinite(self.loss) & ~jnp.isfinite(self.gradients)
-        scaled = [o for o in self.anatomy.optimizers if keras_optimizers.scales_of(o)]
+        scaled = [o for o in self.train_state.optimizers if keras_optimizers.scales_of(o)]
         for optimizer in scaled:
             scale, counter = (self.place.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
             if scale is None or counter is None:
@@ -111,7 +111,7 @@ class Run:
 
     def _file(self, places: Sequence[tuple[str, str, Any]]) -> Any:
         """Note what the counts of this trace are about; returns the counts of a step in which nothing is bad."""
-        self.owner.files.rows = tuple((site, path, array.size) for site, path, array in places)
+        self.owner.report_queue.rows = tuple((site, path, array.size) for site, path, array in places)
         return jnp.zeros((len(places), 2), self.kind)
 
     def _places(self, outputs: Any, records: Sequence[Record], new: Sequence[Any]) -> list[tuple[str, str, Any]]:
@@ -125,7 +125,7 @@ class Run:
 
     def _finish(self, outputs: Any, new: list[Any], row: Any, counts: Any) -> tuple[Any, Any, Any, Any]:
         if self.owner.refuse:
-            metrics = [(v, new[self.place[id(v)]]) for v in self.anatomy.metrics if id(v) in self.place]
+            metrics = [(v, new[self.place[id(v)]]) for v in self.train_state.metrics if id(v) in self.place]
             outputs = self.owner.outputs.results(outputs, metrics)
         outputs, vector = self._joined(outputs, row, counts)
         return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, None if self.halt is None else _is_bad(row)
@@ -133,12 +133,12 @@ class Run:
     def _joined(self, outputs: Any, row: Any, counts: Any) -> tuple[Any, Any]:
         """Return the outputs that leave the step by themselves, and one vector with everything else."""
         outputs, more = self.owner.outputs.join(outputs, self.kind)
-        self.owner.told = row.size + len(more)
+        self.owner.row_size = row.size + len(more)
         parts = [row, *(jnp.reshape(m, (1,)) for m in more), *([] if counts is None else [jnp.ravel(counts)])]
         return outputs, jnp.concatenate(parts) if len(parts) > 1 else row
 
 
-class PutOff(Run):
+class DeferredUpdates(Run):
     """The updates run after the verdict, in a conditional."""
 
     def complete(self) -> tuple[Any, Any, Any, Any]:
@@ -165,16 +165,16 @@ class PutOff(Run):
         self.given, args_tree = jax.tree_util.tree_flatten(tuple(self.args))
         self.held = [
             (o, [_shape(v) for v in keras_optimizers.trained_by(o)], [_shape(v) for v in o.variables])
-            for o in self.anatomy.optimizers
+            for o in self.train_state.optimizers
             if o.built
         ]
         flat_held, held_tree = jax.tree_util.tree_flatten([(w, s) for _, w, s in self.held])
         counts = (len(self.old), len(self.given))
 
         def probe(*arrays: Any) -> Any:
-            leaves, rest = arrays[: counts[0]], arrays[counts[0] :]
-            args = jax.tree_util.tree_unflatten(args_tree, rest[: counts[1]])
-            holders = jax.tree_util.tree_unflatten(held_tree, rest[counts[1] :])
+            leaves, release_run = arrays[: counts[0]], arrays[counts[0] :]
+            args = jax.tree_util.tree_unflatten(args_tree, release_run[: counts[1]])
+            holders = jax.tree_util.tree_unflatten(held_tree, release_run[counts[1] :])
             by_id = {id(o): pair for (o, _, _), pair in zip(self.held, holders)}
             trace = next((a._trace for a in arrays if isinstance(a, jax.core.Tracer)), None)
             seen, outputs, new, _ = self._call(leaves, args, by_id, trace)
@@ -202,7 +202,7 @@ class PutOff(Run):
         after = jaxpr.outvars[self.output_count :]
         self.holding = {i: number[id(var)] for i, var in enumerate(after) if id(var) in number}
         self.moved = {i for i, var in enumerate(after) if var is not jaxpr.invars[i]}
-        if self.heavy & self.moved - set(self.holding):
+        if self.weights_and_slots & self.moved - set(self.holding):
             raise Retrace
 
     def _dummies(self) -> list[Any]:
@@ -221,29 +221,29 @@ class PutOff(Run):
             kept = [learned.get(i, self.old[i]) for i in self.wanted]
             return kept, (zero, zero), _sums.counts([array for _, _, array in places], self.kind)
 
-        large, ends, self.counts = jax.lax.cond(self.fine, commit, refuse)
+        large, update_sums, self.counts = jax.lax.cond(self.may_commit, commit, refuse)
         self.new = list(new)
         for i, value in zip(self.wanted, large):
             self.new[i] = value
         for i in self.changed:
-            self.new[i] = jnp.where(self.fine, new[i], learned.get(i, self.old[i]))
-        self.row = self._row(~self.fine, ends)
+            self.new[i] = jnp.where(self.may_commit, new[i], learned.get(i, self.old[i]))
+        self.row = self._row(~self.may_commit, update_sums)
 
     def _update(self) -> tuple[list[Any], Any]:
         """Run the updates; returns what they give for the `wanted` places, and the sums over it."""
         results: dict[int, Any] = {}
-        ends = [jnp.zeros((), self.kind)] * 2
+        update_sums = [jnp.zeros((), self.kind)] * 2
         for record in self.records:
             weights, slots = record.real(record.slots, record.grads, record.weights)
             results[id(record.optimizer)] = weights, slots
             one = self._one(record.optimizer, weights, zip(record.optimizer.variables, slots), _sums.total)
-            ends = [a + b for a, b in zip(ends, one)]
+            update_sums = [a + b for a, b in zip(update_sums, one)]
         flat = [results.get(id(o), (w, s)) for o, w, s in self.held]
         leaves: list[Any] = jax.tree_util.tree_leaves([(list(w), list(s)) for w, s in flat])
-        return [leaves[self.holding[i]].astype(dtype) for i, dtype in zip(self.wanted, self.dtypes)], tuple(ends)
+        return [leaves[self.holding[i]].astype(dtype) for i, dtype in zip(self.wanted, self.dtypes)], tuple(update_sums)
 
 
-class Through(Run):
+class ImmediateUpdates(Run):
     """The updates run at once, and old or new is chosen at the end, or by the host.
 
     Attributes:
@@ -258,12 +258,12 @@ class Through(Run):
         seen, self.outputs, new, _ = self._call(self.old, self.args, None, trace)
         self.changed = [i for i in range(len(new)) if new[i] is not self.old[i]]
         self._note(self.outputs, seen.losses, seen.gradients, self.changed, new)
-        self.ends = self._ends(new)
-        self.fine &= jnp.isfinite(self.ends[0] + self.ends[1])
+        self.update_sums = self._update_sums(new)
+        self.may_commit &= jnp.isfinite(self.update_sums[0] + self.update_sums[1])
         self.places = self._places(seen.outputs, seen.records, new)
-        self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.heavy) if _sums.can_be_bad(new[i])]
+        self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.weights_and_slots) if _sums.can_be_bad(new[i])]
         self.learned = self._learned()
-        self.refused = ~self.fine if self.owner.refuse else jnp.zeros((), bool)
+        self.refused = ~self.may_commit if self.owner.refuse else jnp.zeros((), bool)
         return new
 
     def complete(self) -> tuple[Any, Any, Any, Any]:
@@ -279,15 +279,15 @@ class Through(Run):
             kept = [self.learned.get(i, self.old[i]).astype(new[i].dtype) for i in ours]
             return kept if self.owner.refuse else commit()[0], self.count()
 
-        chosen, counts = jax.lax.cond(self.fine, commit, refuse)
+        chosen, counts = jax.lax.cond(self.may_commit, commit, refuse)
         for i, value in zip(ours, chosen):
             new[i] = value
-        return self._finish(self.outputs, new, self._row(self.refused, self.ends), counts)
+        return self._finish(self.outputs, new, self._row(self.refused, self.update_sums), counts)
 
     def both(self) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Return the new state whatever the verdict, the outputs, the vector, and what a refusal writes beside the old."""
         new = self.run()
-        row = self._row(self.refused, self.ends)
+        row = self._row(self.refused, self.update_sums)
         outputs, vector = self._joined(self.outputs, row, None)
         return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, self.learned
 
@@ -302,14 +302,14 @@ class Through(Run):
         return self.count()
 
     def _site(self, index: int) -> str:
-        slots = {id(v) for v in self.anatomy.slots}
+        slots = {id(v) for v in self.train_state.slots}
         return "slots" if id(self.variables[index]) in slots else "weights"
 
-    def _ends(self, new: Sequence[Any]) -> tuple[Any, Any]:
+    def _update_sums(self, new: Sequence[Any]) -> tuple[Any, Any]:
         """Return the sums over weights and slots; both in the first where the slots are small."""
-        watched = {i: new[i] for i in sorted(self.heavy) if id(self.variables[i]) not in self.owner.tolerated}
+        watched = {i: new[i] for i in sorted(self.weights_and_slots) if id(self.variables[i]) not in self.owner.tolerated}
         sums = [jnp.zeros((), self.kind)] * 2
-        for optimizer in self.anatomy.optimizers:
+        for optimizer in self.train_state.optimizers:
             weights = [watched.pop(i) for i in self._known(keras_optimizers.trained_by(optimizer)) if i in watched]
             slots = self._known(optimizer.variables)
             one = self._one(optimizer, weights, [(self.variables[i], new[i]) for i in slots], _sums.exact)

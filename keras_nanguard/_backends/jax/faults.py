@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_nanguard._backends.jax.packed import opened
+from keras_nanguard._backends.jax.packed import unpacked
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import fitting as keras_fitting
@@ -100,7 +100,7 @@ class Hook(FaultHook):
         wanted = {id(v) for v in self._in_state()}
         if not now:
             return state
-        leaves, tree = jax.tree_util.tree_flatten(opened(state))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
         held = variables(self.model)
         for i, variable in enumerate(held):
             if id(variable) in wanted:
@@ -114,7 +114,7 @@ class Hook(FaultHook):
             loss = real(*args, **kwargs)
             if not self._inside or self.paused or loss is None:
                 return loss
-            self.reached = True
+            self.synced = True
             loss = jnp.asarray(loss)
             factor = self._factor(loss.dtype)
             if self.fault.site == "loss":

@@ -1,6 +1,6 @@
 """Where NaN and Inf are born, on JAX: watches every primitive of an eager run, and follows what comes of each bad value.
 
-The same as `births` does on TensorFlow. With compilation turned off, every primitive runs by itself on arrays, those of
+The same as `origins` does on TensorFlow. With compilation turned off, every primitive runs by itself on arrays, those of
 the backward pass included, also below `jax.grad`. Values are known by the array object that holds them.
 
 JAX evaluates a primitive in `jax._src.core.EvalTrace.process_primitive`. It has no public name. Where it is gone the
@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MOST, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Birth
+from keras_nanguard._core.evidence import Origin
 
 try:
     from jax._src.core import EvalTrace
 except ImportError:
     EvalTrace = None
 
-__all__ = ["Births"]
+__all__ = ["Origins"]
 
 NAMES = {
     "acos": "Acos",
@@ -58,8 +58,8 @@ NAMES = {
 FILLING = ("broadcast_in_dim", "full", "copy")
 
 
-class Births:
-    """Context in which every primitive that runs eagerly is watched; arguments and attributes as in `births.Births`."""
+class Origins:
+    """Context in which every primitive that runs eagerly is watched; arguments and attributes as in `origins.Origins`."""
 
     available = EvalTrace is not None
 
@@ -72,18 +72,18 @@ class Births:
     ):
         self.phase, self.rows, self.count = "forward", rows, 0
         self.frames: list[tuple[str, str]] = []
-        self.births: list[Birth] = []
+        self.origins: list[Origin] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Birth] = {}
+        self._lineage: dict[int, Origin] = {}
         self._held: list[Any] = []
         self._casts = Casts()
-        self._batch: list[tuple[Any, Birth]] = []
+        self._batch: list[tuple[Any, Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             if not _is_finite(tensor):
-                self._batch.append((np.asarray(tensor), Birth(place - MOST, "batch", name, "forward")))
+                self._batch.append((np.asarray(tensor), Origin(place - MAX_ORIGINS, "batch", name, "forward")))
                 self._keep(tensor, self._batch[-1][1])
 
-    def __enter__(self) -> Births:
+    def __enter__(self) -> Origins:
         self._still = jax.disable_jit()
         self._still.__enter__()
         if self.available:
@@ -102,14 +102,14 @@ class Births:
             EvalTrace.process_primitive = self._real
         self._still.__exit__(*details)
 
-    def of(self, tensor: Any) -> Birth | None:
+    def of(self, tensor: Any) -> Origin | None:
         """Return the birth behind an array, `None` where it is finite or nothing is known of it."""
         found = self._lineage.get(id(tensor))
         if found is None and id(tensor) in self._variables and not _is_finite(tensor):
             found = self._stored(tensor)
         return None if found is None else self._casts.complete(found)
 
-    def written(self, variable: Any) -> Birth | None:
+    def written(self, variable: Any) -> Origin | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         return self.of(variable.value)
 
@@ -117,44 +117,44 @@ class Births:
         """Note that a layer whose frame is on top now takes these arrays in."""
         self._casts.entered(self.frames, [self._lineage.get(id(t)) for t in tensors])
 
-    def _keep(self, tensor: Any, birth: Birth) -> None:
+    def _keep(self, tensor: Any, origin: Origin) -> None:
         self._held.append(tensor)  # so that no other array gets its number
-        self._lineage[id(tensor)] = birth
+        self._lineage[id(tensor)] = origin
 
     def _seen(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.count += 1
         bad = [t for t in outputs if not _is_finite(t)]
         if bad:
-            birth = self._inherited(NAMES.get(primitive, primitive), inputs, bad)
+            origin = self._inherited(NAMES.get(primitive, primitive), inputs, bad)
             for tensor in bad:
-                self._keep(tensor, birth)
+                self._keep(tensor, origin)
         elif primitive in ("convert_element_type", "copy") and inputs and id(inputs[0]) in self._variables:
             self._held.append(outputs[0])
             self._variables[id(outputs[0])] = self._variables[id(inputs[0])]
 
-    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Birth:
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
         """Return the earliest birth behind a primitive's inputs, or its own."""
         if name == "device_put" and (found := self._of_batch(bad[0])) is not None:
             return found
         parents = [self._parent(t) for t in inputs]
         known = [p for p in parents if p is not None and p is not CONSTANT]
         if known:
-            return min(known, key=lambda birth: birth.order)
+            return min(known, key=lambda origin: origin.order)
         if CONSTANT in parents and not any(_has_nan(t) for t in bad):
             return CONSTANT
         if name in FILLING and not any(map(_is_float, inputs)):
             return CONSTANT
-        return self._born(name, inputs, bad[0])
+        return self._note_created(name, inputs, bad[0])
 
-    def _of_batch(self, tensor: Any) -> Birth | None:
+    def _of_batch(self, tensor: Any) -> Origin | None:
         """Return the birth of the array of the batch that has just been brought to the device, maybe in another dtype."""
         array = np.asarray(tensor)
-        for other, birth in self._batch:
+        for other, origin in self._batch:
             if other.shape == array.shape and np.array_equal(other.astype(array.dtype), array, equal_nan=True):
-                return birth
+                return origin
         return None
 
-    def _parent(self, tensor: Any) -> Birth | None:
+    def _parent(self, tensor: Any) -> Origin | None:
         found = self._lineage.get(id(tensor))
         if found is not None or not _is_float(tensor) or _is_finite(tensor):
             return found
@@ -162,18 +162,18 @@ class Births:
             return self._stored(tensor)
         return CONSTANT
 
-    def _stored(self, tensor: Any) -> Birth:
+    def _stored(self, tensor: Any) -> Origin:
         """Return the birth of what a variable held from the start."""
-        birth = self._born("", (), tensor, self._variables[id(tensor)])
-        self._keep(tensor, birth)
-        return birth
+        origin = self._note_created("", (), tensor, self._variables[id(tensor)])
+        self._keep(tensor, origin)
+        return origin
 
-    def _born(self, name: str, inputs: Sequence[Any], result: Any, stored: str = "") -> Birth:
+    def _note_created(self, name: str, inputs: Sequence[Any], result: Any, stored: str = "") -> Origin:
         array = np.asarray(result)
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         top = self.frames[-1] if self.frames else ("", "")
-        birth = Birth(
+        origin = Origin(
             order=self.count,
             source="variable" if stored else "operation",
             op=stored or name,
@@ -191,9 +191,9 @@ class Births:
             variables=tuple(self._variables[id(t)] for t in inputs if id(t) in self._variables),
             line=users_line() if self.phase != "backward" else "",
         )
-        if len(self.births) < MOST:
-            self.births.append(birth)
-        return birth
+        if len(self.origins) < MAX_ORIGINS:
+            self.origins.append(origin)
+        return origin
 
 
 def _is_float(value: Any) -> bool:

@@ -39,7 +39,7 @@ class PlainOutputs:
 
     apart = False
 
-    def parted(self, result: Any) -> tuple[Any, Any]:
+    def split_outputs(self, result: Any) -> tuple[Any, Any]:
         """Return outputs and state of what the body returned."""
         if not isinstance(result, tuple) or len(result) != 2:
             remedy = "Write a step as `def step(state, *batch): ...; return loss, state`."

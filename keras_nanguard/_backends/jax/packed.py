@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Packed", "can_pack", "opened", "packed", "values"]
+__all__ = ["Packed", "can_pack", "packed", "unpacked", "values"]
 
 
 class Layout:
@@ -54,12 +54,12 @@ class Layout:
 
     def part(self, joined: tuple[Any, ...]) -> list[Any]:
         """Return the flat state of packed arrays."""
-        ends = dict.fromkeys(self.dtypes, 0)
+        update_sums = dict.fromkeys(self.dtypes, 0)
         whole = dict(zip(self.dtypes, joined))
         leaves = []
         for shape, dtype in self.arrays:
-            start, ends[dtype] = ends[dtype], ends[dtype] + math.prod(shape)
-            leaves.append(whole[dtype][start : ends[dtype]].reshape(shape))
+            start, update_sums[dtype] = update_sums[dtype], update_sums[dtype] + math.prod(shape)
+            leaves.append(whole[dtype][start : update_sums[dtype]].reshape(shape))
         return leaves
 
 
@@ -77,9 +77,9 @@ class Packed:
     @functools.cached_property
     def state(self) -> Any:
         """The state itself."""
-        return self.layout.tree.unflatten(_parted(self.layout, self.arrays))
+        return self.layout.tree.unflatten(_unpacked(self.layout, self.arrays))
 
-    def put_together(self, state: Any) -> Any:
+    def repacked(self, state: Any) -> Any:
         """Return a new state packed, inside of a compiled step; as it is, where it is laid out differently."""
         if Layout.of(state) != self.layout:
             return state
@@ -130,7 +130,7 @@ def packed(state: Any) -> Packed:
     return Packed(_joined(layout, tuple(jax.tree_util.tree_leaves(state))), layout)
 
 
-def opened(state: Any) -> Any:
+def unpacked(state: Any) -> Any:
     """Return a state that may be packed as a pytree of its arrays."""
     return state.state if isinstance(state, Packed) else state
 
@@ -141,5 +141,5 @@ def _joined(layout: Layout, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _parted(layout: Layout, arrays: tuple[Any, ...]) -> list[Any]:
+def _unpacked(layout: Layout, arrays: tuple[Any, ...]) -> list[Any]:
     return layout.part(arrays)

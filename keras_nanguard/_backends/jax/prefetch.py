@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Ahead"]
+__all__ = ["Prefetch"]
 
 
-class Ahead:
+class Prefetch:
     """An iterator that can take its next item before it is asked for.
 
     Args:
@@ -32,7 +32,7 @@ class Ahead:
         """Whether it has an item that was not asked for yet."""
         return self._held is not None and self._held[1] is None
 
-    def __iter__(self) -> Ahead:
+    def __iter__(self) -> Prefetch:
         return self
 
     def fetch(self) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.proof import BOUND, EVERY, PROVEN_BYTES, is_proven
+from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
 
-__all__ = ["add", "can_be_bad", "counts", "ends", "exact", "kind", "squares", "total"]
+__all__ = ["add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
 
 LARGE = 1 << 16
 """Elements from which an array is read where it stands rather than joined with others."""
@@ -81,12 +81,12 @@ def _count(array: Any) -> Any:
     return jnp.stack([jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)])
 
 
-def ends(
+def update_sums(
     optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
 
-    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
+    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
     steps where a proof covers the rest.
 
     Args:
@@ -102,5 +102,5 @@ def ends(
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
     if turn is None or not is_proven(optimizer, [s.dtype.itemsize for s in slots]):
         return total(weights, dtype), total(slots, dtype)
-    due = (turn % EVERY == 0) | (gradients > BOUND)
+    due = (turn % FULL_READ_INTERVAL == 0) | (gradients > BOUND)
     return total(weights, dtype), jax.lax.cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))

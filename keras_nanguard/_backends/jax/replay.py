@@ -18,22 +18,22 @@ import numpy as np
 
 from keras_nanguard._backends.jax import intercept
 from keras_nanguard._backends.jax.intercept import primal
-from keras_nanguard._backends.jax.origins import Births
+from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.jax.outputs import LogOutputs
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.jax_trainer import by_part, ready
 
 __all__ = [
-    "Births",
     "Instrument",
+    "Origins",
     "body_of",
     "intercepted",
     "is_tensor",
-    "kept",
     "key",
     "like",
     "losses_of",
+    "preserved",
     "slope",
     "tensor",
     "twin",
@@ -59,13 +59,13 @@ class Instrument(instrument.Instrument):
         return known and bool(jnp.issubdtype(value.dtype, jnp.floating)) and primal(value, None) is not None
 
     def _push(self, call: Any, loss: bool) -> None:
-        if self.births is not None and self.births.phase == "backward":
-            self.births.phase, self.births.frames = "forward", []
+        if self.origins is not None and self.origins.phase == "backward":
+            self.origins.phase, self.origins.frames = "forward", []
         super()._push(call, loss)
 
     def _pop(self, loss: bool) -> None:
-        if self.births is not None and not self.births.frames:
-            self.births.frames.append(("", ""))
+        if self.origins is not None and not self.origins.frames:
+            self.origins.frames.append(("", ""))
         super()._pop(loss)
 
     def _note(self, call: Any, number: int) -> None:
@@ -74,16 +74,16 @@ class Instrument(instrument.Instrument):
         super()._note(call, number)
 
     def _taken_in(self, call: Any, value: Any) -> Any:
-        if self._is_float(value) and self.births is not None:
-            self.births.entered((primal(value, None),))
+        if self._is_float(value) and self.origins is not None:
+            self.origins.entered((primal(value, None),))
         return super()._taken_in(call, value)
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
-        births = self.births
+        origins = self.origins
 
         def told(_: Any, upstream: Any) -> Any:
-            if births is not None:
-                births.phase = "backward"
+            if origins is not None:
+                origins.phase = "backward"
             return (passed(upstream),)
 
         @jax.custom_vjp  # type: ignore[untyped-decorator]
@@ -114,14 +114,14 @@ class _Record(intercept.Record):
 class _Intercept(intercept.Intercept):
     """Notes losses and updates of an eager run; hands back the old state unless updates go through."""
 
-    def __init__(self, model: Any, optimizers: Iterable[Any], through: bool):
+    def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
         super().__init__(model, optimizers, None, None)
-        self.through = through
+        self.immediate = immediate
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             self.records.append(_Record(optimizer, real, optimizer_variables, grads, trainable_variables))
-            if self.through:
+            if self.immediate:
                 return real(optimizer_variables, grads, trainable_variables)
             return list(trainable_variables), list(optimizer_variables)
 
@@ -148,13 +148,13 @@ def losses_of(model: Any) -> Any:
     return LogOutputs(model).losses
 
 
-def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
-    """Return a context that notes losses and updates; `through` lets the updates be made at once."""
-    return _Intercept(model, optimizers, through)
+def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
+    """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
+    return _Intercept(model, optimizers, immediate)
 
 
 @contextlib.contextmanager
-def kept(variables: Sequence[Any]) -> Iterator[None]:
+def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put these variables back at the end."""
     old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
     try:
@@ -174,15 +174,15 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (np.ndarray, jax.Array))
 
 
-def slope(birth: Any) -> Any:
+def slope(origin: Any) -> Any:
     """Return the birth behind a gradient whose loss is finite as one of the backward pass.
 
     JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
     to multiply with. What is born there and spoils no loss is such a slope, or a value that is masked away afterwards.
     """
-    if birth is None or birth.source != "operation":
-        return birth
-    return birth if birth.phase == "backward" else dataclasses.replace(birth, phase="slope")
+    if origin is None or origin.source != "operation":
+        return origin
+    return origin if origin.phase == "backward" else dataclasses.replace(origin, phase="slope")
 
 
 def tensor(value: Any) -> Any:

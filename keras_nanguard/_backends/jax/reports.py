@@ -8,10 +8,10 @@ import numpy as np
 
 from keras_nanguard._core.verdict import Report, Verdict
 
-__all__ = ["Files"]
+__all__ = ["ReportQueue"]
 
 
-class Files:
+class ReportQueue:
     """Hands out the report of the last step, where something was wrong with it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Files:
             return []
         row, counts, args = last
         verdict = Verdict.of(row)
-        if verdict.sound and not verdict.refused:
+        if verdict.finite and not verdict.refused:
             return []
         counts = np.asarray(counts() if callable(counts) else counts)
         whole = np.column_stack([np.reshape(counts, (-1, 2)), [size for _, _, size in self.rows]])

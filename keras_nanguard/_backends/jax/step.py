@@ -40,21 +40,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_nanguard._backends.jax.deferred_verdict import Started, everywhere, on_accelerator, put
-from keras_nanguard._backends.jax.execution import PutOff, Through
+from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates
 from keras_nanguard._backends.jax.intercept import Retrace
-from keras_nanguard._backends.jax.packed import Packed, can_pack, opened, packed
-from keras_nanguard._backends.jax.reports import Files
-from keras_nanguard._backends.jax.two_programs import Parted
+from keras_nanguard._backends.jax.packed import Packed, can_pack, packed, unpacked
+from keras_nanguard._backends.jax.reports import ReportQueue
+from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import FIELDS
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Transaction"]
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
 
-PARTED = SMALL
+TWO_PROGRAMS = SMALL
 """Bytes of state from which the updates of a compiled step on a CPU are a program of their own."""
 
 LARGE = 1 << 16
@@ -66,11 +66,11 @@ LARGEST = 512 << 20
 TINY = 1 << 18
 """Bytes of state up to which a compiled step counts as one that takes less time than handing its parts to threads."""
 
-LOOKS = 400 if (os.cpu_count() or 1) > 1 else 0
+MAX_POLLS = 400 if (os.cpu_count() or 1) > 1 else 0
 """How often to look whether a tiny step is through (some 0.1 ms) before the host sleeps: to be woken takes it longer than that
 step."""
 
-_IN_LINE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_SEQUENTIAL_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """Lets XLA on a CPU order the parts of a program by memory instead of by what could run at the same time.
 
 By default more than a few parts that are ready at once are handed to other threads (`xla/backends/cpu/runtime/
@@ -84,7 +84,7 @@ class Transaction:
 
     Args:
         body: the step.
-        anatomy: callable that returns the `Anatomy` at the time of tracing.
+        anatomy: callable that returns the `TrainState` at the time of tracing.
         variables: callable that returns the Keras variable of each array of the flattened state (`None` for one that
             has none).
         outputs: what the outputs say of the loss, and what takes their place on a refusal.
@@ -110,16 +110,16 @@ class Transaction:
     counted = False
     """The host reads the row of each step, so none has to count for itself."""
 
-    served = False
+    reused = False
     """Whether it was traced for an earlier run."""
 
-    strays: dict[int, Any] = {}
+    untracked: dict[int, Any] = {}
     """A pure step writes nothing but what it returns."""
 
     def __init__(
         self,
         body: Callable[..., Any],
-        anatomy: Callable[[], Anatomy],
+        train_state: Callable[[], TrainState],
         variables: Callable[[], Sequence[Any]],
         *,
         outputs: Any,
@@ -130,29 +130,29 @@ class Transaction:
         pack: bool = False,
         shardings: Any = None,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
-        late: bool = False,
+        deferred: bool = False,
     ):
-        self.body, self.anatomy, self.variables, self.model = body, anatomy, variables, model
+        self.body, self.train_state, self.variables, self.model = body, train_state, variables, model
         self.outputs, self.refuse, self.jit, self.scaling = outputs, refuse, jit, scaling
-        self.saving, self.packs, self.tiny, self.turns = False, pack, False, donate and shardings is None
-        self.late = late
-        self.light: bool | None = None if shardings is None and not late else False  # the step keeps its arrays where they lie
+        self.keeps_undo, self.packs, self.tiny, self.alternates = False, pack, False, donate and shardings is None
+        self.deferred = deferred
+        self.host_selects: bool | None = None if shardings is None and not deferred else False  # the step keeps its arrays where they lie
         self.tolerated: set[int] = set()
-        self.files = Files()
-        self.told = len(FIELDS)
+        self.report_queue = ReportQueue()
+        self.row_size = len(FIELDS)
         self._last: Any = None
         self._spare: Any = ()
-        self.in_two: Parted | None = None
+        self.two_programs: TwoPrograms | None = None
         self._places: list[int] = []
         self.meanwhile: Callable[[], None] = _nothing
         self.given: Any = None
         anywhere = everywhere(shardings)
-        self._go = put(np.zeros((), bool), anywhere) if late and refuse else None
-        if late:
+        self._go = put(np.zeros((), bool), anywhere) if deferred and refuse else None
+        if deferred:
             self.outputs.apart = True
         place = {} if shardings is None else {"out_shardings": (shardings, None, None, anywhere)}
-        self._heavy = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
-        self._light: Any = None
+        self._self_refusing = jax.jit(self._gated, donate_argnums=0 if donate else (), **place) if jit else self._gated
+        self._host_selected: Any = None
         self.count = jax.jit(self._counted) if jit else self._counted
 
     def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
@@ -168,25 +168,25 @@ class Transaction:
         """
         if self._last is None:
             self.adopt(state)
-        if self.in_two is not None:
+        if self.two_programs is not None:
             if _is_spread(state):
                 try:
-                    return self.in_two(state, factors, *args)
+                    return self.two_programs(state, factors, *args)
                 except Retrace:
-                    self.saving = True
-            self.in_two = None
-        if not self.light:
+                    self.keeps_undo = True
+            self.two_programs = None
+        if not self.host_selects:
             new, started = self.start(state, factors, *args)
             row = self.finish(started)
             return new, started.outputs, row
         if self.packs:
             state = packed(state)
-        spare = self._room(state) if self.turns else ()
-        new, outputs, vector, learned = self._light(state, spare, factors, *args)
-        row, outputs = self.parted(self.read(vector, state, args), outputs)
-        self.files.put(row, lambda: self.count(state, factors, *args), args)
-        if self.turns:
-            self._turn(state, new, bool(row[0]))
+        spare = self._room(state) if self.alternates else ()
+        new, outputs, vector, learned = self._host_selected(state, spare, factors, *args)
+        row, outputs = self.split_outputs(self.read(vector, state, args), outputs)
+        self.report_queue.put(row, lambda: self.count(state, factors, *args), args)
+        if self.alternates:
+            self._alternate(state, new, bool(row[0]))
         if row[0]:
             new = self.given_back(state, learned)
         return new, outputs, row
@@ -199,55 +199,55 @@ class Transaction:
         if self._last is None:
             self.adopt(state)
         halt = self._go if after is None else after.halt
-        new, outputs, vector, halt = self._heavy(state, halt, factors, *args)
+        new, outputs, vector, halt = self._self_refusing(state, halt, factors, *args)
         return new, Started(jax.tree_util.tree_map(owned, args), outputs, vector, halt, state)
 
     def finish(self, started: Started) -> list[float]:
         """Wait for the verdict on a step that was started; returns its row."""
         self._last, self.given = started.state, started.args
-        self.files.forget()
+        self.report_queue.forget()
         array = self._wait(started.vector)
-        row, started.outputs = self.parted(array, started.outputs)
-        self.files.put(row, array[self.told :], started.args)
+        row, started.outputs = self.split_outputs(array, started.outputs)
+        self.report_queue.put(row, array[self.row_size :], started.args)
         return row
 
     def read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, then keep its arguments, and look ahead."""
         self._last = state
-        self.files.forget()
+        self.report_queue.forget()
         self.given = jax.tree_util.tree_map(owned, args)
         return self._wait(vector)
 
     def _wait(self, vector: Any) -> Any:
         self.meanwhile()
-        looks = LOOKS if self.tiny else 0
-        while looks and not vector.is_ready():
-            looks -= 1
+        polls = MAX_POLLS if self.tiny else 0
+        while polls and not vector.is_ready():
+            polls -= 1
         return np.asarray(vector)
 
     def _choose(self, state: Any) -> None:
         """Choose how to run steps on a state of this size."""
         size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
         on_cpu = self.jit and not on_accelerator()
-        if self.turns and on_cpu and self.light is None and size > PARTED and self.refuse and not self.saving:
-            self.in_two = Parted(self)
-        self.turns = self.turns and on_cpu and self.light is None and SMALL < size <= LARGEST
-        if self.light is None:
-            self.light = not self.jit or size <= SMALL or self.turns
-        self.tiny = self.light and on_cpu and size <= TINY
+        if self.alternates and on_cpu and self.host_selects is None and size > TWO_PROGRAMS and self.refuse and not self.keeps_undo:
+            self.two_programs = TwoPrograms(self)
+        self.alternates = self.alternates and on_cpu and self.host_selects is None and SMALL < size <= LARGEST
+        if self.host_selects is None:
+            self.host_selects = not self.jit or size <= SMALL or self.alternates
+        self.tiny = self.host_selects and on_cpu and size <= TINY
         self.packs = self.packs and self.tiny and can_pack(state)
-        options: dict[str, Any] = {"donate_argnums": 1, "keep_unused": True} if self.turns else {}
-        options["compiler_options"] = _in_line() if self.tiny else None
-        self._light = jax.jit(self._both, **options) if self.jit else self._both
+        options: dict[str, Any] = {"donate_argnums": 1, "keep_unused": True} if self.alternates else {}
+        options["compiler_options"] = _sequential_scheduler() if self.tiny else None
+        self._host_selected = jax.jit(self._both, **options) if self.jit else self._both
 
     def _room(self, state: Any) -> list[Any]:
         """Return arrays that the step may write over, of the sizes of weights and slots."""
         spare: list[Any] = list(self._spare)
         self._spare = ()
         if not spare:
-            heavy = {id(v) for v in (*self.anatomy().trainable, *self.anatomy().slots)}
+            large = {id(v) for v in (*self.train_state().trainable, *self.train_state().slots)}
             leaves = enumerate(zip(self.variables(), jax.tree_util.tree_leaves(state)))
-            self._places = [i for i, (variable, leaf) in leaves if id(variable) in heavy and leaf.nbytes >= LARGE]
+            self._places = [i for i, (variable, leaf) in leaves if id(variable) in large and leaf.nbytes >= LARGE]
             spare = list(map(jnp.zeros_like, self._large(state)))
         return spare
 
@@ -255,23 +255,23 @@ class Transaction:
         leaves: list[Any] = jax.tree_util.tree_leaves(state)
         return [leaves[i] for i in self._places]
 
-    def _turn(self, old: Any, new: Any, refused: bool) -> None:
+    def _alternate(self, old: Any, new: Any, refused: bool) -> None:
         """Keep for the next step what nobody needs any more; where old and new share an array, give it up to take turns."""
         left, taken = (new, old) if refused else (old, new)
         spare = self._large(left)
         if _places_of(spare) & _places_of(jax.tree_util.tree_leaves(taken)):
-            self.turns = self.light = False
+            self.alternates = self.host_selects = False
         else:
             self._spare = spare
 
-    def parted(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
+    def split_outputs(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
         """Return the row of a step and its outputs, some of which it has told with the row."""
-        numbers = array[: self.told].tolist()
+        numbers = array[: self.row_size].tolist()
         return numbers[: len(FIELDS)], self.outputs.split(outputs, numbers[len(FIELDS) :])
 
     def given_back(self, state: Any, learned: dict[int, Any]) -> Any:
         """Return the old state with the learned loss scale."""
-        leaves, tree = jax.tree_util.tree_flatten(opened(state))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
         for place, value in learned.items():
             leaves[place] = value
         return jax.tree_util.tree_unflatten(tree, leaves)
@@ -282,32 +282,32 @@ class Transaction:
         """Choose within the step; `halt` says that it is to be refused in any case, and is `None` where none ever is."""
         leaves, tree = jax.tree_util.tree_flatten(state)
         with self.scaling(factors):
-            if self.refuse and not self.saving:
+            if self.refuse and not self.keeps_undo:
                 try:
-                    return PutOff(self, leaves, tree, args, halt).complete()
+                    return DeferredUpdates(self, leaves, tree, args, halt).complete()
                 except Retrace:
-                    self.saving = True
-            return Through(self, leaves, tree, args, halt).complete()
+                    self.keeps_undo = True
+            return ImmediateUpdates(self, leaves, tree, args, halt).complete()
 
     def _both(self, state: Any, spare: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Leave the choice to the host; nothing is computed of what is spare."""
-        leaves, tree = jax.tree_util.tree_flatten(opened(state))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
         with self.scaling(factors):
-            new, *told = Through(self, leaves, tree, args).both()
-        return state.put_together(new) if isinstance(state, Packed) else new, *told
+            new, *told = ImmediateUpdates(self, leaves, tree, args).both()
+        return state.repacked(new) if isinstance(state, Packed) else new, *told
 
     def _counted(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""
-        leaves, tree = jax.tree_util.tree_flatten(opened(state))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
         with self.scaling(factors):
-            return Through(self, leaves, tree, args).counted()
+            return ImmediateUpdates(self, leaves, tree, args).counted()
 
     def replayed(self, *args: Any) -> Any:
         """Run the body as a step that reads and writes the variables; returns its outputs."""
-        leaves, tree = jax.tree_util.tree_flatten(opened(self._last))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(self._last))
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
-        outputs, new = self.outputs.parted(self.body(tree.unflatten(held), *args))
+        outputs, new = self.outputs.split_outputs(self.body(tree.unflatten(held), *args))
         for variable, value in zip(owners, jax.tree_util.tree_leaves(new)):
             if variable is not None:
                 variable.assign(value)
@@ -316,19 +316,19 @@ class Transaction:
     def adopt(self, state: Any) -> None:
         """Take a state for that of the last step."""
         self._last = state
-        if self._light is None:
+        if self._host_selected is None:
             self._choose(state)
 
     def judged(self, *args: Any) -> list[float]:
         """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
-        leaves, tree = jax.tree_util.tree_flatten(opened(self._last))
+        leaves, tree = jax.tree_util.tree_flatten(unpacked(self._last))
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
         state = tree.unflatten(held)
-        spare = self._room(state) if self.turns else ()
-        new, _, vector, _ = self._light(packed(state) if self.packs else state, spare, {}, *args)
-        if self.turns:
-            self._turn(state, new, True)
+        spare = self._room(state) if self.alternates else ()
+        new, _, vector, _ = self._host_selected(packed(state) if self.packs else state, spare, {}, *args)
+        if self.alternates:
+            self._alternate(state, new, True)
         row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
         return row
 
@@ -338,20 +338,20 @@ class Transaction:
         """Return the arguments of an earlier step, which nobody can have changed."""
         return given
 
-    def rest(self) -> None:
+    def release_run(self) -> None:
         """Let go of the run that is over, of its state and of its last batch."""
-        self.anatomy, self.scaling = (lambda: Anatomy.of(self.model)), (lambda factors: contextlib.nullcontext())
+        self.train_state, self.scaling = (lambda: TrainState.of(self.model)), (lambda factors: contextlib.nullcontext())
         self._last = self.given = None
         self._spare, self.meanwhile = (), _nothing
-        self.files.forget()
+        self.report_queue.forget()
 
-    def serve(self, anatomy: Callable[[], Anatomy], scaling: Callable[[dict[int, Any]], Any]) -> None:
+    def rebind(self, train_state: Callable[[], TrainState], scaling: Callable[[dict[int, Any]], Any]) -> None:
         """Go to work for another run on the same model, as if made for it; the arguments are as above."""
-        self.anatomy, self.scaling, self.served = anatomy, scaling, True
+        self.train_state, self.scaling, self.reused = train_state, scaling, True
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
-        self.saving, self.tolerated = other.saving, other.tolerated
+        self.keeps_undo, self.tolerated = other.keeps_undo, other.tolerated
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
@@ -380,10 +380,10 @@ def _is_spread(state: Any) -> bool:
 
 
 @functools.cache
-def _in_line() -> dict[str, str] | None:
-    """Return `_IN_LINE` where this version of XLA knows it."""
+def _sequential_scheduler() -> dict[str, str] | None:
+    """Return `_SEQUENTIAL_SCHEDULER` where this version of XLA knows it."""
     try:
-        jax.jit(lambda: 0, compiler_options=_IN_LINE)()
+        jax.jit(lambda: 0, compiler_options=_SEQUENTIAL_SCHEDULER)()
     except jax.errors.JaxRuntimeError:
         return None
-    return _IN_LINE
+    return _SEQUENTIAL_SCHEDULER

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.jax.execution import PutOff
+from keras_nanguard._backends.jax.execution import DeferredUpdates
 from keras_nanguard._core.verdict import FIELDS
 
-__all__ = ["Parted"]
+__all__ = ["TwoPrograms"]
 
 _GRADIENTS, _WEIGHTS = FIELDS.index("gradients"), FIELDS.index("weights")
 
 
-class Split(PutOff):
+class Split(DeferredUpdates):
     """One trace of both programs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Split(PutOff):
         outputs, new = self.run()
         zero = jnp.zeros((), self.kind)
         learned = self._learned()
-        outputs, vector = self._joined(outputs, self._row(~self.fine, (zero, zero)), None)
+        outputs, vector = self._joined(outputs, self._row(~self.may_commit, (zero, zero)), None)
         flat, self.arguments = jax.tree_util.tree_flatten([(r.slots, r.grads, r.weights) for r in self.records])
         known = {id(leaf): i for i, leaf in enumerate(self.old)}
         self.known = [known.get(id(value)) for value in flat]
@@ -50,21 +50,21 @@ class Split(PutOff):
         for record in self.records:
             record.slots, record.grads, record.weights, record.holders = [], [], [], None
         self.old, self.args, self.given = [], (), []
-        del self.program, self.named, self.loss, self.gradients, self.statistics, self.scale, self.fine
+        del self.program, self.named, self.loss, self.gradients, self.statistics, self.scale, self.may_commit
 
     def second(self, held: Sequence[Any], others: Sequence[Any], carried: Sequence[Any], vector: Any) -> tuple[list[Any], Any]:
         """Run the updates; returns what they write, and the sums over weights and slots."""
         leaves = {**dict(zip(self.wanted, held)), **dict(zip(self.others, others))}
-        rest = iter(carried)
-        flat = [next(rest) if i is None else leaves[i] for i in self.known]
+        release_run = iter(carried)
+        flat = [next(release_run) if i is None else leaves[i] for i in self.known]
         for record, arguments in zip(self.records, jax.tree_util.tree_unflatten(self.arguments, flat)):
             record.slots, record.grads, record.weights = arguments
         self.gradients = vector[_GRADIENTS]
-        updated, ends = self._update()
-        return updated, jnp.stack(ends)
+        updated, update_sums = self._update()
+        return updated, jnp.stack(update_sums)
 
 
-class Parted:
+class TwoPrograms:
     """Runs the steps of one `Transaction` in two programs.
 
     Args:
@@ -83,19 +83,19 @@ class Parted:
         """
         owner = self.owner
         new, carried, outputs, vector, learned = self._first(state, factors, *args)
-        row, outputs = owner.parted(owner.read(vector, state, args), outputs)
+        row, outputs = owner.split_outputs(owner.read(vector, state, args), outputs)
         if row[0]:
-            owner.files.put(row, lambda: owner.count(state, factors, *args), args)
+            owner.report_queue.put(row, lambda: owner.count(state, factors, *args), args)
             return owner.given_back(state, learned), outputs, row
         leaves, tree = jax.tree_util.tree_flatten(state)
         held, others = ([leaves[i] for i in chosen] for chosen in (self.split.wanted, self.split.others))
-        updated, ends = self._second(held, others, carried, vector, factors)
+        updated, update_sums = self._second(held, others, carried, vector, factors)
         for chosen, values in ((self.split.changed, new), (self.split.wanted, updated)):
             for i, value in zip(chosen, values):
                 leaves[i] = value
-        row[_WEIGHTS : _WEIGHTS + 2] = np.asarray(ends).tolist()
+        row[_WEIGHTS : _WEIGHTS + 2] = np.asarray(update_sums).tolist()
         _free(carried)
-        owner.files.put(row, lambda: np.zeros((len(owner.files.rows), 2)), args)  # the state it was given is gone
+        owner.report_queue.put(row, lambda: np.zeros((len(owner.report_queue.rows), 2)), args)  # the state it was given is gone
         return tree.unflatten(leaves), outputs, row
 
     def _traced_first(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:

@@ -137,7 +137,7 @@ class Attachment:
 
     def _key(self) -> tuple[Any, ...]:
         """Return everything that a trace of the step has built in."""
-        return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_anatomy()))
+        return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_train_state()))
 
     def _cached_step(self, *modes: Any) -> Any:
         """Return the step of an earlier fit, traced in these modes, where it can serve this one, too; else `None`."""
@@ -150,7 +150,7 @@ class Attachment:
         """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
         transaction = self.session.transaction
         if self._modes and transaction is not None and not (self._before or self._changed or transaction.tolerated):
-            transaction.rest()
+            transaction.release_run()
             step_cache.keep(self.model, self._key(), self._made())
 
     def _made(self) -> Any:
@@ -173,7 +173,7 @@ class Attachment:
 
     def _without_effect(self, data: Any) -> Any:
         """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
-        before = [(variable, keras_variables.read(variable)) for variable in self.session.anatomy().everything]
+        before = [(variable, keras_variables.read(variable)) for variable in self.session.train_state().everything]
         logs, _ = self._execute(data)
         for variable, value in [*before, *self.session.first_values()]:
             keras_variables.write(variable, value)

@@ -12,7 +12,7 @@ from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["FaultHook", "without_faults"]
 
@@ -33,7 +33,7 @@ class FaultHook:
 
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
-        self.reached = False
+        self.synced = False
         self._inside = 0
         self._overrides = Overrides()
         step_cache.forget(model)
@@ -73,19 +73,19 @@ class FaultHook:
             what = f"float {self.fault.site} that match path={self.fault.path!r}"
             types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
             raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
-        self.reached = True
+        self.synced = True
         if not isinstance(data, tuple):
             return spoiled[0]
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
 
     def _in_state(self) -> list[Any]:
         """Return the variables of the fault's site that it is meant for."""
-        anatomy = Anatomy.of(self.model)
+        train_state = TrainState.of(self.model)
         groups: dict[str, tuple[Any, ...]] = {
-            "weights": anatomy.trainable,
-            "statistics": anatomy.statistics,
-            "slots": anatomy.slots,
-            "loss_scale": tuple(scale for scale, _ in anatomy.scales),
+            "weights": train_state.trainable,
+            "statistics": train_state.statistics,
+            "slots": train_state.slots,
+            "loss_scale": tuple(scale for scale, _ in train_state.scales),
         }
         variables = [v for v in groups[self.fault.site] if finiteness.is_float(v.dtype)]
         chosen = [v for v in variables if self.fault.matches(v.path)]
@@ -93,7 +93,7 @@ class FaultHook:
             what = f"{self.fault.site} that match path={self.fault.path!r}"
             paths = ", ".join(v.path for v in variables) or "none"
             raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
-        self.reached = True
+        self.synced = True
         return chosen
 
     def _trained(self) -> list[Any]:

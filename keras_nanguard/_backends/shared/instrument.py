@@ -64,8 +64,8 @@ class Instrument:
         backward: the call whose gradient is being computed, as far as the probes tell.
     """
 
-    def __init__(self, model: Any, births: Any = None, keep: bool = False):
-        self.model, self.births, self.keep = model, births, keep
+    def __init__(self, model: Any, origins: Any = None, keep: bool = False):
+        self.model, self.origins, self.keep = model, origins, keep
         self.calls: list[Call] = []
         self.rows: list[LayerRow] = []
         self.sample_losses: list[tuple[str, Any]] = []
@@ -113,18 +113,18 @@ class Instrument:
         raise NotImplementedError
 
     def _differentiating(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        births = self.births
+        origins = self.origins
 
         @functools.wraps(real)
         def gradient(*args: Any, **kwargs: Any) -> Any:
-            if births is None:
+            if origins is None:
                 return real(*args, **kwargs)
-            before, births.phase = births.phase, "backward"
-            frames, births.frames = births.frames, []
+            before, origins.phase = origins.phase, "backward"
+            frames, origins.frames = origins.frames, []
             try:
                 return real(*args, **kwargs)
             finally:
-                births.phase, births.frames = before, frames
+                origins.phase, origins.frames = before, frames
 
         return gradient
 
@@ -157,24 +157,24 @@ class Instrument:
 
     def _push(self, call: Call, loss: bool) -> None:
         self._stack.append(call)
-        if self.births is not None:
-            self.births.frames.append((call.path, call.layer_class))
-            if loss and self.births.phase == "forward":
-                self.births.phase = "loss"
+        if self.origins is not None:
+            self.origins.frames.append((call.path, call.layer_class))
+            if loss and self.origins.phase == "forward":
+                self.origins.phase = "loss"
 
     def _pop(self, loss: bool) -> None:
         self._stack.pop()
-        if self.births is not None:
-            self.births.frames.pop()
-            if loss and not any(c.loss for c in self._stack) and self.births.phase == "loss":
-                self.births.phase = "forward"
+        if self.origins is not None:
+            self.origins.frames.pop()
+            if loss and not any(c.loss for c in self._stack) and self.origins.phase == "loss":
+                self.origins.phase = "forward"
 
     def _taken_in(self, call: Call, value: Any) -> Any:
         if not self._is_float(value):
             return value
         call.inputs.append(value)
-        if self.births is not None:
-            self.births.entered((value,))
+        if self.origins is not None:
+            self.origins.entered((value,))
         return self._probe(call, value, call.gradients_in, False)
 
     def _given_out(self, call: Call, value: Any) -> Any:
@@ -185,11 +185,11 @@ class Instrument:
 
     def _probe(self, call: Call, value: Any, gradients: list[Any], entering: bool) -> Any:
         """Return the value, with a gradient that passes through and tells that it did."""
-        births, keep = self.births, self.keep
+        origins, keep = self.origins, self.keep
 
         def passed(upstream: Any) -> Any:
-            if births is not None:
-                births.frames = _frames(call if entering else call.parent)
+            if origins is not None:
+                origins.frames = _frames(call if entering else call.parent)
             if keep:
                 gradients.append(upstream)
             return upstream

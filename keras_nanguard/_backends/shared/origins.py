@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Birth, Operand
+from keras_nanguard._core.evidence import Operand, Origin
 
-__all__ = ["CONSTANT", "MOST", "Casts", "bad_rows", "operand", "users_line"]
+__all__ = ["CONSTANT", "MAX_ORIGINS", "Casts", "bad_rows", "operand", "users_line"]
 
-CONSTANT = Birth(1 << 60, "constant", "constant", "other")
+CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Stands for an infinite constant of the program itself."""
 
-MOST = 20000
+MAX_ORIGINS = 20000
 """Births that are kept of one run; a masked overflow inside a long loop can make very many."""
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
@@ -30,21 +30,21 @@ class Casts:
     def __init__(self) -> None:
         self._paths: dict[int, tuple[str, ...]] = {}
 
-    def entered(self, frames: Sequence[tuple[str, str]], births: Iterable[Birth | None]) -> None:
+    def entered(self, frames: Sequence[tuple[str, str]], origins: Iterable[Origin | None]) -> None:
         """Note that the innermost of these frames now takes in what came of these births."""
         path = tuple(frame for frame, _ in frames)
-        for birth in births:
-            if birth is not None and birth.op == "Cast" and birth.source == "operation":
-                before = self._paths.get(birth.order)
+        for origin in origins:
+            if origin is not None and origin.op == "Cast" and origin.source == "operation":
+                before = self._paths.get(origin.order)
                 if before is None or (len(path) > len(before) and path[: len(before)] == before):
-                    self._paths[birth.order] = path
+                    self._paths[origin.order] = path
 
-    def complete(self, birth: Birth) -> Birth:
+    def complete(self, origin: Origin) -> Origin:
         """Return the birth with the layer that its cast belongs to."""
-        path = self._paths.get(birth.order)
-        if path is None or birth.source != "operation" or len(path) <= len(birth.frames):
-            return birth
-        return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "frames": path, "culprit": path[-1]})
+        path = self._paths.get(origin.order)
+        if path is None or origin.source != "operation" or len(path) <= len(origin.frames):
+            return origin
+        return Origin(**{**{n: getattr(origin, n) for n in Origin.__slots__}, "frames": path, "culprit": path[-1]})
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:

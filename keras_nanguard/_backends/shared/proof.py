@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-__all__ = ["BOUND", "EVERY", "PROVEN_BYTES", "is_proven"]
+__all__ = ["BOUND", "FULL_READ_INTERVAL", "PROVEN_BYTES", "is_proven"]
 
 PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion"})
 """Optimizers whose slots stay finite while the gradients stay below `BOUND`."""
@@ -15,7 +15,7 @@ PROVEN = frozenset({"SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Ada
 BOUND = 1e24
 """Half the sum of squares of the gradients up to which the proof holds."""
 
-EVERY = 16
+FULL_READ_INTERVAL = 16
 """Steps between two full reads of the slots where the proof holds for the steps between."""
 
 PROVEN_BYTES = 8 << 20

@@ -18,11 +18,11 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import COMPILE_LOSS, Birth, LayerRow
+from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Run", "Step", "births_of", "preserved"]
+__all__ = ["Run", "Step", "origins_of", "preserved"]
 
 OVERFLOW = 3.4028235e38
 """Sum of squares of the gradients from which the transaction's own sum, in float32, is infinite."""
@@ -48,7 +48,7 @@ class Run:
     error: str = ""
     first: str = ""
     first_path: str = ""
-    birth: Birth | None = None
+    origin: Origin | None = None
     loss: float = math.nan
     norm: float = math.nan
     bad: int = 0
@@ -72,7 +72,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put every one of these variables, and every generator of random numbers, back at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with current.replay().kept((*variables, *keras_variables.global_seed_variables())):
+        with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
             yield
     finally:
         random.setstate(python)
@@ -97,24 +97,24 @@ class Step:
         body: Callable[..., Any],
         model: Any,
         optimizers: Sequence[Any],
-        saving: bool = False,
+        keeps_undo: bool = False,
         losses: Callable[[Any], list[Any]] = lambda outputs: [],
-        strays: Sequence[Any] = (),
+        untracked: Sequence[Any] = (),
         tolerated: Sequence[Any] = (),
     ):
         self.body, self.model, self.optimizers = body, model, list(optimizers)
-        self.saving, self.losses, self.strays = saving, losses, list(strays)
+        self.keeps_undo, self.losses, self.untracked = keeps_undo, losses, list(untracked)
         self.tolerated = {id(v) for v in tolerated}
 
     @classmethod
-    def of(cls, model: Any, optimizers: Sequence[Any], saving: bool = False) -> Step:
+    def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> Step:
         """Return the train step of a model."""
-        return cls(current.replay().body_of(model), model, optimizers, saving, current.replay().losses_of(model))
+        return cls(current.replay().body_of(model), model, optimizers, keeps_undo, current.replay().losses_of(model))
 
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
-        anatomy = Anatomy.of(self.model, self.optimizers)
-        return [*anatomy.everything, *anatomy.metrics, *anatomy.unlisted, *self.strays]
+        train_state = TrainState.of(self.model, self.optimizers)
+        return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
 
     def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> Run:
         """Run the step once and forget it; see what it came to.
@@ -139,33 +139,33 @@ class _Pass:
 
     def __init__(self, step: Step, observe: bool, update: bool):
         self.step, self.observe, self.update = step, observe, update
-        self.anatomy = Anatomy.of(step.model, step.optimizers)
+        self.train_state = TrainState.of(step.model, step.optimizers)
 
     def run(self, args: Sequence[Any]) -> Run:
-        births = self._births(args) if self.observe else None
-        instrument = current.replay().Instrument(self.step.model, births) if self.observe else None
+        origins = self._origins(args) if self.observe else None
+        instrument = current.replay().Instrument(self.step.model, origins) if self.observe else None
         try:
             with contextlib.ExitStack() as stack:
-                if births is not None and instrument is not None:
+                if origins is not None and instrument is not None:
                     stack.enter_context(instrument)
-                    stack.enter_context(births)
+                    stack.enter_context(origins)
                 self.seen = stack.enter_context(
-                    current.replay().intercepted(self.step.model, self.step.optimizers, self.step.saving)
+                    current.replay().intercepted(self.step.model, self.step.optimizers, self.step.keeps_undo)
                 )
                 outputs = self.step.body(*args)
                 self.losses = self.seen.losses or self.step.losses(outputs)
-                found = self._judge(births)
-                if not found and self.update and not self.step.saving:
-                    found = self._updated(births)
+                found = self._judge(origins)
+                if not found and self.update and not self.step.keeps_undo:
+                    found = self._updated(origins)
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
             return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows if instrument else ()))
-        first, path, birth = found or ("", "", None)
-        if birth is not None and birth.culprit == COMPILE_LOSS and instrument is not None:
-            birth = _with_part(birth, instrument)
+        first, path, origin = found or ("", "", None)
+        if origin is not None and origin.culprit == COMPILE_LOSS and instrument is not None:
+            origin = _with_part(origin, instrument)
         return Run(
             first=first,
             first_path=path,
-            birth=birth,
+            origin=origin,
             loss=_total(self.losses),
             norm=self.norm,
             bad=self.bad,
@@ -174,13 +174,13 @@ class _Pass:
             sample_losses=tuple(instrument.sample_losses if instrument else ()),
         )
 
-    def _births(self, args: Sequence[Any]) -> Any:
-        tolerated = [v for v in self.anatomy.everything if id(v) in self.step.tolerated]
+    def _origins(self, args: Sequence[Any]) -> Any:
+        tolerated = [v for v in self.train_state.everything if id(v) in self.step.tolerated]
         # NaN is to blame where it gets into the loss.
         infinite = {id(v) for v in tolerated if not finiteness.counts(keras_variables.view(v))[0]}
-        return births_of(args, self.anatomy.everything, infinite)
+        return origins_of(args, self.train_state.everything, infinite)
 
-    def _judge(self, births: Any) -> tuple[str, str, Birth | None] | None:
+    def _judge(self, origins: Any) -> tuple[str, str, Origin | None] | None:
         """Return the first bad site, its path and its birth, in causal order."""
         self.norm, self.bad = math.nan, 0
         pairs = [(g, v) for record in self.seen.records for g, v in record.pairs if g is not None]
@@ -200,52 +200,52 @@ class _Pass:
         self.norm = math.sqrt(squares) if squares >= 0 else math.nan
         for loss in self.losses:
             if not finiteness.is_finite(keras_variables.dense(loss)):
-                return "loss", "", births.of(loss) if births else None
-        for variable in self.anatomy.statistics:
+                return "loss", "", origins.of(loss) if origins else None
+        for variable in self.train_state.statistics:
             if id(variable) not in self.step.tolerated and not finiteness.is_finite(keras_variables.view(variable)):
-                return "statistics", variable.path, births.written(variable) if births else None
-        if bad and births is None:
+                return "statistics", variable.path, origins.written(variable) if origins else None
+        if bad and origins is None:
             return "gradients", bad[0][1].path, None
-        if bad and births is not None:
-            known = [(current.replay().slope(births.of(g)), v) for g, v in bad]
+        if bad and origins is not None:
+            known = [(current.replay().slope(origins.of(g)), v) for g, v in bad]
             earliest = min(known, key=lambda pair: pair[0].order if pair[0] is not None else 1 << 60)
             return "gradients", earliest[1].path, earliest[0]
         if squares >= OVERFLOW:
             return "gradients", steepest, None
-        return self._written(births) if self.step.saving else None
+        return self._written(origins) if self.step.keeps_undo else None
 
-    def _updated(self, births: Any) -> tuple[str, str, Birth | None] | None:
-        if births is not None:
-            births.phase, births.frames = "update", []
+    def _updated(self, origins: Any) -> tuple[str, str, Origin | None] | None:
+        if origins is not None:
+            origins.phase, origins.frames = "update", []
         for record in self.seen.records:
             record.run()
-        return self._written(births)
+        return self._written(origins)
 
-    def _written(self, births: Any) -> tuple[str, str, Birth | None] | None:
+    def _written(self, origins: Any) -> tuple[str, str, Origin | None] | None:
         """Return the first bad slot or weight after the updates."""
-        for site, variables in (("slots", self.anatomy.slots), ("weights", self.anatomy.trainable)):
+        for site, variables in (("slots", self.train_state.slots), ("weights", self.train_state.trainable)):
             for variable in variables:
                 if not finiteness.is_finite(keras_variables.view(variable)):
-                    return site, variable.path, births.written(variable) if births else None
+                    return site, variable.path, origins.written(variable) if origins else None
         return None
 
 
-def births_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
+def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
     """Return eyes for the births of one run, which know its batch and its variables by name."""
     named = [(part.path, part.value) for part in batches.parts(args)]
     known = [(current.replay().key(v), v) for v in variables]
     paths = {number: v.path for number, v in known if number is not None}
     infinite = [number for number, v in known if number is not None and id(v) in tolerated]
-    return current.replay().Births(named, paths, infinite, batches.row_count(args))
+    return current.replay().Origins(named, paths, infinite, batches.row_count(args))
 
 
-def _with_part(birth: Birth, instrument: Any) -> Birth:
+def _with_part(origin: Origin, instrument: Any) -> Origin:
     """Blame the loss that was added up when the sum over the losses went bad: the one that ran last."""
     names = [name for name, _ in instrument.sample_losses]
     if not names:
-        return birth
+        return origin
     bad = [name for name, values in instrument.sample_losses if not finiteness.is_finite(values)]
-    return Birth(**{**{n: getattr(birth, n) for n in Birth.__slots__}, "culprit": (bad or names[-1:])[0]})
+    return Origin(**{**{n: getattr(origin, n) for n in Origin.__slots__}, "culprit": (bad or names[-1:])[0]})
 
 
 def _total(losses: Sequence[Any]) -> float:

@@ -16,7 +16,7 @@ __all__ = ["forget", "keep", "take"]
 NAME = "_nanguard_kept_step"
 
 
-class _Kept:
+class _CachedStep:
     """Hides what it holds from all that looks for variables among the attributes of a model."""
 
     __slots__ = ("key", "step")
@@ -33,7 +33,7 @@ def keep(model: Any, key: tuple[Any, ...], step: Any) -> None:
         key: everything that is built in; compared one by one, by identity, numbers and bound methods by equality.
         step: whatever `take` is to return.
     """
-    overrides.set_instance(model, NAME, _Kept(key, step))
+    overrides.set_instance(model, NAME, _CachedStep(key, step))
 
 
 def take(model: Any, key: tuple[Any, ...]) -> Any:

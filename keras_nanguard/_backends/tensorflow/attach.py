@@ -45,20 +45,20 @@ class ModelAttachment(Attachment):
         kept = self._cached_step(self._takes, many, mirrored, jit, spread_out, model.run_eagerly, model.distribute_strategy)
         if kept is not None:
             transaction, self.inner, self._exhausted = kept
-            transaction.serve(session.read_anatomy, session.born)
+            transaction.rebind(session.read_train_state, session.note_created)
             self._place(transaction)
             model.train_function = self.run
             return
         old = session.transaction
         transaction = (mirrored_step.MirroredTransaction if mirrored else step.Transaction)(
             self._body(),
-            session.read_anatomy,
+            session.read_train_state,
             model=model,
             logs=True,
             jit=jit,
             counted=many if many > 1 else 0 if self._takes or spread_out else UNKNOWN,
             capacity=max(8, many),
-            born=session.born,
+            note_created=session.note_created,
             refuse=session.policy.refuse and (mirrored or not spread_out),
             batches="host" if self._takes else "reports" if spread_out else "graph",
         )
@@ -131,17 +131,17 @@ class ModelAttachment(Attachment):
         """Stand in for the train function: one execution, then the host's look at its verdict."""
         session = self.session
         try:
-            if not session.calm:
+            if not session.nothing_pending:
                 if session.resuming is not None:
                     self._trace(getattr(iterator, "element_spec", None))
                 session.before()
-                if session.passes_by(iterator, self.model.steps_per_execution):
-                    return session.logs.shown or session.honest(self.model.get_metrics_result())
+                if session.skips_batches(iterator, self.model.steps_per_execution):
+                    return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
                 if session.stopped:
-                    return session.honest(self._without_effect(iterator))
+                    return session.logs_for_callbacks(self._without_effect(iterator))
             logs, row = self._execute(iterator)
             session.after(row)
-            logs = session.honest(logs, row[1])
+            logs = session.logs_for_callbacks(logs, row[1])
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
@@ -238,9 +238,9 @@ class LoopStep:
         old = self.session.transaction
         transaction = step.Transaction(
             lambda args, kwargs: body(*args, **kwargs),
-            self.session.read_anatomy,
+            self.session.read_train_state,
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
-            born=self.session.born,
+            note_created=self.session.note_created,
             refuse=self.session.policy.refuse,
         )
         if old is not None:

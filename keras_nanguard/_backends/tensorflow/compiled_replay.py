@@ -19,9 +19,9 @@ from keras_nanguard._backends.shared.replay import OVERFLOW, Run, Step, preserve
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.replay import Instrument
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import COMPILE_LOSS, Birth
+from keras_nanguard._core.evidence import COMPILE_LOSS, Origin
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
 
@@ -59,7 +59,7 @@ class _Traced:
 
     def __init__(self, step: Step):
         self.step = step
-        self.anatomy = Anatomy.of(step.model, step.optimizers)
+        self.train_state = TrainState.of(step.model, step.optimizers)
 
     def run(self, args: Sequence[Any], jit: bool) -> Run:
         compiled = tf.function(self._body, jit_compile=jit, autograph=False)
@@ -77,13 +77,13 @@ class _Traced:
             for t in c.outputs
         )
         self.batch = [part for part in batches.parts(args) if not _finite([part.value])]
-        first, path, birth = self._judge(losses, gradients, statistics)
-        return Run(first=first, first_path=path, birth=birth, loss=_sum(losses), rows=rows)
+        first, path, origin = self._judge(losses, gradients, statistics)
+        return Run(first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows)
 
     def _body(self, args: list[Any]) -> Any:
         with (
             Instrument(self.step.model, keep=True) as instrument,
-            Intercept(self.step.model, self.step.optimizers, self.step.saving, lambda variable: None) as seen,
+            Intercept(self.step.model, self.step.optimizers, self.step.keeps_undo, lambda variable: None) as seen,
         ):
             outputs = self.step.body(*args)
         losses = seen.losses or self.step.losses(outputs)
@@ -91,17 +91,17 @@ class _Traced:
         self.calls = instrument.calls
         self.paths = [v.path for record in seen.records for g, v in record.pairs if g is not None]
         gradients = [_values(g) for record in seen.records for g, _ in record.pairs if g is not None]
-        statistics = [v.value.read_value() for v in self.anatomy.statistics]
+        statistics = [v.value.read_value() for v in self.train_state.statistics]
         tensors = [
             tuple(_here(group, graph) for group in (c.inputs, c.outputs, c.gradients_out, c.gradients_in))
             for c in self.calls
         ]
         return losses, gradients, statistics, tensors
 
-    def _judge(self, losses: Any, gradients: Any, statistics: Any) -> tuple[str, str, Birth | None]:
+    def _judge(self, losses: Any, gradients: Any, statistics: Any) -> tuple[str, str, Origin | None]:
         if not _finite(losses):
             return "loss", "", self._forward("")
-        for variable, value in zip(self.anatomy.statistics, statistics):
+        for variable, value in zip(self.train_state.statistics, statistics):
             if id(variable) not in self.step.tolerated and not _finite([value]):
                 return "statistics", variable.path, self._forward(variable.path.rpartition("/")[0])
         bad = [path for path, g in zip(self.paths, gradients) if not _finite([g])]
@@ -112,19 +112,19 @@ class _Traced:
             return "gradients", self.paths[int(np.argmax(squares))], None
         return "", "", None
 
-    def _forward(self, layer: str) -> Birth | None:
+    def _forward(self, layer: str) -> Origin | None:
         """Return where the forward pass goes bad: in a call, else in the statistics of this layer, else in the loss."""
         for call in self.calls:
             if not _finite(call.outputs) and _finite(call.inputs):
                 return _birth(call, "loss" if call.loss else "forward", call.outputs, call.inputs)
         if self.batch:
-            return Birth(0, "batch", self.batch[0].path, "forward")
+            return Origin(0, "batch", self.batch[0].path, "forward")
         for call in self.calls:
             if layer and call.path == layer:
                 return _birth(call, "forward", call.outputs, call.inputs)
-        return Birth(0, "operation", "", "loss", culprit="loss")
+        return Origin(0, "operation", "", "loss", culprit="loss")
 
-    def _backward(self, bad: Sequence[str]) -> Birth | None:
+    def _backward(self, bad: Sequence[str]) -> Origin | None:
         """Return the layer where the gradient goes bad: what comes back to it is finite, what it passes on is not."""
         for call in reversed(self.calls):
             if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
@@ -135,11 +135,11 @@ class _Traced:
         return None
 
 
-def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Birth:
+def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Origin:
     arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
     counted = [finiteness.counts(a) for a in arrays]
     path = "" if call.path == COMPILE_LOSS else call.path
-    return Birth(
+    return Origin(
         order=call.finished,
         source="operation",
         op="",

@@ -28,15 +28,15 @@ class Run:
         saving: whether old values of weights and slots are kept.
     """
 
-    def __init__(self, owner: Any, saving: bool):
-        self.owner, self.saving, self.seen = owner, saving, Seen()
-        self.through = saving or not owner.refuse
+    def __init__(self, owner: Any, keeps_undo: bool):
+        self.owner, self.keeps_undo, self.seen = owner, keeps_undo, Seen()
+        self.immediate = keeps_undo or not owner.refuse
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.anatomy = owner.anatomy()
+        self.train_state = owner.train_state()
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
-        self.late: dict[int, bool] = {}
+        self.after_update: dict[int, bool] = {}
         """What the body reads (`False`) or writes (`True`) after it has asked for its first update."""
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -46,11 +46,11 @@ class Run:
         start = graph.mark(self.graph) if self.graph is not None else 0
         with (
             self.owner.outputs.watched(),
-            Intercept(self.owner.model, self.anatomy.optimizers, self.through, self.born, asked=self.asked) as self.seen,
+            Intercept(self.owner.model, self.train_state.optimizers, self.immediate, self.note_created, asked=self.asked) as self.seen,
         ):
             outputs = self.owner.body(*args)
-        self.anatomy = self.owner.anatomy()
-        if not (self.scales or self.through):  # an optimizer that was built by the body, and has written nothing yet
+        self.train_state = self.owner.train_state()
+        if not (self.scales or self.immediate):  # an optimizer that was built by the body, and has written nothing yet
             self.scales = self.old_scales()
         if self.graph is not None and self.owner.refuse:
             self.inspect(start)
@@ -60,28 +60,28 @@ class Run:
 
     def keep(self) -> None:
         """Hold on to what the body may write and what a refusal gives back."""
-        self.hold([*self.anatomy.other, *self.anatomy.metrics, *self.anatomy.rates])
+        self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
         if self.graph is None:  # a graph tells of them itself
-            self.hold(self.anatomy.unlisted)
-        self.kept += [(stray, stray.read_value()) for stray in self.owner.strays.values()]
-        if self.saving:
-            self.hold([*self.anatomy.trainable, *self.anatomy.slots])
+            self.hold(self.train_state.unlisted)
+        self.kept += [(stray, stray.read_value()) for stray in self.owner.untracked.values()]
+        if self.keeps_undo:
+            self.hold([*self.train_state.trainable, *self.train_state.slots])
         self.scales = self.old_scales()
 
     def asked(self, record: Record) -> None:
         """Get to know weights that were unknown until an update of theirs was asked for: no model that is known holds them."""
-        known = self.keys(self.anatomy.trainable)
+        known = self.keys(self.train_state.trainable)
         found = [v for v in record.variables if not (id(keras_variables.native(v)) in self.created or self.keys([v]) <= known)]
         with tf.init_scope():
             for variable in found:
-                self.owner.born(keras_variables.native(variable), keras_variables.read(variable))
-        if self.saving:
+                self.owner.note_created(keras_variables.native(variable), keras_variables.read(variable))
+        if self.keeps_undo:
             kept = {id(v.handle) for v, _ in self.kept}
             self.hold([v for v in found if not self.keys([v]) <= kept])
 
     def old_scales(self) -> list[Any]:
         """Return the loss scales: value and counter as they are at this point of the program, and the variables."""
-        return [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.anatomy.scales]
+        return [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.train_state.scales]
 
     def hold(self, variables: Sequence[Any]) -> None:
         """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
@@ -96,11 +96,11 @@ class Run:
         """Return what tells these variables from others in a graph."""
         return {id(self.local(v).handle) for v in variables}
 
-    def born(self, variable: Any) -> None:
+    def note_created(self, variable: Any) -> None:
         self.hold([variable])
         self.created.add(id(variable))
         with tf.init_scope():
-            self.owner.born(variable, variable.numpy())
+            self.owner.note_created(variable, variable.numpy())
 
     def inspect(self, start: int, foreign: Iterable[int] = ()) -> None:
         """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it.
@@ -108,69 +108,70 @@ class Run:
         Variables that are `foreign` are looked after by another replica.
         """
         known = {id(v.handle) for v, _ in self.kept}.union(foreign)
-        large = self.keys([*self.anatomy.trainable, *self.anatomy.slots])
-        known |= self.keys(v for pair in self.anatomy.scales for v in pair)
+        large = self.keys([*self.train_state.trainable, *self.train_state.slots])
+        known |= self.keys(v for pair in self.train_state.scales for v in pair)
         written: set[int] = set()
         for access in graph.accesses(self.graph, start, self.seen.boundary):
-            if access.late:
-                self.late[access.key] = access.writes or self.late.get(access.key, False)
+            if access.after_mark:
+                self.after_update[access.key] = access.writes or self.after_update.get(access.key, False)
             if not access.writes:
                 continue
-            if access.key in large and not self.saving:
+            if access.key in large and not self.keeps_undo:
                 self._save()
             if access.key not in known | large and (stray := graph.untracked(access.handle)) is not None:
-                self.owner.strays[access.key] = stray
+                self.owner.untracked[access.key] = stray
                 raise Retrace
             written.add(access.key)
-        if self.seen.nested and not self.saving:
+        if self.seen.nested and not self.keeps_undo:
             self._save()
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
     def _save(self) -> None:
         """Ask for a trace in which updates run where the body asks for them."""
-        self.owner.saving = True
+        self.owner.keeps_undo = True
         raise Retrace
 
     def check_deferred(self) -> None:
         """Ask for another trace where the rest of the body can tell that the updates, traced just now, were deferred."""
-        if self.graph is None or not self.late:
+        if self.graph is None or not self.after_update:
             return
         for access in graph.accesses(tf.compat.v1.get_default_graph()):
-            if access.key in self.late and (access.writes or self.late[access.key]):
+            if access.key in self.after_update and (access.writes or self.after_update[access.key]):
                 self._save()
 
     def measure(self, outputs: Any) -> None:
         """Sum up loss, gradients and the statistics that were written, and weights and slots where they are written, too."""
-        anatomy, seen = self.anatomy, self.seen
-        self.kind = kind = reductions.kind([*anatomy.trainable, *anatomy.slots])
-        others = self.keys([*anatomy.metrics, *anatomy.trainable, *anatomy.slots]) | self.owner.tolerated
+        train_state, seen = self.train_state, self.seen
+        self.kind = kind = reductions.kind([*train_state.trainable, *train_state.slots])
+        others = self.keys([*train_state.metrics, *train_state.trainable, *train_state.slots]) | self.owner.tolerated
         self.written = [v for v, _ in self.kept if id(v.handle) not in others and reductions.can_be_bad(v)]
         self.loss = reductions.add([tf.cast(loss, kind) for loss in seen.losses or self.owner.outputs.losses(outputs)], kind)
         pairs = [(g, v) for record in seen.records for g, v in record.pairs if g is not None]
         plain = self.graph is None or self.owner.jit
-        self.products = {} if plain or self.through else exact_products.unread(g for g, _ in pairs)
-        self.gradients_of = [(g if plain or not self.through else exact_products.beside(g), v) for g, v in pairs]
+        self.products = {} if plain or self.immediate else exact_products.unread(g for g, _ in pairs)
+        self.gradients_of = [(g if plain or not self.immediate else exact_products.beside(g), v) for g, v in pairs]
         self.gradients = reductions.squares([g for g, _ in self.gradients_of], kind)
         self.statistics = reductions.total(self.written, kind)
         scales = [s for s, _, _, _ in self.scales]
         self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
-        self.ends: Sequence[Any] = []
-        if self.through:
-            self.ends = [reductions.exact([keras_variables.native(v) for v in part], kind) for part in (anatomy.trainable, anatomy.slots)]
+        self.update_sums: Sequence[Any] = []
+        if self.immediate:
+            parts = ([keras_variables.native(v) for v in part] for part in (train_state.trainable, train_state.slots))
+            self.update_sums = [reductions.exact(part, kind) for part in parts]
 
     def judge(self, halted: Any, step: Any) -> None:
         """Decide, from the sums, whether the step may commit."""
         self.step, self.halt = tf.cast(step % PERIOD, self.kind), tf.cast(halted, self.kind)
-        told = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.ends]
+        told = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.update_sums]
         finite = tf.math.is_finite(tf.add_n(told))
         if self.scales:
             finite &= tf.math.is_finite(self.scale) & (self.scale > 0)
-        self.fine = finite & ~halted if self.owner.counted else finite
+        self.may_commit = finite & ~halted if self.owner.counted else finite
 
-    def row(self, refused: Any, ends: Sequence[Any]) -> Any:
-        """Return the row of numbers; `ends` are the sums over weights and slots."""
+    def row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
+        """Return the row of numbers; `update_sums` are the sums over weights and slots."""
         first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
-        return tf.stack([*first, *ends, self.scale, self.step, self.halt])
+        return tf.stack([*first, *update_sums, self.scale, self.step, self.halt])
 
     def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         places = reports.places(self)
@@ -179,34 +180,34 @@ class Run:
 
         def commit() -> list[Any]:
             flat = self.commit(outputs)
-            self.owner.note_poison(self.through, flat)
+            self.owner.note_poison(self.immediate, flat)
             return [*flat, *([nothing] if outside else [])]
 
         def refuse() -> list[Any]:
             counts = reductions.counts([tensor for _, _, tensor in places])  # before the statistics are given back
             flat = self.refuse(outputs)
             if not outside:
-                self.owner.files.put(self.row(self.owner.refuse, flat[:2]), counts, args)
+                self.owner.report_queue.put(self.row(self.owner.refuse, flat[:2]), counts, args)
             return [*flat, *([counts] if outside else [])]
 
-        self.owner.files.rows = tuple((site, path) for site, path, _ in places)
-        weight_sum, slot_sum, *flat = tf.cond(self.fine, commit, refuse)
+        self.owner.report_queue.rows = tuple((site, path) for site, path, _ in places)
+        weight_sum, slot_sum, *flat = tf.cond(self.may_commit, commit, refuse)
         counts = flat.pop() if outside else None
-        refused = ~self.fine if self.owner.refuse else tf.constant(False)
+        refused = ~self.may_commit if self.owner.refuse else tf.constant(False)
         return self.owner.outputs.pack(flat, outputs), self.row(refused, [weight_sum, slot_sum]), counts
 
     def commit(self, outputs: Any) -> list[Any]:
         """Run the deferred updates and read what they wrote; returns these sums, and the outputs."""
-        if self.through:
-            return [*self.ends, *self.owner.outputs.committed(outputs)]
+        if self.immediate:
+            return [*self.update_sums, *self.owner.outputs.committed(outputs)]
         self.update()
         self.check_deferred()
-        ends = reductions.ends(self.anatomy, self.seen.records, self.gradients, self.kind)
-        return [*ends, *self.owner.outputs.committed(outputs)]
+        update_sums = reductions.update_sums(self.train_state, self.seen.records, self.gradients, self.kind)
+        return [*update_sums, *self.owner.outputs.committed(outputs)]
 
     def update(self) -> None:
         """Run the deferred updates."""
-        optimizers = () if self.owner.jit else self.anatomy.optimizers
+        optimizers = () if self.owner.jit else self.train_state.optimizers
         with exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
             for record in self.seen.records:
                 record.grads = exact_products.again(record.grads, self.products)
@@ -214,18 +215,18 @@ class Run:
 
     def refuse(self, outputs: Any) -> list[Any]:
         """Give back what was kept; returns the same as `commit`."""
-        ends = self.ends or [tf.zeros((), self.kind)] * 2
+        update_sums = self.update_sums or [tf.zeros((), self.kind)] * 2
         if not self.owner.refuse:
-            return [*ends, *self.owner.outputs.committed(outputs)]
+            return [*update_sums, *self.owner.outputs.committed(outputs)]
         for variable, old in self.kept:
             variable.assign(old)
         self._learn_scale()
-        return [*ends, *self.owner.outputs.refused(outputs)]
+        return [*update_sums, *self.owner.outputs.refused(outputs)]
 
     def _learn_scale(self) -> None:
         """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
         blamed = tf.math.is_finite(self.loss) & ~tf.math.is_finite(self.gradients)
-        for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.anatomy.optimizers)):
+        for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.train_state.optimizers)):
             sound = tf.math.is_finite(old) & (old > 0)
             lower = tf.maximum(old * 0.5, tf.cast(keras_optimizers.FLOOR, old.dtype))
             kept = tf.where(blamed, tf.minimum(lower, old), old)

@@ -27,10 +27,10 @@ class Access:
         late: whether the operation was made after the mark given to `accesses`.
     """
 
-    __slots__ = ("handle", "key", "late", "writes")
+    __slots__ = ("after_mark", "handle", "key", "writes")
 
-    def __init__(self, handle: Any, writes: bool, late: bool):
-        self.handle, self.key, self.writes, self.late = handle, id(handle), writes, late
+    def __init__(self, handle: Any, writes: bool, after_mark: bool):
+        self.handle, self.key, self.writes, self.after_mark = handle, id(handle), writes, after_mark
 
 
 def mark(graph: Any) -> int:
@@ -43,7 +43,7 @@ def capture(graph: Any, variable: Any) -> Any:
     return graph.capture(variable.handle) if hasattr(graph, "capture") else variable.handle
 
 
-def accesses(graph: Any, start: int = 0, late: int | None = None) -> Iterable[Access]:
+def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Iterable[Access]:
     """Yield every touch of an outside resource by the operations made since `start`.
 
     Calls of functions, loops and conditionals carry the attribute `_read_only_resource_inputs`, which TensorFlow's
@@ -59,7 +59,7 @@ def accesses(graph: Any, start: int = 0, late: int | None = None) -> Iterable[Ac
         for i in resources:
             handle = outside.of(op.inputs[i])
             if handle is not None:
-                yield Access(handle, i not in reads, late is not None and position >= late)
+                yield Access(handle, i not in reads, after_mark is not None and position >= after_mark)
 
 
 def _read_only(op: Any) -> set[int]:

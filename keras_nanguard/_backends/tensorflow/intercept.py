@@ -75,12 +75,12 @@ class Intercept:
         self,
         model: Any,
         optimizers: Iterable[Any],
-        through: bool,
-        born: Callable[[Any], None],
+        immediate: bool,
+        note_created: Callable[[Any], None],
         seen: Callable[[], Seen] | None = None,
         asked: Callable[[Record], None] = lambda record: None,
     ):
-        self.model, self.optimizers, self.through, self.born, self.asked = model, list(optimizers), through, born, asked
+        self.model, self.optimizers, self.immediate, self.note_created, self.asked = model, list(optimizers), immediate, note_created, asked
         self.notes, self.alone = Seen(), seen is None
         self.seen = seen or (lambda: self.notes)
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -123,7 +123,7 @@ class Intercept:
             seen.records.append(record)
             seen.gradients += [g for g in grads if g is not None]
             self.asked(record)
-            if self.through:
+            if self.immediate:
                 record.run()
             return None
 
@@ -143,7 +143,7 @@ class Intercept:
         finally:
             self._creating = False
         with contextlib.nullcontext() if self.graph is None else self.graph.as_default():
-            self.born(variable)
+            self.note_created(variable)
         return variable
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class _Share(Run):
     """One replica's part of a step."""
 
     def __init__(self, owner: Transaction, strategy: Any, number: int):
-        super().__init__(owner, owner.keeps_all)
+        super().__init__(owner, owner.keeps_undo_copies)
         self.strategy, self.number = strategy, number
         self.args: Sequence[Any] = ()
         self.outputs: Any = None
@@ -72,21 +72,21 @@ class _Share(Run):
     def check_deferred(self) -> None:
         """Wait until the updates of all replicas are in the graph."""
 
-    def check_late(self) -> None:
+    def check_after_update(self) -> None:
         """The same, when they are."""
         super().check_deferred()
 
     def claims(self) -> set[int]:
         """Return what tells the variables that this replica looks after from others."""
-        anatomy = self.anatomy
-        scales = [v for pair in anatomy.scales for v in pair]
-        keys = self.keys([*anatomy.trainable, *anatomy.slots, *scales])
+        train_state = self.train_state
+        scales = [v for pair in train_state.scales for v in pair]
+        keys = self.keys([*train_state.trainable, *train_state.slots, *scales])
         return keys | {id(v.handle) for v, _ in self.kept}
 
-    def blame(self, fine: Any) -> Any:
+    def blame(self, may_commit: Any) -> Any:
         """Return whether this replica saw something bad, and whether it was given something bad."""
         given = reductions.exact([t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None], self.kind)
-        return tf.stack([~fine, ~fine & ~tf.math.is_finite(given)])
+        return tf.stack([~may_commit, ~may_commit & ~tf.math.is_finite(given)])
 
 
 class _Step:
@@ -99,9 +99,9 @@ class _Step:
         self.halted, self.step = owner.count()
         self.start = graph.mark(first.graph) if first.graph is not None else 0
         self.row: Any = None
-        optimizers = first.anatomy.optimizers
+        optimizers = first.train_state.optimizers
         self.intercept = Intercept(
-            *(owner.model, optimizers, first.through, self._born),
+            *(owner.model, optimizers, first.immediate, self._note_created),
             seen=lambda: self.share().seen,
             asked=lambda record: self.share().asked(record),
         )
@@ -128,8 +128,8 @@ class _Step:
             self.watched.close()
             raise
 
-    def _born(self, variable: Any) -> None:
-        self.first.born(variable)
+    def _note_created(self, variable: Any) -> None:
+        self.first.note_created(variable)
         for share in self.shares[1:]:
             share.hold([variable])
 
@@ -137,7 +137,7 @@ class _Step:
         """Read the trace once all replicas are in it."""
         self.watched.close()
         for share in self.shares:
-            share.anatomy = self.owner.anatomy()
+            share.train_state = self.owner.train_state()
         if self.first.graph is None or not self.owner.refuse:
             return
         claims = [share.claims() for share in self.shares]
@@ -148,18 +148,18 @@ class _Step:
     def decide(self, strategy: Any) -> None:
         """Come to one verdict, and have every replica act on it."""
         shares, first, owner = self.shares, self.first, self.owner
-        fine = [tf.math.is_finite(tf.add_n([s.loss, s.gradients, s.statistics, *s.ends])) for s in shares]
+        may_commit = [tf.math.is_finite(tf.add_n([s.loss, s.gradients, s.statistics, *s.update_sums])) for s in shares]
         loss = _total(s.loss for s in shares)
         if not first.seen.losses:  # told by the logs, which Keras averages; its losses are made to be added up
             loss /= len(shares)
         gradients = _total(s.gradients for s in shares) * len(shares)  # at least the sum of squares of their sum
         statistics = _total(s.statistics for s in shares)
-        ends = [_total(parts) for parts in zip(*(s.ends for s in shares))]
+        update_sums = [_total(parts) for parts in zip(*(s.update_sums for s in shares))]
         for share in shares:
-            share.loss, share.gradients, share.statistics, share.ends = loss, gradients, statistics, ends
+            share.loss, share.gradients, share.statistics, share.update_sums = loss, gradients, statistics, update_sums
         first.judge(self.halted, self.step)
         places = [[(site, path) for site, path, _ in reports.places(share)] for share in shares]
-        owner.files.rows = rows = tuple(dict.fromkeys(place for each in places for place in each))
+        owner.report_queue.rows = rows = tuple(dict.fromkeys(place for each in places for place in each))
 
         def counts(share: _Share) -> Any:
             lines = [[rows.index(place)] for place in places[share.number]]
@@ -169,22 +169,22 @@ class _Step:
         def commit() -> list[Any]:
             flat = self._flat(self._each(lambda share: share.commit(share.outputs)))
             for share in shares:
-                share.check_late()
-            owner.note_poison(first.through, flat)
+                share.check_after_update()
+            owner.note_poison(first.immediate, flat)
             return flat
 
         def refuse() -> list[Any]:
             counted = tf.add_n(self._each(counts))
             flat = self._flat(self._each(lambda share: share.refuse(share.outputs)))
-            blamed = self._each(lambda share: share.blame(fine[share.number]))
+            blamed = self._each(lambda share: share.blame(may_commit[share.number]))
             batch = tf.nest.map_structure(_whole, *(share.args for share in shares))
-            owner.files.put(first.row(owner.refuse, flat[:2]), counted, batch, _blamed(blamed))
+            owner.report_queue.put(first.row(owner.refuse, flat[:2]), counted, batch, _blamed(blamed))
             return flat
 
-        weights, slots, *flat = tf.cond(first.fine, commit, refuse)
+        weights, slots, *flat = tf.cond(first.may_commit, commit, refuse)
         for share, part in zip(shares, _parted(flat, len(shares))):
             share.flat = part
-        self.row = first.row(~first.fine if owner.refuse else tf.constant(False), [weights, slots])
+        self.row = first.row(~first.may_commit if owner.refuse else tf.constant(False), [weights, slots])
         owner.note(self.row)
 
     def _each(self, function: Callable[[_Share], Any]) -> list[Any]:
@@ -200,7 +200,7 @@ class _Step:
 
     def _flat(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Add up the sums over weights and slots, which come first; the rest stays apart."""
-        return [*(_total(ends) for ends in zip(*(p[:2] for p in parts))), *(t for p in parts for t in p[2:])]
+        return [*(_total(update_sums) for update_sums in zip(*(p[:2] for p in parts))), *(t for p in parts for t in p[2:])]
 
     def join(self, strategy: Any) -> Any:
         """Return what leaves the compiled step, logs averaged as Keras does it; `None` where Keras has to do it."""

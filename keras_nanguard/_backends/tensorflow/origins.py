@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MOST, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Birth
+from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
 
 try:
@@ -27,10 +27,10 @@ try:
 except ImportError:
     op_callbacks = None
 
-__all__ = ["CONSTANT", "Births"]
+__all__ = ["CONSTANT", "Origins"]
 
 
-class Births:
+class Origins:
     """Context in which every operation that runs eagerly on this thread is watched.
 
     Args:
@@ -57,17 +57,17 @@ class Births:
     ):
         self.phase, self.rows, self.count = "forward", rows, 0
         self.frames: list[tuple[str, str]] = []
-        self.births: list[Birth] = []
+        self.origins: list[Origin] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Birth] = {}
-        self._written: dict[int, Birth] = {}
+        self._lineage: dict[int, Origin] = {}
+        self._written: dict[int, Origin] = {}
         self._casts = Casts()
         self._reads: dict[int, str] = {}
         for place, (name, tensor) in enumerate(batch):
             if hasattr(tensor, "_id") and not _is_finite(tensor):
-                self._keep(tensor, Birth(place - MOST, "batch", name, "forward"))
+                self._keep(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
 
-    def __enter__(self) -> Births:
+    def __enter__(self) -> Origins:
         if self.available:
             op_callbacks.add_op_callback(self._seen)
         return self
@@ -76,12 +76,12 @@ class Births:
         if self.available:
             op_callbacks.remove_op_callback(self._seen)
 
-    def of(self, tensor: Any) -> Birth | None:
+    def of(self, tensor: Any) -> Origin | None:
         """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
         found = self._lineage.get(getattr(getattr(tensor, "values", tensor), "_id", -1))
         return None if found is None else self._casts.complete(found)
 
-    def written(self, variable: Any) -> Birth | None:
+    def written(self, variable: Any) -> Origin | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
         found = self._written.get(getattr(handle, "_id", -1))
@@ -91,8 +91,8 @@ class Births:
         """Note that a layer whose frame is on top now takes these tensors in."""
         self._casts.entered(self.frames, [self._lineage.get(getattr(t, "_id", -1)) for t in tensors])
 
-    def _keep(self, tensor: Any, birth: Birth) -> None:
-        self._lineage[tensor._id] = birth
+    def _keep(self, tensor: Any, origin: Origin) -> None:
+        self._lineage[tensor._id] = origin
 
     def _seen(
         self, op_type: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
@@ -108,31 +108,31 @@ class Births:
             if not outputs and name.startswith("Assign") and len(inputs) == 2:
                 self._assigned(name, inputs)
             return
-        birth = self._inherited(name, inputs, bad)
+        origin = self._inherited(name, inputs, bad)
         for tensor in bad:
-            self._keep(tensor, birth)
+            self._keep(tensor, origin)
 
     def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
         handle, value = inputs
-        birth = self._lineage.get(value._id)
-        if birth is not None:
-            self._written[handle._id] = birth
+        origin = self._lineage.get(value._id)
+        if origin is not None:
+            self._written[handle._id] = origin
         elif name == "AssignVariableOp":
             self._written.pop(handle._id, None)
 
-    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Birth:
+    def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
         """Return the earliest birth behind an operation's inputs, or its own."""
         parents = [self._parent(t) for t in inputs]
         known = [p for p in parents if p is not None and p is not CONSTANT]
         if known:
-            return min(known, key=lambda birth: birth.order)
+            return min(known, key=lambda origin: origin.order)
         if CONSTANT in parents and not any(_has_nan(t) for t in bad):
             return CONSTANT
         if name in ("Fill", "Const"):
             return CONSTANT
-        return self._born(name, inputs, bad[0])
+        return self._note_created(name, inputs, bad[0])
 
-    def _parent(self, tensor: Any) -> Birth | None:
+    def _parent(self, tensor: Any) -> Origin | None:
         if tensor.dtype == tf.resource:
             if tensor._id in self._written:
                 return self._written[tensor._id]
@@ -144,14 +144,14 @@ class Births:
             return CONSTANT
         return found
 
-    def _born(self, name: str, inputs: Sequence[Any], result: Any) -> Birth:
+    def _note_created(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:
         array = _array(result)
         handles = [t._id for t in inputs if t.dtype == tf.resource]
         stored = next((self._variables[h] for h in handles if h in self._variables), "")
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         top = self.frames[-1] if self.frames else ("", "")
-        birth = Birth(
+        origin = Origin(
             order=self.count,
             source="variable" if stored else "operation",
             op=stored or name,
@@ -169,9 +169,9 @@ class Births:
             variables=tuple(self._reads[t._id] for t in inputs if t._id in self._reads),
             line=users_line() if self.phase != "backward" else "",
         )
-        if len(self.births) < MOST:
-            self.births.append(birth)
-        return birth
+        if len(self.origins) < MAX_ORIGINS:
+            self.origins.append(origin)
+        return origin
 
 
 def _array(tensor: Any) -> np.ndarray[Any, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.proof import BOUND, EVERY, PROVEN_BYTES, is_proven
+from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
 from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["add", "can_be_bad", "counts", "ends", "exact", "kind", "squares", "total"]
+__all__ = ["add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""
@@ -108,15 +108,15 @@ def _count(tensor: Any) -> Any:
     return tf.stack([nan, tf.math.count_nonzero(tf.math.is_inf(tensor)), size])
 
 
-def ends(anatomy: Anatomy, records: Sequence[Any], gradients: Any, dtype: Any) -> tuple[Any, Any]:
+def update_sums(train_state: TrainState, records: Sequence[Any], gradients: Any, dtype: Any) -> tuple[Any, Any]:
     """Return the sums over the updated weights and the slots, after the update.
 
-    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `EVERY`
+    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
     steps where a proof covers the rest.
     """
     together = list({id(v): keras_variables.native(v) for record in records for v in record.variables}.values())
     sums = []
-    listed = {id(v) for v in anatomy.slots}
+    listed = {id(v) for v in train_state.slots}
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
         variables = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
         if not _large(variables):
@@ -125,7 +125,7 @@ def ends(anatomy: Anatomy, records: Sequence[Any], gradients: Any, dtype: Any) -
         if not is_proven(optimizer, [v.dtype.size for v in variables]):
             sums.append(total(variables, dtype))
             continue
-        turn = keras_optimizers.inner(optimizer).iterations.value % EVERY == 0
+        turn = keras_optimizers.inner(optimizer).iterations.value % FULL_READ_INTERVAL == 0
         sums.append(
             tf.cond(turn | (gradients > BOUND), lambda v=variables: total(v, dtype), lambda: tf.zeros((), dtype))
         )

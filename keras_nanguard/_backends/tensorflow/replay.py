@@ -11,20 +11,20 @@ from tensorflow.python.eager import context
 
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.tensorflow.intercept import Intercept
-from keras_nanguard._backends.tensorflow.origins import Births
+from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._backends.tensorflow.outputs import LogOutputs
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
-    "Births",
     "Instrument",
+    "Origins",
     "body_of",
     "intercepted",
     "is_tensor",
-    "kept",
     "key",
     "like",
     "losses_of",
+    "preserved",
     "slope",
     "tensor",
     "twin",
@@ -69,13 +69,13 @@ def losses_of(model: Any) -> Any:
     return LogOutputs(model).losses
 
 
-def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Any:
-    """Return a context that notes losses and updates; `through` lets the updates be made at once."""
-    return Intercept(model, optimizers, through, lambda variable: None)
+def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
+    """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
+    return Intercept(model, optimizers, immediate, lambda variable: None)
 
 
 @contextlib.contextmanager
-def kept(variables: Sequence[Any]) -> Iterator[None]:
+def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put these variables, and the generator of eager operations that have no seed of their own, back at the end.
 
     Of a variable that is spread over several replicas, the copy of each.
@@ -104,9 +104,9 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, tf.Tensor)
 
 
-def slope(birth: Any) -> Any:
+def slope(origin: Any) -> Any:
     """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
-    return birth
+    return origin
 
 
 def tensor(value: Any) -> Any:

@@ -16,10 +16,10 @@ from keras_nanguard._backends.tensorflow import reductions
 from keras_nanguard._backends.tensorflow.staged_batches import Layouts
 from keras_nanguard._core.verdict import Report, Verdict
 
-__all__ = ["Files", "places"]
+__all__ = ["ReportQueue", "places"]
 
 
-class Files:
+class ReportQueue:
     """Files and hands out the reports of refused steps.
 
     Args:
@@ -80,12 +80,12 @@ class Files:
 
 def places(run: Any) -> list[tuple[str, str, Any]]:
     """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
-    anatomy, seen = run.anatomy, run.seen
+    train_state, seen = run.train_state, run.seen
     found = [("outputs", name, t) for name, t in seen.outputs]
-    paths = {id(run.local(v).handle): v.path for v in (*anatomy.other, *anatomy.trainable, *anatomy.rates)}
+    paths = {id(run.local(v).handle): v.path for v in (*train_state.other, *train_state.trainable, *train_state.rates)}
     found += [("gradients", v.path, g) for g, v in run.gradients_of]
     found += [("statistics", paths.get(id(v.handle), v.name), v) for v in run.written]
-    if run.through:
-        found += [("weights", v.path, v.value) for v in anatomy.trainable if reductions.can_be_bad(v.value)]
-        found += [("slots", v.path, v.value) for v in anatomy.slots if reductions.can_be_bad(v.value)]
+    if run.immediate:
+        found += [("weights", v.path, v.value) for v in train_state.trainable if reductions.can_be_bad(v.value)]
+        found += [("slots", v.path, v.value) for v in train_state.slots if reductions.can_be_bad(v.value)]
     return found

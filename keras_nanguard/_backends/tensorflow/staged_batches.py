@@ -24,7 +24,7 @@ BYTES = 2
 NONE = -1
 """Number of the layout of what is no batch."""
 
-FEWEST = 8
+MIN_BATCHES = 8
 """Batches that are kept of an execution, whatever they take, so that a refused one is there to be looked at."""
 
 _numbers = itertools.count()
@@ -107,7 +107,7 @@ class Stored:
             steps: steps of one execution.
         """
         for area in self._areas.values():
-            area.shrink(batch_memory.MAX_BYTES, min(steps, FEWEST))
+            area.shrink(batch_memory.MAX_BYTES, min(steps, MIN_BATCHES))
 
     def fill(self) -> None:
         """Begin anew after `clear`."""
@@ -206,14 +206,14 @@ def _spec(value: Any) -> Any:
 
 def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
     """Put component tensors back into the structure they came from."""
-    rest = iter(leaves)
+    release_run = iter(leaves)
 
     def fill(spec: Any) -> Any:
         if spec is None:
             return None
         if isinstance(spec, _Leaf):
-            return next(rest)
+            return next(release_run)
         parts = tf.nest.flatten(spec, expand_composites=True)
-        return tf.nest.pack_sequence_as(spec, [next(rest) for _ in parts], expand_composites=True)
+        return tf.nest.pack_sequence_as(spec, [next(release_run) for _ in parts], expand_composites=True)
 
     return tf.nest.map_structure(fill, specs)

@@ -27,7 +27,7 @@ from keras_nanguard._backends.tensorflow import outputs as step_outputs
 from keras_nanguard._backends.tensorflow import reports, staged_batches
 from keras_nanguard._backends.tensorflow.execution import Run
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Verdict
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Transaction"]
 
@@ -37,7 +37,7 @@ class Transaction:
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        anatomy: callable that returns the `Anatomy` at the time of tracing.
+        anatomy: callable that returns the `TrainState` at the time of tracing.
         model: the model whose `compute_loss` tells the loss, or `None`.
         logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
         jit: compile the body with XLA. The filing of a refused step stays outside of the cluster.
@@ -57,29 +57,29 @@ class Transaction:
 
     is_transaction = True
 
-    served = False
+    reused = False
     """Whether it was traced for an earlier run."""
 
     def __init__(
         self,
         body: Callable[..., Any],
-        anatomy: Callable[[], Anatomy],
+        train_state: Callable[[], TrainState],
         *,
         model: Any = None,
         logs: bool = False,
         jit: bool = False,
         counted: int = 0,
         capacity: int = 8,
-        born: Callable[[Any, Any], None] = lambda variable, value: None,
+        note_created: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
         batches: str = "host",
     ):
-        self.body, self.anatomy, self.model = body, anatomy, model
-        self.jit, self.counted, self.born = jit, counted, born
-        self.refuse, self.saving = refuse, False
-        self.strays: dict[int, Any] = {}
+        self.body, self.train_state, self.model = body, train_state, model
+        self.jit, self.counted, self.note_created = jit, counted, note_created
+        self.refuse, self.keeps_undo = refuse, False
+        self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
-        self.files = reports.Files(capacity, None if batches == "reports" else self._refused_batch)
+        self.report_queue = reports.ReportQueue(capacity, None if batches == "reports" else self._refused_batch)
         self.stored = staged_batches.Stored() if batches == "graph" else None
         self.given: Any = self.stored
         self.outputs = step_outputs.LogOutputs(model) if logs else step_outputs.PlainOutputs()
@@ -102,7 +102,7 @@ class Transaction:
         outputs, row, counts = self.compiled(*args)
         self.note(row)
         reported = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
-        tf.cond(reported, lambda: self.files.put(row, counts, args), lambda: tf.constant(False))
+        tf.cond(reported, lambda: self.report_queue.put(row, counts, args), lambda: tf.constant(False))
         return self.outputs.join(outputs, row)
 
     def read(self, result: Any) -> tuple[Any, list[float]]:
@@ -136,10 +136,10 @@ class Transaction:
         rows = {int(row[FIELDS.index("step")]): row for row in self.rows.numpy().tolist()}
         return [Verdict.of(rows[step % PERIOD]) for step in range(max(start, end - self.counted), end)]
 
-    def rest(self) -> None:
+    def release_run(self) -> None:
         """Release the run that is over."""
-        self.anatomy, self.born = (lambda: Anatomy.of(self.model)), (lambda variable, value: None)
-        self.files.take()
+        self.train_state, self.note_created = (lambda: TrainState.of(self.model)), (lambda variable, value: None)
+        self.report_queue.take()
         self.release()
 
     def release(self) -> None:
@@ -148,16 +148,16 @@ class Transaction:
         if self.stored is not None:
             self.stored.clear()
 
-    def serve(self, anatomy: Callable[[], Anatomy], born: Callable[[Any, Any], None]) -> None:
+    def rebind(self, train_state: Callable[[], TrainState], note_created: Callable[[Any, Any], None]) -> None:
         """Go to work for another run on the same model, as if made for it; the arguments are as above."""
-        self.anatomy, self.born, self.served = anatomy, born, True
+        self.train_state, self.note_created, self.reused = train_state, note_created, True
         self.resume()
         if self.stored is not None:
             self.stored.fill()
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
-        self.saving, self.strays, self.tolerated = other.saving, other.strays, other.tolerated
+        self.keeps_undo, self.untracked, self.tolerated = other.keeps_undo, other.untracked, other.tolerated
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
@@ -178,12 +178,12 @@ class Transaction:
         tf.function(self, autograph=False).get_concrete_function(spec)
 
     def _run(self, *args: Any) -> tuple[Any, Any, Any]:
-        return Run(self, self.keeps_all).complete(args)
+        return Run(self, self.keeps_undo_copies).complete(args)
 
     @property
-    def keeps_all(self) -> bool:
+    def keeps_undo_copies(self) -> bool:
         """Whether the old values of weights and slots are kept, too, because updates are not deferred."""
-        return self.refuse and (self.saving or tf.executing_eagerly())
+        return self.refuse and (self.keeps_undo or tf.executing_eagerly())
 
     def count(self) -> tuple[Any, Any]:
         """Count the step that begins; returns whether it has to stand still, and its number."""
@@ -193,7 +193,7 @@ class Transaction:
         self.counter.assign(step)
         return self.halted.read_value(), step
 
-    def note_poison(self, through: bool, ends: Sequence[Any]) -> None:
+    def note_poison(self, immediate: bool, update_sums: Sequence[Any]) -> None:
         """Stand still from here on, where the step that has just committed left bad weights or slots behind."""
-        if self.counted and not through:
-            self.halted.assign(~tf.math.is_finite(ends[0] + ends[1]))
+        if self.counted and not immediate:
+            self.halted.assign(~tf.math.is_finite(update_sums[0] + update_sums[1]))

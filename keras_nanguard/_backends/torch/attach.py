@@ -59,13 +59,13 @@ class ModelAttachment(Attachment):
         old = session.transaction
         transaction = step.Transaction(
             self.body,
-            session.read_anatomy,
+            session.read_train_state,
             model=model,
             logs=True,
             stock=self._stock,
             jit=bool(model.jit_compile),
             compiled=self._cached_step("compiled") if model.jit_compile else None,
-            born=session.born,
+            note_created=session.note_created,
             refuse=session.policy.refuse,
         )
         if old is not None:
@@ -95,13 +95,13 @@ class ModelAttachment(Attachment):
         session = self.session
         try:
             session.before()
-            if session.passes_by(iter(data), 1):
-                return session.logs.shown or session.honest(self.model.get_metrics_result())
+            if session.skips_batches(iter(data), 1):
+                return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
             if session.stopped:
-                return session.honest(self._without_effect(data))
+                return session.logs_for_callbacks(self._without_effect(data))
             logs, row = self._execute(data)
             session.after(row)
-            logs = session.honest(logs, row[1], bool(row[0]))
+            logs = session.logs_for_callbacks(logs, row[1], bool(row[0]))
         except BaseException as error:
             session.raised(error)
             self.detach()
@@ -115,7 +115,7 @@ class ModelAttachment(Attachment):
         return logs, self.session.transaction.row
 
 
-def _agree(fine: bool) -> bool:
+def _agree(may_commit: bool) -> bool:
     """Return whether a step is fine for every process: one number is exchanged, and all decide the same.
 
     Raises:
@@ -123,10 +123,10 @@ def _agree(fine: bool) -> bool:
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return fine
+        return may_commit
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     with waiting_for("their verdict on a step"):
-        flag = torch.tensor(float(fine), device=device)
+        flag = torch.tensor(float(may_commit), device=device)
         distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
         return bool(flag.item() > 0)
 
@@ -145,9 +145,9 @@ class LoopStep:
         function = uncompiled(self.function)
         transaction = step.Transaction(
             lambda args, kwargs: function(*args, **kwargs),
-            self.session.read_anatomy,
+            self.session.read_train_state,
             jit=function is not self.function,
-            born=self.session.born,
+            note_created=self.session.note_created,
             refuse=self.session.policy.refuse,
             agree=_agree,
         )

@@ -1,6 +1,6 @@
 """Where NaN and Inf are born, on PyTorch: watches every operation of a run, and follows what comes of each bad value.
 
-The same as `births` does on TensorFlow. A `TorchDispatchMode` is told of each operation that runs, those of the
+The same as `origins` does on TensorFlow. A `TorchDispatchMode` is told of each operation that runs, those of the
 backward pass included. Values are known by the storage that they stand in, as autograd makes new tensors of the same
 storage at will; a storage that is written in place takes over the birth of what is written.
 """
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MOST, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.evidence import Birth
+from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Births", "storage"]
+__all__ = ["Origins", "storage"]
 
 NAMES = {
     "_log_softmax": "LogSoftmax",
@@ -79,8 +79,8 @@ def storage(tensor: Any) -> int:
         return id(tensor)
 
 
-class Births(TorchDispatchMode):  # type: ignore[misc]
-    """Context in which every operation on this thread is watched; arguments and attributes as in `births.Births`."""
+class Origins(TorchDispatchMode):  # type: ignore[misc]
+    """Context in which every operation on this thread is watched; arguments and attributes as in `origins.Origins`."""
 
     available = True
 
@@ -94,22 +94,22 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.phase, self.rows, self.count = "forward", rows, 0
         self.frames: list[tuple[str, str]] = []
-        self.births: list[Birth] = []
+        self.origins: list[Origin] = []
         self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Birth] = {}
+        self._lineage: dict[int, Origin] = {}
         self._casts = Casts()
         for place, (name, tensor) in enumerate(batch):
             if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
-                self._lineage[storage(tensor)] = Birth(place - MOST, "batch", name, "forward")
+                self._lineage[storage(tensor)] = Origin(place - MAX_ORIGINS, "batch", name, "forward")
 
-    def of(self, tensor: Any) -> Birth | None:
+    def of(self, tensor: Any) -> Origin | None:
         """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
         found = self._lineage.get(storage(tensor))
         return None if found is None else self._casts.complete(found)
 
-    def written(self, variable: Any) -> Birth | None:
+    def written(self, variable: Any) -> Origin | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         return self.of(getattr(variable, "value", variable))
 
@@ -134,7 +134,7 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
                 self._see(name.removeprefix("_foreach_").rstrip("_"), own, inputs, look, views, (args, kwargs))
         return result
 
-    def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Birth | None], tuple[Any, ...]]:
+    def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:
         """Return the births behind the inputs of an operation, and what is told of each."""
         operands = tuple(operand(keras_variables.dense(t), _dtype(t)) for t in inputs)
         return [self._parent(t) for t in inputs], operands
@@ -150,36 +150,36 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
             elif number not in views or number not in self._lineage:
                 self._lineage[number] = self._inherited(name, inputs, look or self._looked_at(inputs), output, given)
 
-    def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Birth:
+    def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Origin:
         """Return the earliest birth behind an operation's inputs, or its own."""
         parents, operands = look
         known = [p for p in parents if p is not None and p is not CONSTANT]
         if known:
-            earliest: Birth = min(known, key=lambda birth: birth.order)
+            earliest: Origin = min(known, key=lambda origin: origin.order)
             return earliest
         if CONSTANT in parents and not bool(torch.isnan(bad).any()):
             return CONSTANT
         if not inputs or (name.startswith(FILLING) and _bad_number(given)):
             return CONSTANT
-        return self._born(NAMES.get(name, name), inputs, operands, bad)
+        return self._note_created(NAMES.get(name, name), inputs, operands, bad)
 
-    def _parent(self, tensor: Any) -> Birth | None:
+    def _parent(self, tensor: Any) -> Origin | None:
         if _is_finite(tensor):
             return None
         number = storage(tensor)
         if number in self._lineage:
             return self._lineage[number]
         if number in self._variables and number not in self._tolerated:
-            return self._born(self._variables[number], (), (), tensor, stored=True)
+            return self._note_created(self._variables[number], (), (), tensor, stored=True)
         return CONSTANT
 
-    def _born(self, name: str, inputs: Sequence[Any], operands: Any, result: Any, stored: bool = False) -> Birth:
+    def _note_created(self, name: str, inputs: Sequence[Any], operands: Any, result: Any, stored: bool = False) -> Origin:
         array = keras_variables.dense(result)
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         top = self.frames[-1] if self.frames else ("", "")
         numbers = [storage(t) for t in inputs]
-        birth = Birth(
+        origin = Origin(
             order=self.count,
             source="variable" if stored else "operation",
             op=name,
@@ -197,9 +197,9 @@ class Births(TorchDispatchMode):  # type: ignore[misc]
             variables=tuple(self._variables[n] for n in numbers if n in self._variables),
             line=users_line() if self.phase != "backward" else "",
         )
-        if len(self.births) < MOST:
-            self.births.append(birth)
-        return birth
+        if len(self.origins) < MAX_ORIGINS:
+            self.origins.append(origin)
+        return origin
 
 
 def _tensors(values: Any) -> Iterator[Any]:

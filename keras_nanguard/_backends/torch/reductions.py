@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends.shared.proof import BOUND, PROVEN_BYTES, is_proven
-from keras_nanguard._keras.train_state import Anatomy
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["can_be_bad", "counts", "ends", "is_away", "kind", "looked_at", "squares", "total"]
+__all__ = ["can_be_bad", "counts", "is_away", "kind", "looked_at", "squares", "total", "update_sums"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
@@ -110,8 +110,8 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     return found
 
 
-def ends(
-    anatomy: Anatomy, records: Sequence[Any], known: dict[int, Any], gradients: float, turn: bool, dtype: Any
+def update_sums(
+    train_state: TrainState, records: Sequence[Any], known: dict[int, Any], gradients: float, turn: bool, dtype: Any
 ) -> tuple[Any, Any]:
     """Return the sums over the updated weights and the slots, after the update.
 
@@ -121,7 +121,7 @@ def ends(
     together = [t for record in records for t in record.tensors]
     sums = []
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        slots, small = known.get(id(optimizer)) or slots_of(anatomy, optimizer)
+        slots, small = known.get(id(optimizer)) or slots_of(train_state, optimizer)
         if small:
             together += slots
         elif not (is_proven(optimizer, [s.dtype.itemsize for s in slots]) and gradients <= BOUND) or turn:
@@ -129,8 +129,8 @@ def ends(
     return total(together, dtype), _add(sums, dtype)
 
 
-def slots_of(anatomy: Anatomy, optimizer: Any) -> tuple[list[Any], bool]:
+def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], bool]:
     """Return the slots of an optimizer that can be bad, and whether they are so small that they are read every step."""
-    listed = {id(v) for v in anatomy.slots}
+    listed = {id(v) for v in train_state.slots}
     slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
     return slots, sum(math.prod(t.shape) * t.dtype.itemsize for t in slots) <= PROVEN_BYTES

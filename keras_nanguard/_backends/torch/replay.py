@@ -13,21 +13,21 @@ import torch
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
-from keras_nanguard._backends.torch.origins import Births, storage
+from keras_nanguard._backends.torch.origins import Origins, storage
 from keras_nanguard._backends.torch.outputs import LogOutputs
-from keras_nanguard._backends.torch.undo_log import Journal
+from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = [
-    "Births",
     "Instrument",
+    "Origins",
     "body_of",
     "intercepted",
     "is_tensor",
-    "kept",
     "key",
     "like",
     "losses_of",
+    "preserved",
     "slope",
     "tensor",
     "twin",
@@ -88,8 +88,8 @@ def losses_of(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Iterator[Any]:
-    """Note losses and updates; `through` lets the updates be made at once.
+def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Any]:
+    """Note losses and updates; `immediate` lets the updates be made at once.
 
     The binary cross-entropy of torch raises where a prediction is NaN. In a replay it has to go on, so that what it was
     given can be followed back.
@@ -97,7 +97,7 @@ def intercepted(model: Any, optimizers: Iterable[Any], through: bool) -> Iterato
     entered = object()
     _GOES_ON.enter(entered)
     try:
-        with Intercept(StandIns(model, optimizers), lambda record: "now" if through else "never", {}) as seen:
+        with Intercept(StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}) as seen:
             yield seen
     finally:
         _GOES_ON.leave(entered)
@@ -118,21 +118,21 @@ _GOES_ON = ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary
 
 
 @contextlib.contextmanager
-def kept(variables: Sequence[Any]) -> Iterator[None]:
+def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Put these variables, whatever else Keras writes, and torch's generators back at the end; leave no gradient."""
     natives = [getattr(v, "value", v) for v in variables]
     natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
-    journal = Journal(natives, lambda variable: None)
+    undo_log = UndoLog(natives, lambda variable: None)
     ours = {id(tensor) for tensor in natives}
     states = [optimizer.held() for optimizer in list(LIVE) if optimizer.trains_any(ours)]  # and none of another thread's
     grads = [(t, t.grad) for t in natives]
     for tensor in natives:
         tensor.grad = None
     try:
-        with journal:
+        with undo_log:
             yield
     finally:
-        journal.give_back(unseen=True)
+        undo_log.give_back(unseen=True)
         for restore in states:
             restore()
         for tensor, grad in grads:
@@ -149,9 +149,9 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout == torch.strided)
 
 
-def slope(birth: Any) -> Any:
+def slope(origin: Any) -> Any:
     """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
-    return birth
+    return origin
 
 
 def tensor(value: Any) -> Any:

@@ -24,10 +24,10 @@ import torch
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = ["Journal", "generators"]
+__all__ = ["UndoLog", "generators"]
 
 
-class Journal:
+class UndoLog:
     """The undo log of one step; a context in which writes are noted.
 
     Args:
@@ -42,12 +42,12 @@ class Journal:
     def __init__(
         self,
         kept: Iterable[Any],
-        born: Callable[[Any], None],
+        note_created: Callable[[Any], None],
         uncounted: Iterable[Any] = (),
         watch: bool = True,
         writes: Callable[[Any], None] | None = None,
     ):
-        self.born, self.watch, self.writes = born, watch, writes
+        self.note_created, self.watch, self.writes = note_created, watch, writes
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
         self.old: dict[int, tuple[Any, Any, Any]] = {}
@@ -68,7 +68,7 @@ class Journal:
         held, uncounted = self.old.items(), self.uncounted
         return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> UndoLog:
         if self.watch:
             _WRITES.enter(self)
         return self
@@ -96,16 +96,16 @@ class Journal:
             give(state)
 
 
-def _direct_assign(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
-    for journal in journals:
-        journal.note(variable)
+def _direct_assign(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> Any:
+    for undo_log in journals:
+        undo_log.note(variable)
     return real(variable, value)
 
 
-def _initialize(real: Callable[..., Any], journals: list[Journal], variable: Any, value: Any) -> Any:
+def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> Any:
     result = real(variable, value)
-    for journal in journals:
-        journal.born(variable)
+    for undo_log in journals:
+        undo_log.note_created(variable)
     return result
 
 

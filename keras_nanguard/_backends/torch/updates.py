@@ -75,7 +75,7 @@ class Record:
         with torch.set_grad_enabled(self._grad):
             self._call()
 
-    def born(self) -> list[tuple[Any, Any]]:
+    def created(self) -> list[tuple[Any, Any]]:
         """Return the tensors that the update has made past Keras, each with its first value."""
         return []
 
@@ -131,7 +131,7 @@ class TorchRecord(Record):
         undo.more.append(self.optimizer.held())
         return undo
 
-    def born(self) -> list[tuple[Any, Any]]:
+    def created(self) -> list[tuple[Any, Any]]:
         """Return the slots that the update has made, each with its first value."""
         found = []
         for p, slots in self.torch.state.items():

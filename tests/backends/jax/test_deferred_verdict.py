@@ -21,7 +21,7 @@ PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
 
 
 @pytest.fixture
-def late(monkeypatch):
+def deferred(monkeypatch):
     """Let steps start ahead of verdicts."""
     monkeypatch.setattr(attached, "on_accelerator", lambda: True)
 
@@ -52,7 +52,7 @@ def ahead(order):
     return [n for place, (what, n) in enumerate(order) if what == "read" and ("start", n + 1) in order[:place]]
 
 
-def test_nobody_waits(late, order):
+def test_nobody_waits(deferred, order):
     """A step is read when the next one has been started; but for the ends of an epoch, and where the state is looked at."""
     guard = NanGuard(verbose=0, snapshot={"every": 8, "good_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
@@ -70,7 +70,7 @@ class Looking(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
-def test_waited_for(late, order, how):
+def test_waited_for(deferred, order, how):
     """Where something acts between two steps, or shows what a step gave, the verdict comes first."""
     data = zoo.regression()
     if how == "train_on_batch":
@@ -123,7 +123,7 @@ BAD = {
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
-def test_the_same_without_the_bad_batches(late, where, steps):
+def test_the_same_without_the_bad_batches(deferred, where, steps):
     """Nothing of a bad batch, nor of the start of the step after it, is in the state, in the logs, or in what was counted."""
     bad = BAD[where]
     build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
@@ -209,7 +209,7 @@ def test_an_epoch_of_bad_steps(monkeypatch, order):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_overflows_in_a_row(late, count):
+def test_overflows_in_a_row(deferred, count):
     """Each halves the loss scale once, though the step after it was started, and refused, before it ran."""
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
@@ -235,7 +235,7 @@ class First(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
-def test_an_epoch_ends_with_all_of_its_steps(late, order, for_good):
+def test_an_epoch_ends_with_all_of_its_steps(deferred, order, for_good):
     """What the last batch of an epoch did is known when the epoch ends, whoever asks, and when a validation runs."""
     data, first = zoo.poison(zoo.regression(), BATCHES - 1), First()
     keras.utils.set_random_seed(0)
@@ -263,7 +263,7 @@ def ends(data, batch):
     raise OSError("the disk is gone")
 
 
-def test_a_fit_that_is_cut_short_tells_of_its_last_step(late, monkeypatch):
+def test_a_fit_that_is_cut_short_tells_of_its_last_step(deferred, monkeypatch):
     """The last step before an exception was bad, and nobody had asked for it yet; what is told of the exception comes after."""
     of_data = Finding("inputs", "nonfinite"), None
     monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
@@ -273,7 +273,7 @@ def test_a_fit_that_is_cut_short_tells_of_its_last_step(late, monkeypatch):
     assert [i.step for i in guard.incidents] == [7, 8] and guard.session.step == 8
 
 
-def test_looks_at_the_state_of_their_step(late, order, monkeypatch):
+def test_looks_at_the_state_of_their_step(deferred, order, monkeypatch):
     """Where the sums of a step ask for a look at the state, the step that was started by then is waited for."""
 
     class Wary(NanGuard):

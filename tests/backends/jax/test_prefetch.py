@@ -11,7 +11,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.jax.prefetch import Ahead
+from keras_nanguard._backends.jax.prefetch import Prefetch
 
 BATCHES = zoo.regression().batches
 
@@ -19,13 +19,13 @@ BATCHES = zoo.regression().batches
 @pytest.fixture
 def taken(monkeypatch):
     """Whether there was a batch, each time that one was taken ahead."""
-    found, real = [], Ahead.fetch
+    found, real = [], Prefetch.fetch
 
     def fetch(self):
         real(self)
         found.append(self.holds)
 
-    monkeypatch.setattr(Ahead, "fetch", fetch)
+    monkeypatch.setattr(Prefetch, "fetch", fetch)
     return found
 
 
@@ -149,7 +149,7 @@ def test_an_exception_comes_in_its_turn():
         raise OSError("gone")
 
     source = items()
-    ahead = Ahead(source)
+    ahead = Prefetch(source)
     assert next(ahead) == 1
     ahead.fetch()
     assert not ahead.holds

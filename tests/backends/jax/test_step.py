@@ -108,7 +108,7 @@ def network(optimizer, **mode):
 def test_written_over(written_over, optimizer, steps):
     """A step that writes over its state refuses as well as one that does not; the update stands in a conditional."""
     _, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert not bad.guard.session.transaction.light and not bad.guard.session.transaction.saving
+    assert not bad.guard.session.transaction.host_selects and not bad.guard.session.transaction.keeps_undo
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -117,7 +117,7 @@ def test_in_two(monkeypatch, recwarn, optimizer, steps):
     """The updates are a program of their own, started where the verdict allows it, and write over the state."""
     going("in two", monkeypatch)
     healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert bad.guard.session.transaction.in_two is not None and healthy.guard.session.transaction.in_two is not None
+    assert bad.guard.session.transaction.two_programs is not None and healthy.guard.session.transaction.two_programs is not None
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -140,7 +140,7 @@ def test_in_turns(monkeypatch, recwarn, optimizer, steps):
     """Two sets of weights and slots take turns; a refused step's set is the next one to be written over."""
     going("in turns", monkeypatch)
     healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert bad.guard.session.transaction.turns and healthy.guard.session.transaction.turns
+    assert bad.guard.session.transaction.alternates and healthy.guard.session.transaction.alternates
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -177,7 +177,7 @@ def test_a_set_that_is_not_written_whole(monkeypatch):
     plain = zoo.run(build, data)
     bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
     assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
-    assert bad.guard.session.transaction.turns
+    assert bad.guard.session.transaction.alternates
 
 
 class Same(keras.optimizers.SGD):
@@ -206,12 +206,12 @@ def test_shared_memory_is_not_written_over():
     transaction = jax_step.Transaction(lambda state: state, lambda: None, list, outputs=None)
     transaction._places, old, new = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
     transaction._turn(old, new, False)
-    assert transaction.turns and all(a is b for a, b in zip(transaction._spare, old))
+    assert transaction.alternates and all(a is b for a, b in zip(transaction._spare, old))
     transaction._turn(old, new, True)
     assert all(a is b for a, b in zip(transaction._spare, new))
     transaction._spare = ()
     transaction._turn(old, [new[1], old[0]], False)
-    assert not transaction.turns and not transaction.light and transaction._spare == ()
+    assert not transaction.alternates and not transaction.host_selects and transaction._spare == ()
 
 
 def test_weights_that_share_their_memory(monkeypatch):
@@ -227,7 +227,7 @@ def test_weights_that_share_their_memory(monkeypatch):
         return net
 
     one, other = (zoo.run(functools.partial(build, shared), zoo.regression(), guard=True) for shared in (True, False))
-    assert [run.guard.session.transaction.in_two is None for run in (one, other)] == [True, False]
+    assert [run.guard.session.transaction.two_programs is None for run in (one, other)] == [True, False]
     assert zoo.differences(one, other, 1e-5) == []
 
 
@@ -392,8 +392,8 @@ def test_own_step(way, kind):
     """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
     if way in ("written over", "in two"):
-        assert bad.guard.session.transaction.saving == STEPS[kind]
-    assert (bad.guard.session.transaction.in_two is not None) == (way == "in two" and not STEPS[kind])
+        assert bad.guard.session.transaction.keeps_undo == STEPS[kind]
+    assert (bad.guard.session.transaction.two_programs is not None) == (way == "in two" and not STEPS[kind])
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -672,7 +672,7 @@ def test_loop_without_a_state():
 
 def test_tiny_steps_stay_on_one_thread(monkeypatch):
     """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
-    assert jax_step._in_line() == jax_step._IN_LINE
+    assert jax_step._sequential_scheduler() == jax_step._SEQUENTIAL_SCHEDULER
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
     monkeypatch.setattr(jax_step, "TINY", -1)
     runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
