@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from keras_nanguard._core.verdict import Verdict
+
 __all__ = ["Attachment", "CompiledReplay", "Faults", "GuardedSession", "Host", "Replay", "Transaction"]
 
 
@@ -81,8 +83,8 @@ class GuardedSession(Protocol):
     def before(self) -> None:
         """Run before each execution."""
 
-    def after(self, row: Any, *, last: bool = True) -> bool:
-        """Read the row of the last step and act on it."""
+    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
+        """Read the verdict on the last step and act on it."""
 
     def logs_for_callbacks(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
         """Return the logs of the last step as callbacks may see them."""

@@ -8,19 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_nanguard._core.incident import Finding
 
 __all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
-
-FIELDS = ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
-"""The row of numbers, in this order: whether the step was refused (0 or 1); its loss; half the sum of squares of all
-gradients (scaled by the loss scale, if any); the sum over the statistics that the forward pass wrote; the sums over
-weights and slots after the update (0 where they were not read); the loss scale; the inner step (counted on the
-accelerator, only where one execution runs several steps); whether it was refused because an earlier step of the same
-execution left a bad state behind, or because the host had something to do first about the step before it."""
-
 
 PERIOD = 1 << 23
 """The inner step is told modulo this number, which float32 holds exactly however long a run is."""
@@ -45,9 +37,22 @@ def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(str(names[i]) if i < len(names) else f"output_{i}", output) for i, output in enumerate(outputs)]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One step's row of numbers; a sum that is not finite says that something below it is not."""
+class Verdict(NamedTuple):
+    """The numbers of one step; a sum that is not finite says that something below it is not.
+
+    It leaves the compiled step as one row of numbers in this order, and is a record from there on.
+
+    Attributes:
+        refused: whether the step was refused.
+        loss: its loss.
+        gradients: half the sum of squares of all gradients, scaled by the loss scale, if any.
+        statistics: the sum over the statistics that the forward pass wrote.
+        weights, slots: the sums over weights and slots after the update, 0 where they were not read.
+        scale: the loss scale, 1 where there is none.
+        step: the number of the step modulo `PERIOD`, counted on the accelerator, only where one execution runs several steps.
+        halted: whether it was refused because an earlier step of the same execution left a bad state behind, or because the host
+            had something to do first about the step before it.
+    """
 
     refused: bool
     loss: float
@@ -56,19 +61,14 @@ class Verdict:
     weights: float
     slots: float
     scale: float
-    step: int
+    step: int = 0
     halted: bool = False
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Verdict:
-        """Read a row in the order of `FIELDS`."""
+        """Read the row of numbers that left a step."""
         refused, loss, gradients, statistics, weights, slots, scale, step, halted = row
         return cls(refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0)
-
-    @property
-    def row(self) -> list[float]:
-        """The numbers that this was read from."""
-        return [float(getattr(self, name)) for name in FIELDS]
 
     @property
     def gradient_norm(self) -> float:
@@ -102,6 +102,10 @@ class Verdict:
             and math.isfinite(self.statistics)
             and self.scale_is_valid
         )
+
+
+FIELDS = Verdict._fields
+"""The order of the numbers in the row in which a verdict leaves a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from keras_nanguard._core.data_names import shown
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
-from keras_nanguard._diagnose.causes import Verdict, kind
+from keras_nanguard._diagnose.causes import Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
 
 __all__ = ["ADVICE", "advice"]
@@ -16,16 +16,16 @@ STEEP = 1e15
 """Gradient norm from which the squares in an optimizer come near to overflowing."""
 
 
-def advice(e: Evidence, verdict: Verdict) -> tuple[str, ...]:
+def advice(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
     """Return what to do next."""
     return tuple(dict.fromkeys(ADVICE[verdict.cause](e, verdict)))
 
 
-def _name(verdict: Verdict, otherwise: str) -> str:
+def _name(verdict: Conclusion, otherwise: str) -> str:
     return f"{verdict.culprit!r}" if verdict.culprit else otherwise
 
 
-def _data(verdict: Verdict, otherwise: str) -> str:
+def _data(verdict: Conclusion, otherwise: str) -> str:
     return f"{shown(verdict.culprit)!r}" if verdict.culprit else otherwise
 
 
@@ -43,7 +43,7 @@ def _clause(e: Evidence) -> str:
     return f": {hint}" if (hint := _hint(e)) else "."
 
 
-def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
+def _forward(e: Evidence, v: Conclusion) -> Iterator[str]:
     yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
     if kind(e.origin) in ("exp", "overflow") and not _hint(e):
         yield "Bound what goes into it: normalise before it, or use a saturating activation."
@@ -51,7 +51,7 @@ def _forward(e: Evidence, v: Verdict) -> Iterator[str]:
         yield f"Look at {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
 
 
-def _loss(e: Evidence, v: Verdict) -> Iterator[str]:
+def _loss(e: Evidence, v: Conclusion) -> Iterator[str]:
     yield f"Make {_name(v, 'the loss')} defined everywhere{_clause(e)}"
     yield "Check that the last activation fits the loss (softmax, sigmoid, softplus), or use from_logits=True."
 
@@ -77,7 +77,7 @@ HINTS = {
 }
 
 
-def _rescale(e: Evidence, v: Verdict) -> Iterator[str]:
+def _rescale(e: Evidence, v: Conclusion) -> Iterator[str]:
     if v.because == "constant":
         yield f"Drop features that never change before {_name(v, 'Normalization')}: it divides by their deviation, which is 0."
         return
@@ -86,12 +86,12 @@ def _rescale(e: Evidence, v: Verdict) -> Iterator[str]:
     yield f"Scale {_data(v, 'the data')} to about unit deviation (keras.layers.Normalization, adapted to the data){drop}."
 
 
-def _gradient(e: Evidence, v: Verdict) -> Iterator[str]:
+def _gradient(e: Evidence, v: Conclusion) -> Iterator[str]:
     yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{_clause(e)}"
     yield "With `where`, put a safe value into the unused branch before the function, not after it: 0 times Inf is NaN."
 
 
-def _diverged(e: Evidence, v: Verdict) -> Iterator[str]:
+def _diverged(e: Evidence, v: Conclusion) -> Iterator[str]:
     for o in e.optimizers:
         if abs(o.shrinks) > 1.0:
             decay = dict(o.settings)["weight_decay"]
@@ -114,7 +114,7 @@ def _dtype(e: Evidence) -> str:
     return own if own in ("float16", "bfloat16") else e.low_precision or "float16"
 
 
-def _overflowed(e: Evidence, v: Verdict) -> Iterator[str]:
+def _overflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
     layer = _name(v, "the layer")
     if _dtype(e) == "bfloat16":
         yield f"Let {layer} compute in float32 (dtype='float32'), in which the same step is finite."
@@ -123,7 +123,7 @@ def _overflowed(e: Evidence, v: Verdict) -> Iterator[str]:
     yield "bfloat16 has the range of float32."
 
 
-def _underflowed(e: Evidence, v: Verdict) -> Iterator[str]:
+def _underflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
     layer = _name(v, "the layer")
     if _dtype(e) == "bfloat16":
         yield f"Let {layer} compute in float32 (dtype='float32'): bfloat16 keeps about three digits, so small differences become 0."
@@ -137,7 +137,7 @@ def _underflowed(e: Evidence, v: Verdict) -> Iterator[str]:
         yield f"Let {layer} compute in float32 (dtype='float32'): what is below 6e-8 is 0 in float16, an epsilon as well."
 
 
-def _optimizer(e: Evidence, v: Verdict) -> Iterator[str]:
+def _optimizer(e: Evidence, v: Conclusion) -> Iterator[str]:
     rates = [o.learning_rate for o in e.optimizers if not math.isfinite(o.learning_rate)]
     yield from (f"The learning rate is {rate}: mend the schedule that gives it." for rate in rates)
     if rates:
@@ -158,7 +158,7 @@ def _epsilon(o: OptimizerFacts) -> str:
     return " to its default of 1e-7: it has to be above 0"
 
 
-def _scale(e: Evidence, v: Verdict) -> Iterator[str]:
+def _scale(e: Evidence, v: Conclusion) -> Iterator[str]:
     if v.because == "scale_high":
         yield "Start from a LossScaleOptimizer with the default initial_scale of 2**15: at a scale of 1 the same step is finite."
         return
@@ -168,7 +168,7 @@ def _scale(e: Evidence, v: Verdict) -> Iterator[str]:
     )
 
 
-ADVICE: dict[str, Callable[[Evidence, Verdict], Iterator[str]]] = {
+ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     "input_nonfinite": lambda e, v: iter(
         (f"Clean {_data(v, 'the inputs')}: find where its NaN or Inf come from (missing values, division, parsing).",)
     ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keras_nanguard._core.evidence import BACKWARD, Evidence, Origin
 from keras_nanguard._core.history import JUMP, RISE
 
-__all__ = ["RULES", "Verdict", "decide", "grown", "kind"]
+__all__ = ["RULES", "Conclusion", "decide", "grown", "kind"]
 
 EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 """Operations that overflow from moderate numbers."""
@@ -43,7 +43,7 @@ SCALE_TOO_HIGH = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Conclusion:
     """A cause, where, how sure, and by which rule."""
 
     cause: str
@@ -53,13 +53,13 @@ class Verdict:
     because: str = ""
 
 
-def decide(evidence: Evidence) -> Verdict:
+def decide(evidence: Evidence) -> Conclusion:
     """Return the cause that the evidence supports."""
     for rule in RULES:
         found = rule(evidence)
         if found is not None:
             return found
-    return Verdict("unknown", _culprit(evidence), confidence=0.0)
+    return Conclusion("unknown", _culprit(evidence), confidence=0.0)
 
 
 def kind(origin: Origin | None) -> str:
@@ -101,55 +101,55 @@ def _culprit(e: Evidence) -> str:
     return e.first_path
 
 
-def _bad_state(e: Evidence) -> Verdict | None:
+def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
         read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a mark of NaN, taken for a number
-        return Verdict("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
+        return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
     path, _ = e.state[0]
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
     if only_statistics and outside:
-        return Verdict("batchnorm_statistics", path, because="state")
-    return Verdict("state_nonfinite", path, confidence=0.95, because="state")
+        return Conclusion("batchnorm_statistics", path, because="state")
+    return Conclusion("state_nonfinite", path, confidence=0.95, because="state")
 
 
-def _modes(e: Evidence) -> Verdict | None:
+def _modes(e: Evidence) -> Conclusion | None:
     """Inference goes bad where training does not: what only inference reads is the moving statistics."""
     origin = e.origin
     if origin is None or e.inference != "bad" or e.training != "finite":
         return None
     if origin.layer_class != "BatchNormalization" and "moving_" not in origin.op:
         return None
-    return Verdict("batchnorm_statistics", origin.culprit, confidence=0.9, because="modes")
+    return Conclusion("batchnorm_statistics", origin.culprit, confidence=0.9, because="modes")
 
 
-def _told_by_monitors(e: Evidence) -> Verdict | None:
+def _told_by_monitors(e: Evidence) -> Conclusion | None:
     """Finite trouble: what the kind of the findings says by itself."""
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
     if kinds.get("statistics") == "stuck":
-        return Verdict("training_flag", e.first_path, because="stuck")
+        return Conclusion("training_flag", e.first_path, because="stuck")
     if kinds.get("statistics") in ("spike", "out_of_range", "explosion"):
-        return Verdict("batchnorm_statistics", e.first_path, because="statistics")
+        return Conclusion("batchnorm_statistics", e.first_path, because="statistics")
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
-        return Verdict("loss_scale_collapsed", because="scale")
+        return Conclusion("loss_scale_collapsed", because="scale")
     if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
         if e.growth.jump[0] >= JUMP:
-            return Verdict("divergence", e.first_path, confidence=0.8, because="dead")
+            return Conclusion("divergence", e.first_path, confidence=0.8, because="dead")
         if e.low_precision == "float16":
-            return Verdict("float16_underflow", e.first_path, confidence=0.7, because="dead")
+            return Conclusion("float16_underflow", e.first_path, confidence=0.7, because="dead")
         cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
-        return Verdict(cause, e.first_path, confidence=0.6, because="dead")
+        return Conclusion(cause, e.first_path, confidence=0.6, because="dead")
     if e.target_fault is not None:
-        return Verdict("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
+        return Conclusion("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")
     if "explosion" in kinds.values():
-        return Verdict("divergence", e.first_path, confidence=0.85, because="explosion")
+        return Conclusion("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
         rows = _outliers(e)
         if e.growth.jump[0] >= BEFORE and not rows:
-            return Verdict("divergence", e.first_path, confidence=0.8, because="explosion")
-        return Verdict("spike", e.first_path, rows, confidence=0.8, because="spike")
+            return Conclusion("divergence", e.first_path, confidence=0.8, because="explosion")
+        return Conclusion("spike", e.first_path, rows, confidence=0.8, because="spike")
     return None
 
 
@@ -160,36 +160,36 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
     return rows if len(rows) <= e.count / 4 else ()
 
 
-def _scale(e: Evidence) -> Verdict | None:
+def _scale(e: Evidence) -> Conclusion | None:
     """A loss scale at which nothing can be learned."""
     scale = e.loss_scale
     if scale is None:
         return None
     if not 0.0 < scale < float("inf"):
-        return Verdict("loss_scale_collapsed", confidence=0.95, because="scale")
+        return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
     if scale > SCALE_TOO_HIGH and e.unscaled == "finite" and e.first in ("gradients", "loss", "statistics", ""):
-        return Verdict("loss_scale_collapsed", confidence=0.9, because="scale_high")
+        return Conclusion("loss_scale_collapsed", confidence=0.9, because="scale_high")
     if scale < 1.0 and e.first in ("gradients", "") and not e.inputs_bad and e.unscaled != "bad":
-        return Verdict("loss_scale_collapsed", confidence=0.8, because="scale")
+        return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
     return None
 
 
-def _batch(e: Evidence) -> Verdict | None:
+def _batch(e: Evidence) -> Conclusion | None:
     origin = e.origin
     if origin is not None and origin.source == "batch":
         if origin.op.startswith("inputs"):
-            return Verdict("input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
+            return Conclusion("input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
         if e.first in ("loss", "statistics") or not e.first:
-            return Verdict("target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch")
-        return Verdict("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
+            return Conclusion("target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch")
+        return Conclusion("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
     named = {row for part in e.inputs_bad for row in part.rows}
     if named and e.rows and set(e.rows) <= named and e.without_rows == "finite":
-        return Verdict("input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch")
+        return Conclusion("input_nonfinite", e.inputs_bad[0].name, _rows_of(e, e.inputs_bad), 0.9, "batch")
     if origin is None and e.first != "weights":
         if e.inputs_bad:
-            return Verdict("input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch")
+            return Conclusion("input_nonfinite", e.inputs_bad[0].name, e.inputs_bad[0].rows, 0.8, "batch")
         if e.targets_bad and e.first in ("", "loss"):
-            return Verdict("target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch")
+            return Conclusion("target_nonfinite", e.targets_bad[0].name, e.targets_bad[0].rows, 0.8, "batch")
     return None
 
 
@@ -204,22 +204,22 @@ def _last_loss(e: Evidence) -> str:
     return e.loss_parts[-1][0] if e.loss_parts else "loss"
 
 
-def _targets(e: Evidence) -> Verdict | None:
+def _targets(e: Evidence) -> Conclusion | None:
     fault = e.target_fault
     if fault is None or (e.origin is not None and e.origin.phase == "forward" and not grown(e)):
         return None
     if fault.fatal or grown(e):
-        return Verdict("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
+        return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
     return None
 
 
-def _transient(e: Evidence) -> Verdict | None:
+def _transient(e: Evidence) -> Conclusion | None:
     if e.replay == "finite" and e.same_mode == "finite" and not (e.inputs_bad or e.targets_bad):
-        return Verdict("transient", confidence=0.7, because="replay")
+        return Conclusion("transient", confidence=0.7, because="replay")
     return None
 
 
-def _low_precision(e: Evidence) -> Verdict | None:
+def _low_precision(e: Evidence) -> Conclusion | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
     if kind(e.origin) in ("overflow", "exp") and e.growth.weights >= OUTGROWN:
@@ -227,24 +227,24 @@ def _low_precision(e: Evidence) -> Verdict | None:
     underflow = kind(e.origin) == "pole" and e.first != "gradients"
     if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
         underflow = True
-    return Verdict(
+    return Conclusion(
         "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
     )
 
 
-def _update(e: Evidence) -> Verdict | None:
+def _update(e: Evidence) -> Conclusion | None:
     if e.first not in ("weights", "slots"):
         return None
     if any(not math.isfinite(o.learning_rate) for o in e.optimizers):
-        return Verdict("optimizer_domain", e.first_path, confidence=0.95, because="rate")
+        return Conclusion("optimizer_domain", e.first_path, confidence=0.95, because="rate")
     if grown(e, 1e4) and not any(o.epsilon_in_dtype == 0.0 and o.epsilon for o in e.optimizers):
-        return Verdict("divergence", e.first_path, confidence=0.8, because="growth")
+        return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
     if e.written:
-        return Verdict("state_nonfinite", e.first_path, confidence=0.85, because="written")
-    return Verdict("optimizer_domain", e.first_path, confidence=0.85, because="update")
+        return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")
+    return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
 
 
-def _divergence(e: Evidence) -> Verdict | None:
+def _divergence(e: Evidence) -> Conclusion | None:
     how, growth = kind(e.origin), e.growth
     exploded = e.origin is None and "gradients:explosion" in e.sites
     if how == "pole":
@@ -257,10 +257,10 @@ def _divergence(e: Evidence) -> Verdict | None:
     if not blown and not _moved_too_far(e):
         return None
     if _normalised(e):
-        return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
+        return Conclusion("input_scale", _normalised(e), (), 0.8, "constant")
     if e.rescaled == "finite" and _magnitude(e) >= LARGE:
-        return Verdict("input_scale", _largest(e), (), 0.75, "rescaled")
-    return Verdict("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
+        return Conclusion("input_scale", _largest(e), (), 0.75, "rescaled")
+    return Conclusion("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
 
 
 def _moved_too_far(e: Evidence) -> bool:
@@ -283,48 +283,48 @@ def _largest(e: Evidence) -> str:
     return max((s for s in (*e.inputs, *e.targets) if not s.integer), key=lambda s: s.max_abs).name
 
 
-def _input_scale(e: Evidence) -> Verdict | None:
+def _input_scale(e: Evidence) -> Conclusion | None:
     """Nothing has grown yet, and the data alone is what is large or constant."""
     how = kind(e.origin)
     exploded = e.origin is None and "gradients:explosion" in e.sites
     if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
-        return Verdict("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
+        return Conclusion("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
     if (how == "overflow" or exploded) and _normalised(e):
-        return Verdict("input_scale", _normalised(e), (), 0.8, "constant")
+        return Conclusion("input_scale", _normalised(e), (), 0.8, "constant")
     origin = e.origin
     if how == "pole" and origin is not None and origin.layer_class == "Normalization" and origin.phase == "forward":
-        return Verdict("input_scale", origin.culprit, e.rows, 0.85, "constant")
+        return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
     return None
 
 
-def _recurrence(e: Evidence) -> Verdict | None:
+def _recurrence(e: Evidence) -> Conclusion | None:
     origin = e.origin
     if kind(origin) != "overflow" or origin is None:
         return None
     if origin.phase in BACKWARD or origin.layer_class in RECURRENT:
-        return Verdict("divergence", _culprit(e), confidence=0.75, because="recurrence")
+        return Conclusion("divergence", _culprit(e), confidence=0.75, because="recurrence")
     return None
 
 
-def _exploded(e: Evidence) -> Verdict | None:
+def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, and so large that the sum of their squares is not."""
     if e.first != "gradients" or e.origin is not None or e.replay != "bad":
         return None
-    return Verdict("divergence", e.first_path, confidence=0.7, because="explosion")
+    return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
 
 
-def _domain(e: Evidence) -> Verdict | None:
+def _domain(e: Evidence) -> Conclusion | None:
     origin = e.origin
     if origin is None or origin.source != "operation":
         return None
     if origin.phase == "backward" or _masked(e, origin):
-        return Verdict("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
+        return Conclusion("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
     in_loss = origin.phase == "loss" or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
-        return Verdict("loss_domain", _culprit(e), e.rows, 0.9, "domain")
+        return Conclusion("loss_domain", _culprit(e), e.rows, 0.9, "domain")
     if origin.phase in ("forward", "slope"):
-        return Verdict("forward_domain", _culprit(e), e.rows, 0.9, "domain")
+        return Conclusion("forward_domain", _culprit(e), e.rows, 0.9, "domain")
     return None
 
 
@@ -333,13 +333,13 @@ def _masked(e: Evidence, origin: Origin) -> bool:
     return e.first == "gradients" and origin.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
 
 
-def _outside(e: Evidence) -> Verdict | None:
+def _outside(e: Evidence) -> Conclusion | None:
     if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
-        return Verdict("divergence", e.first_path, confidence=0.6, because="growth")
+        return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
 
 
-RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
+RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
     _bad_state,
     _modes,
     _told_by_monitors,

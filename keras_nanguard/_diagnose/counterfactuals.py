@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import Step, preserved
+from keras_nanguard._backends.shared.replay import ReplayableStep, preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import standardised
@@ -61,7 +61,7 @@ class Anew:
         return f"the {len(self.before) + 1} steps from the state {start}{missing}"
 
 
-def tried(step: Step, anew: Anew) -> Iterator[tuple[str, str]]:
+def tried(step: ReplayableStep, anew: Anew) -> Iterator[tuple[str, str]]:
     """Yield `(what was changed, what came of it)`, and at the end which of the changes cure it."""
     cures: list[str] = []
     yield "as it was", f"{anew.course()}: {_outcome(step, anew)[1]}"
@@ -75,7 +75,7 @@ Outcome = tuple[bool, str]
 """Whether all came out well, and what came of it in words."""
 
 
-def _changes(step: Step, anew: Anew) -> Iterator[tuple[str, Outcome]]:
+def _changes(step: ReplayableStep, anew: Anew) -> Iterator[tuple[str, Outcome]]:
     with _rates(step, 0.1):
         yield "with a tenth of the learning rate", _outcome(step, anew)
     with _clipped(step):
@@ -90,7 +90,7 @@ def _changes(step: Step, anew: Anew) -> Iterator[tuple[str, Outcome]]:
 
 
 def _outcome(
-    step: Step,
+    step: ReplayableStep,
     anew: Anew,
     each: Callable[[Any], Any] = lambda batch: batch,
     last: Callable[[Any], Any] = lambda batch: batch,
@@ -112,14 +112,14 @@ def _outcome(
     return not grown, f"the loss {'grows' if grown else 'stays finite, and goes'} from {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
-def _bad_weight(step: Step) -> str:
+def _bad_weight(step: ReplayableStep) -> str:
     """Return the path of the first weight that is not finite, `""` where all are."""
     weights = TrainState.of(step.model, step.optimizers).trainable
     return next((str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), "")
 
 
 @contextlib.contextmanager
-def _rates(step: Step, factor: float) -> Iterator[None]:
+def _rates(step: ReplayableStep, factor: float) -> Iterator[None]:
     with Overrides() as overrides:
         for optimizer in map(keras_optimizers.inner, step.optimizers):
             keras_optimizers.set_rate(optimizer, lambda rate: rate() * factor, overrides)
@@ -127,7 +127,7 @@ def _rates(step: Step, factor: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _clipped(step: Step) -> Iterator[None]:
+def _clipped(step: ReplayableStep) -> Iterator[None]:
     with Overrides() as overrides:
         for optimizer in map(keras_optimizers.inner, step.optimizers):
             for name, value in (("clipnorm", None), ("clipvalue", None), ("global_clipnorm", 1.0)):

@@ -13,13 +13,13 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import Run, Step, origins_of, preserved
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, origins_of, preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import no_model
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.causes import Verdict, decide
+from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.facts import optimizer_facts, target_fault
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import with_names
@@ -153,13 +153,13 @@ class _Examiner:
         )
         return Examination(found, inference.rows, training.rows, step.word if step is not None else "", error)
 
-    def _error(self, inference: Run, training: Run, step: Run | None) -> str:
+    def _error(self, inference: ReplayResult, training: ReplayResult, step: ReplayResult | None) -> str:
         """Return which of the runs could not be made, and why: the first of them."""
         runs = {"the forward pass in inference mode": inference, "the forward pass in training mode": training, "a train step": step}
         failed = [f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run is not None and run.error]
         return failed[0] if failed else ""
 
-    def _advised(self, evidence: Evidence, verdict: Verdict) -> tuple[str, ...]:
+    def _advised(self, evidence: Evidence, verdict: Conclusion) -> tuple[str, ...]:
         if verdict.cause != "unknown" or not evidence.replay_error:
             return advice(evidence, verdict)
         taken = [tuple(tensor.shape) for tensor in getattr(self.model, "inputs", None) or ()]
@@ -167,7 +167,12 @@ class _Examiner:
         return (f"Give it one batch, x and y as fit takes them{shapes}.",)
 
     def _evidence(
-        self, state: Sequence[tuple[str, str]], inference: Run, training: Run, far: Sequence[str], step: Run | None
+        self,
+        state: Sequence[tuple[str, str]],
+        inference: ReplayResult,
+        training: ReplayResult,
+        far: Sequence[str],
+        step: ReplayResult | None,
     ) -> Evidence:
         shown = inference if not inference.finite else training if not training.finite else step or inference
         only = not inference.finite and training.finite
@@ -208,14 +213,14 @@ class _Examiner:
         widths = [int(shape[-1] or 0) if shape else 0 for shape in keras_layers.output_shapes(self.model)]
         return target_fault(self.model, targets, widths)
 
-    def _step(self) -> Run | None:
+    def _step(self) -> ReplayResult | None:
         """Try a train step on the batch."""
         if not self.trains:
             return None
         return self._as_step().run(self.batch, observe=True, update=True)
 
-    def _as_step(self) -> Step:
-        return Step.of(self.model, self.train_state.optimizers)
+    def _as_step(self) -> ReplayableStep:
+        return ReplayableStep.of(self.model, self.train_state.optimizers)
 
     def _in_float32(self, step: bool) -> str:
         variables = [*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]
@@ -224,7 +229,7 @@ class _Examiner:
                 return self._as_step().run(self.batch, update=True).word
             return "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
 
-    def _forward(self, training: bool) -> tuple[Run, list[str]]:
+    def _forward(self, training: bool) -> tuple[ReplayResult, list[str]]:
         """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
         origins = origins_of(self.batch, self.train_state.everything)
         instrument = current.replay().Instrument(self.model, origins)
@@ -240,12 +245,12 @@ class _Examiner:
                     stack.enter_context(origins)
                     outputs = self.model(self.x, **keras_layers.mode(self.model, training))
             except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
-                return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
+                return ReplayResult(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
             far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []
         bad = [t for t in keras.tree.flatten(outputs) if not finiteness.is_finite(keras_variables.dense(t))]
         origin = next((b for b in map(origins.of, bad) if b is not None), None)
         named = origin.culprit if origin is not None else ""
-        return Run(first="outputs" if bad else "", first_path=named, origin=origin, rows=tuple(instrument.rows)), far
+        return ReplayResult(first="outputs" if bad else "", first_path=named, origin=origin, rows=tuple(instrument.rows)), far
 
 
 def _plain(error: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
-from keras_nanguard._backends.shared.replay import Step
+from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._diagnose import raised
@@ -152,10 +152,10 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
     return Trials(step_of(session), report.batch, evidence, start).carried_out()
 
 
-def step_of(session: Any) -> Step:
+def step_of(session: Any) -> ReplayableStep:
     """Return the step of a session, to be run again."""
     transaction, train_state = session.transaction, session.train_state()
-    return Step(
+    return ReplayableStep(
         getattr(transaction, "replayed", transaction.body),
         session.model,
         train_state.optimizers,

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.shared.replay import Run, Step
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
@@ -149,7 +149,7 @@ def _tensors(batch: Any) -> Any:
     return keras.tree.map_structure(lambda a: None if a is None else current.replay().tensor(a), batch)
 
 
-def _anew(found: _bundle.Bundle, step: Step, batch: Any) -> Anew:
+def _anew(found: _bundle.Bundle, step: ReplayableStep, batch: Any) -> Anew:
     """Return from where and over which batches the steps up to the bad one are run again."""
     told, start = found.about.get("before") or {}, found.start or found.state
     return Anew(
@@ -189,7 +189,7 @@ def _why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
 
-def _prepared(found: _bundle.Bundle, model: Any) -> Step:
+def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
     """Return the step of the model, with the state of the bundle."""
     optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
@@ -197,7 +197,7 @@ def _prepared(found: _bundle.Bundle, model: Any) -> Step:
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-    step = Step.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
+    step = ReplayableStep.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
     if found.state:
         _write_state(found.state, TrainState.of(model, optimizers).everything)
     return step
@@ -232,7 +232,7 @@ def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequenc
     return [(v, array) for v, (_, array) in zip(variables, state)]
 
 
-def _run(found: _bundle.Bundle, step: Step, batch: Any, mode: str) -> tuple[Run, Evidence]:
+def _run(found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str) -> tuple[ReplayResult, Evidence]:
     own = found.incident
     evidence = Evidence(
         step=own.step,

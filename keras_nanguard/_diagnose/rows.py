@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_nanguard._backends.shared.replay import Run
+from keras_nanguard._backends.shared.replay import ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 
@@ -16,7 +16,7 @@ TRIALS = 16
 """Replays that the search for a row may cost."""
 
 
-def seen(run: Run, count: int) -> tuple[int, ...]:
+def seen(run: ReplayResult, count: int) -> tuple[int, ...]:
     """Return the rows that a replay shows to be bad, none where all of them are.
 
     The birth itself tells best; then what each loss gave for each row; then the model's outputs.

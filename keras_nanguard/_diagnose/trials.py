@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import Run, Step, preserved
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.evidence import Evidence, Spread
@@ -42,10 +42,10 @@ class Trials:
         start: a snapshot of the state before the first step, `None` where there is none.
     """
 
-    def __init__(self, step: Step, batch: Any, evidence: Evidence, start: Any = None):
+    def __init__(self, step: ReplayableStep, batch: Any, evidence: Evidence, start: Any = None):
         self.step, self.batch, self.evidence, self.start = step, batch, evidence, start
         self.train_state = TrainState.of(step.model, step.optimizers)
-        self.run = Run()
+        self.run = ReplayResult()
 
     def carried_out(self) -> Evidence:
         """Return the evidence with what the replays showed."""
@@ -83,7 +83,7 @@ class Trials:
             targets=batches.spreads(self.batch, "targets"),
         )
 
-    def _replayed(self) -> Run:
+    def _replayed(self) -> ReplayResult:
         """Run the step again eagerly; where that comes out finite, in the mode it was compiled in."""
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
@@ -97,15 +97,15 @@ class Trials:
             self._add(same_mode="finite")
         return run
 
-    def _again(self, batch: Any) -> Run:
+    def _again(self, batch: Any) -> ReplayResult:
         """Run the step once more, without its updates and unobserved, in the way that costs least."""
         if current.compiled_replay().is_compiled(self.step):
-            run: Run = current.compiled_replay().run_compiled(self.step, batch, jit=True)
+            run: ReplayResult = current.compiled_replay().run_compiled(self.step, batch, jit=True)
             if not run.error:
                 return run
         return self.step.run(batch)
 
-    def note(self, run: Run, replay: str) -> None:
+    def note(self, run: ReplayResult, replay: str) -> None:
         """Note what a replay came to, under the name `replay` where it is the first."""
         self.run = run
         self._add(
@@ -119,7 +119,7 @@ class Trials:
             outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
         )
 
-    def _look_at_targets(self, run: Run) -> None:
+    def _look_at_targets(self, run: ReplayResult) -> None:
         arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
         shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(self.step.model)
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
@@ -138,7 +138,7 @@ class Trials:
                     keras_variables.write(scale, np.ones((), "float32"))
                 self._add(unscaled=self.step.run(self.batch).word)
 
-    def _find_rows(self, run: Run) -> None:
+    def _find_rows(self, run: ReplayResult) -> None:
         count = batches.row_count(self.batch)
         if grown(self.evidence) and kind(run.origin) != "pole":
             return
@@ -172,7 +172,7 @@ class Trials:
 
         return is_bad
 
-    def _rerun_in_inference(self, run: Run) -> None:
+    def _rerun_in_inference(self, run: ReplayResult) -> None:
         origin = run.origin
         if origin is None or origin.phase != "forward" or origin.source != "operation":
             return
@@ -187,7 +187,7 @@ class Trials:
         bad = any(n or i for n, i, _ in _counts(outputs))
         self._add(inference="bad" if bad else "finite")
 
-    def _replay_at_start(self, run: Run) -> None:
+    def _replay_at_start(self, run: ReplayResult) -> None:
         """Run the batch with the first state: do the first steps make it overflow, or does it do so by itself?"""
         e = self.evidence
         if e.inputs_bad or e.targets_bad or self.start is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from keras_nanguard._core.data_names import shown
 from keras_nanguard._core.evidence import Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
-from keras_nanguard._diagnose.causes import Verdict
+from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._files.stored import plain_text
 
 __all__ = ["at_rows", "sentences", "table"]
@@ -32,12 +32,12 @@ SITES = {
 }
 
 
-def sentences(e: Evidence, verdict: Verdict) -> tuple[str, ...]:
+def sentences(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
     """Return what was measured, most telling first."""
     return tuple(dict.fromkeys(text for part in _PARTS for text in part(e, verdict)))
 
 
-def _state(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _state(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.state:
         shown = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
         more = f" and {len(e.state) - 4} more" if len(e.state) > 4 else ""
@@ -45,7 +45,7 @@ def _state(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield f"{shown}{more}: NaN or Inf{when}."
 
 
-def _born(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _born(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.origin is not None:
         yield _birth(e.origin)
     if e.first:
@@ -101,7 +101,7 @@ def _operand(operand: Operand) -> str:
     return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {' and '.join(holds)}" if holds else "")
 
 
-def _data(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _data(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     for part in (*e.inputs_bad, *e.targets_bad):
         counts = " and ".join(f"{n} {word}" for n, word in ((part.nan, "NaN"), (part.inf, "Inf")) if n)
         yield f"{shown(part.name)!r} holds {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
@@ -127,7 +127,7 @@ def at_rows(rows: Sequence[int]) -> str:
     return f"the row at index {named}" if len(rows) == 1 else f"the rows at indices {named}"
 
 
-def _history(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _history(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     g = e.growth
     if g.losses and (max(g.loss, g.norm) >= 10.0 or verdict.cause in ("divergence", "spike")):
         went = ", ".join(f"{value:.3g}" for value in g.losses)
@@ -150,7 +150,7 @@ def _history(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield f"At step {g.jump[1] + 1} the loss had jumped to {g.jump[0]:.3g} times its lowest value before."
 
 
-def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _reruns(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     told = {
         "float32": ("In float32 the same step", e.float32),
         "unscaled": ("With a loss scale of 1 the same step", e.unscaled),
@@ -172,7 +172,7 @@ def _reruns(e: Evidence, verdict: Verdict) -> Iterator[str]:
         yield f"Run again, the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
-def _optimizer(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     told = verdict.cause in ("divergence", "optimizer_domain", "spike", "input_scale")
     for facts in e.optimizers:
         if told or not math.isfinite(facts.learning_rate):
@@ -198,7 +198,7 @@ def _settings(facts: OptimizerFacts) -> str:
     return f"{facts.name} has {text}" + ("." if facts.clips else ", and no clipping.")
 
 
-def _layers(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _layers(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     first = next((row for row in e.table if not row.finite), None)
     if first is not None and not (e.origin is not None and e.origin.culprit == first.path):
         yield f"The first layer whose output is not finite is {first.path!r}."
@@ -207,7 +207,7 @@ def _layers(e: Evidence, verdict: Verdict) -> Iterator[str]:
             yield f"Of the parts of the loss, {name} is {value}."
 
 
-def _notes(e: Evidence, verdict: Verdict) -> Iterator[str]:
+def _notes(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     yield from e.notes
 
 

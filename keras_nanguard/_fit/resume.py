@@ -11,7 +11,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._fit.guard_state import GuardState
-from keras_nanguard._fit.snapshot_files import COURSE, Record, folder_of, read, written
+from keras_nanguard._fit.snapshot_files import COURSE, SnapshotRecord, folder_of, read, written
 from keras_nanguard._fit.snapshots_on_disk import build_optimizers, load, signature, variables_of
 from keras_nanguard._keras import variables as keras_variables
 
@@ -31,7 +31,7 @@ class Resumed:
     """
 
     path: Path
-    record: Record
+    record: SnapshotRecord
     course: GuardState
     epoch: int
     batch: int
@@ -120,7 +120,7 @@ def _written(folder: Path) -> list[Path]:
         raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
 
 
-def _course(folder: Path, record: Record) -> GuardState:
+def _course(folder: Path, record: SnapshotRecord) -> GuardState:
     """Return what the policy had changed last, or when the snapshot was taken where the newer file is broken."""
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / COURSE))

@@ -178,11 +178,11 @@ class Session:
         """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
         return self.callbacks_deferred and not self.idle and self._undisturbed and not self.checks_fully and self.step + 1 < self._due
 
-    def after(self, row: Any, *, last: bool = True) -> bool:
-        """Read the row of the last step and act on it.
+    def after(self, verdict: Verdict, *, last: bool = True) -> bool:
+        """Read the verdict on the last step and act on it.
 
         Args:
-            row: its numbers, in the order of `Verdict.FIELDS`.
+            verdict: its numbers.
             last: whether the state is the one that it left, as no other step was started since.
 
         Returns:
@@ -191,10 +191,10 @@ class Session:
         Raises:
             NonFiniteError: where the policy says so.
         """
-        refused, loss, gradients, statistics, weights, slots, scale, _, _ = row
+        refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict  # attributes of a record cost more than this
         total = loss + gradients + statistics + weights + slots
         if refused or self.checks_fully or not (isfinite(total) and 0.0 < scale < inf):
-            self._attend(Verdict.of(row))
+            self._attend(verdict)
             return False
         self.committed += 1
         self.streak, self.last_refused = 0, False
@@ -202,7 +202,7 @@ class Session:
         self.recent.push(self.step, self.transaction.given)
         findings = self.trend.push(self.step, loss, sqrt(2.0 * gradients) / scale)
         if findings:
-            self._raise_committed(Verdict.of(row), findings)
+            self._raise_committed(verdict, findings)
         self.step += 1
         if statistics > self.monitors.ceiling:
             self._due = self.monitors.due = self.step

@@ -10,7 +10,7 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
 
-__all__ = ["COURSE", "REST", "WEIGHTS", "Record", "folder_of", "next_number", "read", "written"]
+__all__ = ["COURSE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
 
 FORMAT = 1
 """Number of the form of `snapshot.json`."""
@@ -22,7 +22,7 @@ FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weigh
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SnapshotRecord:
     """What `snapshot.json` tells.
 
     Attributes:
@@ -92,7 +92,7 @@ def next_number(folder: Path) -> int:
     return max((number for number, _ in _numbered(folder)), default=0) + 1
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> SnapshotRecord:
     """Return the record of a snapshot, with every file of it checked.
 
     Raises:
@@ -103,7 +103,7 @@ def read(path: Path) -> Record:
         raise FileFormatError(expected(f"a snapshot of format {FORMAT}", str(path), "Use the version that wrote it."))
     given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
     try:
-        record = Record(**given)
+        record = SnapshotRecord(**given)
     except TypeError as error:
         raise FileFormatError(f"{path / RECORD} has a malformed field: {error}") from error
     for name, fingerprint in record.files.items():

@@ -28,7 +28,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._fit.guard_state import GuardState
-from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, Record, folder_of, next_number, read, written
+from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot, first_bad
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
@@ -61,7 +61,7 @@ def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | 
 
 
 def load(
-    model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: Record
+    model: Any, variables: Sequence[Any], metrics: Sequence[Any], path: Path, record: SnapshotRecord
 ) -> np.ndarray[Any, Any] | None:
     """Write a snapshot that `read` has checked into the variables of a model, and its metrics where they are the same.
 
@@ -187,7 +187,7 @@ class DiskRing(Ring):
             load(self.session.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
-    def _write(self, folder: Path, step: int, verified: bool) -> Record:
+    def _write(self, folder: Path, step: int, verified: bool) -> SnapshotRecord:
         session, train_state = self.session, self.session.train_state()
         variables = variables_of(train_state)
         files = {}
@@ -204,7 +204,7 @@ class DiskRing(Ring):
             np.savez(file, allow_pickle=False, **arrays, **metrics)  # type: ignore[arg-type]
         files[REST] = _kept(folder / REST)
         epoch, batch = session.position()
-        record = Record(
+        record = SnapshotRecord(
             step=step,
             epoch=epoch,
             batch=batch,
@@ -261,18 +261,18 @@ class DiskRing(Ring):
 class _OnDisk(Snapshot):
     """A snapshot whose values are in files until they are asked for."""
 
-    def __init__(self, step: int, good: int, verified: bool, arrays: dict[int, Any], path: Path, record: Record):
+    def __init__(self, step: int, good: int, verified: bool, arrays: dict[int, Any], path: Path, record: SnapshotRecord):
         super().__init__(step, good, verified, arrays)
         self.path, self.record = path, record
 
     def prove(self) -> None:
         """Note in its file that enough good steps have followed."""
         if self.path.exists():
-            Record(**{**_shallow(self.record), "verified": True}).write(self.path)
+            SnapshotRecord(**{**_shallow(self.record), "verified": True}).write(self.path)
 
 
-def _shallow(record: Record) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in Record.__slots__}
+def _shallow(record: SnapshotRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in SnapshotRecord.__slots__}
 
 
 @contextmanager

@@ -25,15 +25,9 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("FLOOR", "averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "know_twins", "learning_rate"),
+    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "know_twins", "learning_rate"),
     *("rate_before", "rate_variable", "scales_of", "set_rate", "trained_by"),
 ]
-
-FLOOR = 2.0**-14
-"""Smallest loss scale that a refusal leaves behind: the smallest normal float16 number.
-
-Below it a gradient of 1 is subnormal in float16, so a lower scale cannot save any step that this one does not.
-"""
 
 
 def inner(optimizer: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
-from keras_nanguard._backends.shared.replay import Step
+from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._diagnose.explain_step import Explainer
 
@@ -59,7 +59,7 @@ def test_a_replay_restores_what_a_step_of_ones_own_writes():
     model = case.model
     model.fit(case.x, case.y, batch_size=8, verbose=0)
     before = [keras.ops.convert_to_numpy(v.value).copy() for v in (*model.variables, *model.optimizer.variables)]
-    step = Step(model.train_step, model, [model.optimizer], keeps_undo=True)
+    step = ReplayableStep(model.train_step, model, [model.optimizer], keeps_undo=True)
     run = step.run(((keras.ops.convert_to_tensor(case.x[:8]), keras.ops.convert_to_tensor(case.y[:8])),), observe=True, update=True)
     assert run.finite
     after = [keras.ops.convert_to_numpy(v.value) for v in (*model.variables, *model.optimizer.variables)]
@@ -70,7 +70,7 @@ def test_a_replay_restores_what_a_step_of_ones_own_writes():
 def test_an_observed_run_gives_the_numbers_of_a_plain_one():
     case = mechanisms.PROGRAMS["nan_row_where_batchnorm_mixes_rows"](False)
     case.model.fit(case.x, case.y, batch_size=8, verbose=0)
-    step = Step.of(case.model, [case.model.optimizer])
+    step = ReplayableStep.of(case.model, [case.model.optimizer])
     args = ((keras.ops.convert_to_tensor(case.x[:8]), keras.ops.convert_to_tensor(case.y[:8])),)
     plain, observed = step.run(args), step.run(args, observe=True)
     assert observed.loss == pytest.approx(plain.loss, rel=1e-6)

@@ -18,14 +18,10 @@ from keras_nanguard._backends.jax.prefetch import Prefetch
 from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._backends.shared.attach import Attachment, adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
-from keras_nanguard._core.verdict import FIELDS
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras import jax_trainer as _trainer
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
-
-HALTED = FIELDS.index("halted")
-
 
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer.
@@ -133,10 +129,10 @@ class ModelAttachment(Attachment):
             session.before()
         if session.stopped or session.skips_batches(iter((data,)), 1):
             return self._logs(), trainer_state.take()
-        state, logs, row = session.transaction(trainer_state.take(), _factors(session), data)
+        state, logs, verdict = session.transaction(trainer_state.take(), _factors(session), data)
         trainer_state.hold(state)
-        session.after(row)
-        return session.logs_for_callbacks(logs, row[1], bool(row[0])), trainer_state.take()
+        session.after(verdict)
+        return session.logs_for_callbacks(logs, verdict.loss, verdict.refused), trainer_state.take()
 
     def _goes_on(self, data: Any) -> bool:
         """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
@@ -154,10 +150,10 @@ class ModelAttachment(Attachment):
         session.healed = False
         if before is None or (session.after(transaction.finish(before), last=False) and session.may_run_ahead):
             self.pending = started
-        elif session.healed or (row := transaction.finish(started))[HALTED]:
+        elif session.healed or (verdict := transaction.finish(started)).halted:
             return False
         else:
-            session.after(row)
+            session.after(verdict)
         session.logs_for_callbacks(started.outputs)
         return True
 
@@ -248,9 +244,9 @@ class LoopStep:
             session.sync_variables()
             session.before()
         function = session.transaction
-        state, outputs, row = function(self._taken(), _factors(session), *batch, **more)
+        state, outputs, verdict = function(self._taken(), _factors(session), *batch, **more)
         self.state, self.synced = state, False
-        session.after(row)
+        session.after(verdict)
         return outputs, self._taken()
 
     def sync_variables(self) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from keras_nanguard._backends.jax.outputs import LogOutputs
 from keras_nanguard._backends.jax.step import Transaction
-from keras_nanguard._backends.shared.replay import Run, Step
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._keras.jax_trainer import by_part, variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -27,12 +26,12 @@ def mode_of(transaction: Any, model: Any) -> str:
 
 
 
-def is_compiled(step: Step) -> bool:
+def is_compiled(step: ReplayableStep) -> bool:
     """Whether the step that training has compiled can be run with other values: no run of it has to be compiled anew then."""
     return hasattr(getattr(step.body, "__self__", None), "judged")
 
 
-def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
     """Run a step once, compiled, and forget it; see what it came to.
 
     Args:
@@ -44,15 +43,15 @@ def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
     if not hasattr(transaction, "judged"):
         transaction = _of_model(step)
     try:
-        verdict = Verdict.of(transaction.judged(*args))
+        verdict = transaction.judged(*args)
     except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
-        return Run(error=f"{type(error).__name__}: {error}")
+        return ReplayResult(error=f"{type(error).__name__}: {error}")
     sites = {"loss": verdict.loss, "statistics": verdict.statistics, "gradients": verdict.gradients}
     first = next((site for site, number in sites.items() if not math.isfinite(number)), "")
-    return Run(first=first, loss=verdict.loss, norm=verdict.gradient_norm)
+    return ReplayResult(first=first, loss=verdict.loss, norm=verdict.gradient_norm)
 
 
-def _of_model(step: Step) -> Transaction:
+def _of_model(step: ReplayableStep) -> Transaction:
     """Return the transaction that guards the train step of a model."""
     model = step.model
     transaction = Transaction(

@@ -9,15 +9,16 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from keras_nanguard._backends.jax import reductions as _sums
-from keras_nanguard._backends.jax.intercept import Intercept, Record, Retrace
+from keras_nanguard._backends.jax import reductions
+from keras_nanguard._backends.jax.intercept import Intercept, Retrace, Update
+from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 __all__ = ["DeferredUpdates", "ImmediateUpdates"]
 
 
-class Run:
+class StepTrace:
     """One trace (or one eager run) of the transaction.
 
     Args:
@@ -32,7 +33,7 @@ class Run:
         self.owner, self.old, self.tree, self.args = owner, leaves, tree, args
         self.halt = halt
         self.train_state = train_state = owner.train_state()
-        self.kind = _sums.kind(leaves)
+        self.kind = reductions.kind(leaves)
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
         self.weights_and_slots = {self.place[id(v)] for v in (*train_state.trainable, *train_state.slots) if id(v) in self.place}
@@ -58,20 +59,20 @@ class Run:
         """Compute the verdict."""
         owner, kind = self.owner, self.kind
         self.written = [i for i in changed if i not in self.weights_and_slots | self.metrics and self._watched(i)]
-        self.loss = _sums.add(losses or owner.outputs.losses(outputs), kind)
-        self.gradients = _sums.squares(gradients, kind)
-        self.statistics = _sums.total([new[i] for i in self.written], kind)
+        self.loss = reductions.add(losses or owner.outputs.losses(outputs), kind)
+        self.gradients = reductions.squares(gradients, kind)
+        self.statistics = reductions.total([new[i] for i in self.written], kind)
         scales = [self.old[self.place[id(s)]] for s, _ in self.train_state.scales if id(s) in self.place]
         self.scale = jnp.min(jnp.stack(scales)).astype(kind) if scales else jnp.ones((), kind)
-        may_commit = jnp.isfinite(self.loss + self.gradients + self.statistics)
-        self.may_commit = may_commit & jnp.isfinite(self.scale) & (self.scale > 0) if scales else may_commit
+        sums = [self.loss, self.gradients, self.statistics]
+        self.may_commit = rules.may_commit(reductions.OPERATIONS, sums, self.scale if scales else None)
         if self.halt is not None:
             self.may_commit &= ~self.halt
 
     def _watched(self, index: int) -> bool:
         variable = self.variables[index]
         ours = {id(v) for v in (*self.train_state.rates, *(v for pair in self.train_state.scales for v in pair))}
-        return id(variable) not in ours | self.owner.tolerated and _sums.can_be_bad(self.old[index])
+        return id(variable) not in ours | self.owner.tolerated and reductions.can_be_bad(self.old[index])
 
     def _row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
         nothing = jnp.zeros((), self.kind)
@@ -83,28 +84,21 @@ class Run:
         """Return the sums over what one optimizer has updated: weights, and its variables with their new values."""
         updated = list(variables)
         told = {id(v) for v in self.train_state.slots} - self.owner.tolerated
-        slots = [array for v, array in updated if id(v) in told and _sums.can_be_bad(array)]
+        slots = [array for v, array in updated if id(v) in told and reductions.can_be_bad(array)]
         turn = next((array for v, array in updated if v.name == "iteration"), None)
-        return _sums.update_sums(optimizer, weights, slots, turn, self.gradients, self.kind, total)
+        return reductions.update_sums(optimizer, weights, slots, turn, self.gradients, self.kind, total)
 
     def _learned(self) -> dict[int, Any]:
-        """Return what a refusal writes to loss scales, by place.
-
-        Halved where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again.
-        """
+        """Return what a refusal writes to loss scales, by place."""
         learned = {}
-        blamed = jnp.isfinite(self.loss) & ~jnp.isfinite(self.gradients)
         scaled = [o for o in self.train_state.optimizers if keras_optimizers.scales_of(o)]
         for optimizer in scaled:
             scale, counter = (self.place.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
             if scale is None or counter is None:
                 continue
             old, steps = self.old[scale], self.old[counter]
-            sound = jnp.isfinite(old) & (old > 0)
-            lower = jnp.maximum(old * 0.5, jnp.asarray(keras_optimizers.FLOOR, old.dtype))
-            kept = jnp.where(blamed, jnp.minimum(lower, old), old)
-            learned[scale] = jnp.where(sound, kept, jnp.asarray(optimizer.initial_scale, old.dtype))
-            learned[counter] = jnp.where(blamed | ~sound, jnp.zeros_like(steps), steps)
+            initial = jnp.asarray(optimizer.initial_scale, old.dtype)
+            learned[scale], learned[counter] = rules.learned_scale(reductions.OPERATIONS, self.loss, self.gradients, old, steps, initial)
         if self.halt is not None:  # it has nothing to say of its own batch
             learned = {i: jnp.where(self.halt, self.old[i], value) for i, value in learned.items()}
         return learned
@@ -114,7 +108,7 @@ class Run:
         self.owner.report_queue.rows = tuple((site, path, array.size) for site, path, array in places)
         return jnp.zeros((len(places), 2), self.kind)
 
-    def _places(self, outputs: Any, records: Sequence[Record], new: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    def _places(self, outputs: Any, records: Sequence[Update], new: Sequence[Any]) -> list[tuple[str, str, Any]]:
         places = [("outputs", name, array) for name, array in outputs]
         for record in records:
             places += [("gradients", path, g) for path, g in zip(record.paths, record.grads) if g is not None]
@@ -138,7 +132,7 @@ class Run:
         return outputs, jnp.concatenate(parts) if len(parts) > 1 else row
 
 
-class DeferredUpdates(Run):
+class DeferredUpdates(StepTrace):
     """The updates run after the verdict, in a conditional."""
 
     def complete(self) -> tuple[Any, Any, Any, Any]:
@@ -172,9 +166,9 @@ class DeferredUpdates(Run):
         counts = (len(self.old), len(self.given))
 
         def probe(*arrays: Any) -> Any:
-            leaves, release_run = arrays[: counts[0]], arrays[counts[0] :]
-            args = jax.tree_util.tree_unflatten(args_tree, release_run[: counts[1]])
-            holders = jax.tree_util.tree_unflatten(held_tree, release_run[counts[1] :])
+            leaves, rest = arrays[: counts[0]], arrays[counts[0] :]
+            args = jax.tree_util.tree_unflatten(args_tree, rest[: counts[1]])
+            holders = jax.tree_util.tree_unflatten(held_tree, rest[counts[1] :])
             by_id = {id(o): pair for (o, _, _), pair in zip(self.held, holders)}
             trace = next((a._trace for a in arrays if isinstance(a, jax.core.Tracer)), None)
             seen, outputs, new, _ = self._call(leaves, args, by_id, trace)
@@ -219,7 +213,7 @@ class DeferredUpdates(Run):
         def refuse() -> Any:
             zero = jnp.zeros((), self.kind)
             kept = [learned.get(i, self.old[i]) for i in self.wanted]
-            return kept, (zero, zero), _sums.counts([array for _, _, array in places], self.kind)
+            return kept, (zero, zero), reductions.counts([array for _, _, array in places], self.kind)
 
         large, update_sums, self.counts = jax.lax.cond(self.may_commit, commit, refuse)
         self.new = list(new)
@@ -236,14 +230,14 @@ class DeferredUpdates(Run):
         for record in self.records:
             weights, slots = record.real(record.slots, record.grads, record.weights)
             results[id(record.optimizer)] = weights, slots
-            one = self._one(record.optimizer, weights, zip(record.optimizer.variables, slots), _sums.total)
+            one = self._one(record.optimizer, weights, zip(record.optimizer.variables, slots), reductions.total)
             update_sums = [a + b for a, b in zip(update_sums, one)]
         flat = [results.get(id(o), (w, s)) for o, w, s in self.held]
         leaves: list[Any] = jax.tree_util.tree_leaves([(list(w), list(s)) for w, s in flat])
         return [leaves[self.holding[i]].astype(dtype) for i, dtype in zip(self.wanted, self.dtypes)], tuple(update_sums)
 
 
-class ImmediateUpdates(Run):
+class ImmediateUpdates(StepTrace):
     """The updates run at once, and old or new is chosen at the end, or by the host.
 
     Attributes:
@@ -259,9 +253,9 @@ class ImmediateUpdates(Run):
         self.changed = [i for i in range(len(new)) if new[i] is not self.old[i]]
         self._note(self.outputs, seen.losses, seen.gradients, self.changed, new)
         self.update_sums = self._update_sums(new)
-        self.may_commit &= jnp.isfinite(self.update_sums[0] + self.update_sums[1])
+        self.may_commit &= rules.may_commit(reductions.OPERATIONS, self.update_sums)
         self.places = self._places(seen.outputs, seen.records, new)
-        self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.weights_and_slots) if _sums.can_be_bad(new[i])]
+        self.places += [(self._site(i), self._path(i), new[i]) for i in sorted(self.weights_and_slots) if reductions.can_be_bad(new[i])]
         self.learned = self._learned()
         self.refused = ~self.may_commit if self.owner.refuse else jnp.zeros((), bool)
         return new
@@ -293,7 +287,7 @@ class ImmediateUpdates(Run):
 
     def count(self) -> Any:
         """Return how many entries of each place are bad."""
-        return _sums.counts([array for _, _, array in self.places], self.kind)
+        return reductions.counts([array for _, _, array in self.places], self.kind)
 
     def counted(self) -> Any:
         """Run the body for nothing but that."""
@@ -312,10 +306,10 @@ class ImmediateUpdates(Run):
         for optimizer in self.train_state.optimizers:
             weights = [watched.pop(i) for i in self._known(keras_optimizers.trained_by(optimizer)) if i in watched]
             slots = self._known(optimizer.variables)
-            one = self._one(optimizer, weights, [(self.variables[i], new[i]) for i in slots], _sums.exact)
+            one = self._one(optimizer, weights, [(self.variables[i], new[i]) for i in slots], reductions.exact)
             sums = [a + b for a, b in zip(sums, one)]
             watched = {i: array for i, array in watched.items() if i not in slots}
-        return sums[0] + _sums.exact(watched.values(), self.kind), sums[1]
+        return sums[0] + reductions.exact(watched.values(), self.kind), sums[1]
 
     def _known(self, variables: Iterable[Any]) -> list[int]:
         return [self.place[id(v)] for v in variables if id(v) in self.place]

@@ -114,7 +114,7 @@ class Hook(FaultHook):
             loss = real(*args, **kwargs)
             if not self._inside or self.paused or loss is None:
                 return loss
-            self.synced = True
+            self.reached = True
             loss = jnp.asarray(loss)
             factor = self._factor(loss.dtype)
             if self.fault.site == "loss":

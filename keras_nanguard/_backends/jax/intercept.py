@@ -11,18 +11,18 @@ from typing import Any
 
 import jax
 
-from keras_nanguard._backends.jax import reductions as _sums
+from keras_nanguard._backends.jax import reductions
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Intercept", "Record", "Retrace", "primal"]
+__all__ = ["Intercept", "Retrace", "Update", "primal"]
 
 class Retrace(Exception):
     """The updates of this step cannot be put off. Never leaves the library."""
 
 
-class Record:
+class Update:
     """One call of `Optimizer.stateless_apply`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Intercept:
     def __init__(self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any):
         self.model, self.optimizers, self.trace = model, list(optimizers), trace
         self.holders = None if holders is None else dict(holders)
-        self.records: list[Record] = []
+        self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
         self._overrides = Overrides()
@@ -83,7 +83,7 @@ class Intercept:
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            record = Record(optimizer, real, optimizer_variables, grads, trainable_variables)
+            record = Update(optimizer, real, optimizer_variables, grads, trainable_variables)
             here = all(primal(a, self.trace) is a for a in (*record.grads, *record.weights) if a is not None)
             if self.holders is None:
                 if here:
@@ -104,13 +104,13 @@ class Intercept:
             if value is not None:
                 self.losses.append(value)
                 outputs = [primal(leaf, self.trace) for leaf in jax.tree_util.tree_leaves(predicted(args, kwargs))]
-                self.outputs += [pair for pair in named_outputs(self.model, outputs) if _sums.can_be_bad(pair[1])]
+                self.outputs += [pair for pair in named_outputs(self.model, outputs) if reductions.can_be_bad(pair[1])]
             return loss
 
         return compute_loss
 
 
-def _alike(record: Record) -> bool:
+def _alike(record: Update) -> bool:
     """Whether the arguments of an update are of the shapes that its results are expected to have."""
     assert record.holders is not None
     pairs = ((record.weights, record.holders[0]), (record.slots, record.holders[1]))

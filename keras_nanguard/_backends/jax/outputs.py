@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_nanguard._backends.jax import reductions as _sums
+from keras_nanguard._backends.jax import reductions
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import logged_losses
 from keras_nanguard._keras.overrides import Overrides
@@ -21,7 +21,7 @@ __all__ = ["LogOutputs", "PlainOutputs"]
 
 def _scalars(tree: Any) -> list[Any]:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree_util.tree_leaves(tree) if isinstance(leaf, (float, jax.Array))]
-    return [leaf for leaf in leaves if leaf.ndim == 0 and _sums.can_be_bad(leaf)]
+    return [leaf for leaf in leaves if leaf.ndim == 0 and reductions.can_be_bad(leaf)]
 
 
 def _check(found: Any, wanted: Any) -> None:

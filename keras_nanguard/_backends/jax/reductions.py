@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
+from keras_nanguard._backends.shared.rules import Operations
 
-__all__ = ["add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+__all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+
+OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
+"""What the rules of the transaction need."""
 
 LARGE = 1 << 16
 """Elements from which an array is read where it stands rather than joined with others."""

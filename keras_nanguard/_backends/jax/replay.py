@@ -94,7 +94,7 @@ class Instrument(instrument.Instrument):
         return identity(value)
 
 
-class _Record(intercept.Record):
+class _Record(intercept.Update):
     """One update, whose results go into the variables."""
 
     @property

@@ -22,9 +22,9 @@ class ReportQueue:
         self.rows: tuple[tuple[str, str, int], ...] = ()
         self._last: tuple[Any, Any, Any] | None = None
 
-    def put(self, row: list[float], counts: Any, args: tuple[Any, ...]) -> None:
+    def put(self, verdict: Verdict, counts: Any, args: tuple[Any, ...]) -> None:
         """Note the last step: its row, its counts of NaN and Inf (or what returns them), and its arguments."""
-        self._last = row, counts, args
+        self._last = verdict, counts, args
 
     def forget(self) -> None:
         """Let go of the last step."""
@@ -35,8 +35,7 @@ class ReportQueue:
         last, self._last = self._last, None
         if last is None:
             return []
-        row, counts, args = last
-        verdict = Verdict.of(row)
+        verdict, counts, args = last
         if verdict.finite and not verdict.refused:
             return []
         counts = np.asarray(counts() if callable(counts) else counts)

@@ -46,7 +46,7 @@ from keras_nanguard._backends.jax.packed import Packed, can_pack, packed, unpack
 from keras_nanguard._backends.jax.reports import ReportQueue
 from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._backends.shared.batch_memory import owned
-from keras_nanguard._core.verdict import FIELDS
+from keras_nanguard._core.verdict import FIELDS, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Transaction"]
@@ -155,7 +155,7 @@ class Transaction:
         self._host_selected: Any = None
         self.count = jax.jit(self._counted) if jit else self._counted
 
-    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
+    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Verdict]:
         """Run the step, and wait for its verdict.
 
         Args:
@@ -164,7 +164,7 @@ class Transaction:
             *args: what else the body takes.
 
         Returns:
-            the state to go on with, the outputs, and the row of numbers in the order of `Verdict.FIELDS`.
+            the state to go on with, the outputs, and the verdict.
         """
         if self._last is None:
             self.adopt(state)
@@ -177,19 +177,19 @@ class Transaction:
             self.two_programs = None
         if not self.host_selects:
             new, started = self.start(state, factors, *args)
-            row = self.finish(started)
-            return new, started.outputs, row
+            verdict = self.finish(started)
+            return new, started.outputs, verdict
         if self.packs:
             state = packed(state)
         spare = self._room(state) if self.alternates else ()
         new, outputs, vector, learned = self._host_selected(state, spare, factors, *args)
-        row, outputs = self.split_outputs(self.read(vector, state, args), outputs)
-        self.report_queue.put(row, lambda: self.count(state, factors, *args), args)
+        verdict, outputs = self.split_outputs(self.read(vector, state, args), outputs)
+        self.report_queue.put(verdict, lambda: self.count(state, factors, *args), args)
         if self.alternates:
-            self._alternate(state, new, bool(row[0]))
-        if row[0]:
+            self._alternate(state, new, verdict.refused)
+        if verdict.refused:
             new = self.given_back(state, learned)
-        return new, outputs, row
+        return new, outputs, verdict
 
     def start(self, state: Any, factors: dict[int, Any], *args: Any, after: Started | None = None) -> tuple[Any, Started]:
         """Start a step that refuses by itself, and does so if the step `after` which it comes has gone wrong.
@@ -202,14 +202,14 @@ class Transaction:
         new, outputs, vector, halt = self._self_refusing(state, halt, factors, *args)
         return new, Started(jax.tree_util.tree_map(owned, args), outputs, vector, halt, state)
 
-    def finish(self, started: Started) -> list[float]:
-        """Wait for the verdict on a step that was started; returns its row."""
+    def finish(self, started: Started) -> Verdict:
+        """Wait for the verdict on a step that was started, and return it."""
         self._last, self.given = started.state, started.args
         self.report_queue.forget()
         array = self._wait(started.vector)
-        row, started.outputs = self.split_outputs(array, started.outputs)
-        self.report_queue.put(row, array[self.row_size :], started.args)
-        return row
+        verdict, started.outputs = self.split_outputs(array, started.outputs)
+        self.report_queue.put(verdict, array[self.row_size :], started.args)
+        return verdict
 
     def read(self, vector: Any, state: Any, args: tuple[Any, ...]) -> Any:
         """Wait for what a step has to tell; meanwhile, let go of the step before it, then keep its arguments, and look ahead."""
@@ -264,10 +264,10 @@ class Transaction:
         else:
             self._spare = spare
 
-    def split_outputs(self, array: Any, outputs: Any) -> tuple[list[float], Any]:
-        """Return the row of a step and its outputs, some of which it has told with the row."""
+    def split_outputs(self, array: Any, outputs: Any) -> tuple[Verdict, Any]:
+        """Return the verdict on a step and its outputs, some of which have left the step in one array with it."""
         numbers = array[: self.row_size].tolist()
-        return numbers[: len(FIELDS)], self.outputs.split(outputs, numbers[len(FIELDS) :])
+        return Verdict.of(numbers[: len(FIELDS)]), self.outputs.split(outputs, numbers[len(FIELDS) :])
 
     def given_back(self, state: Any, learned: dict[int, Any]) -> Any:
         """Return the old state with the learned loss scale."""
@@ -319,8 +319,8 @@ class Transaction:
         if self._host_selected is None:
             self._choose(state)
 
-    def judged(self, *args: Any) -> list[float]:
-        """Run the step as it is compiled, from what the variables hold, and forget it; returns its row."""
+    def judged(self, *args: Any) -> Verdict:
+        """Run the step as it is compiled, from what the variables hold, and forget it; returns the verdict."""
         leaves, tree = jax.tree_util.tree_flatten(unpacked(self._last))
         owners = self.variables()
         held = [leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]
@@ -329,8 +329,7 @@ class Transaction:
         new, _, vector, _ = self._host_selected(packed(state) if self.packs else state, spare, {}, *args)
         if self.alternates:
             self._alternate(state, new, True)
-        row: list[float] = np.asarray(vector)[: len(FIELDS)].tolist()
-        return row
+        return Verdict.of(np.asarray(vector)[: len(FIELDS)].tolist())
 
     # What the session asks of it
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_nanguard._backends.jax.execution import DeferredUpdates
-from keras_nanguard._core.verdict import FIELDS
+from keras_nanguard._core.verdict import FIELDS, Verdict
 
 __all__ = ["TwoPrograms"]
 
-_GRADIENTS, _WEIGHTS = FIELDS.index("gradients"), FIELDS.index("weights")
+_GRADIENTS = FIELDS.index("gradients")
 
 
 class Split(DeferredUpdates):
@@ -55,8 +55,8 @@ class Split(DeferredUpdates):
     def second(self, held: Sequence[Any], others: Sequence[Any], carried: Sequence[Any], vector: Any) -> tuple[list[Any], Any]:
         """Run the updates; returns what they write, and the sums over weights and slots."""
         leaves = {**dict(zip(self.wanted, held)), **dict(zip(self.others, others))}
-        release_run = iter(carried)
-        flat = [next(release_run) if i is None else leaves[i] for i in self.known]
+        rest = iter(carried)
+        flat = [next(rest) if i is None else leaves[i] for i in self.known]
         for record, arguments in zip(self.records, jax.tree_util.tree_unflatten(self.arguments, flat)):
             record.slots, record.grads, record.weights = arguments
         self.gradients = vector[_GRADIENTS]
@@ -75,7 +75,7 @@ class TwoPrograms:
         self.owner = owner
         self._first, self._second = jax.jit(self._traced_first), jax.jit(self._traced_second, donate_argnums=0)
 
-    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, list[float]]:
+    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Verdict]:
         """Run one step; arguments and results are those of the transaction.
 
         Raises:
@@ -83,20 +83,21 @@ class TwoPrograms:
         """
         owner = self.owner
         new, carried, outputs, vector, learned = self._first(state, factors, *args)
-        row, outputs = owner.split_outputs(owner.read(vector, state, args), outputs)
-        if row[0]:
-            owner.report_queue.put(row, lambda: owner.count(state, factors, *args), args)
-            return owner.given_back(state, learned), outputs, row
+        verdict, outputs = owner.split_outputs(owner.read(vector, state, args), outputs)
+        if verdict.refused:
+            owner.report_queue.put(verdict, lambda: owner.count(state, factors, *args), args)
+            return owner.given_back(state, learned), outputs, verdict
         leaves, tree = jax.tree_util.tree_flatten(state)
         held, others = ([leaves[i] for i in chosen] for chosen in (self.split.wanted, self.split.others))
         updated, update_sums = self._second(held, others, carried, vector, factors)
         for chosen, values in ((self.split.changed, new), (self.split.wanted, updated)):
             for i, value in zip(chosen, values):
                 leaves[i] = value
-        row[_WEIGHTS : _WEIGHTS + 2] = np.asarray(update_sums).tolist()
+        weights, slots = np.asarray(update_sums).tolist()
+        verdict = verdict._replace(weights=weights, slots=slots)
         _free(carried)
-        owner.report_queue.put(row, lambda: np.zeros((len(owner.report_queue.rows), 2)), args)  # the state it was given is gone
-        return tree.unflatten(leaves), outputs, row
+        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.rows), 2)), args)  # the state it was given is gone
+        return tree.unflatten(leaves), outputs, verdict
 
     def _traced_first(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
         leaves, tree = jax.tree_util.tree_flatten(state)

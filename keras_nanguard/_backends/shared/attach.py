@@ -168,7 +168,7 @@ class Attachment:
         raise NotImplementedError
 
     def _execute(self, data: Any) -> tuple[Any, Any]:
-        """Run one execution; returns its logs and the row of its last step."""
+        """Run one execution; returns its logs and the verdict on its last step."""
         raise NotImplementedError
 
     def _without_effect(self, data: Any) -> Any:

@@ -33,7 +33,7 @@ class FaultHook:
 
     def __init__(self, model: Any, fault: Any):
         self.model, self.fault = model, fault
-        self.synced = False
+        self.reached = False
         self._inside = 0
         self._overrides = Overrides()
         step_cache.forget(model)
@@ -73,7 +73,7 @@ class FaultHook:
             what = f"float {self.fault.site} that match path={self.fault.path!r}"
             types = [getattr(t, "dtype", type(t)) for t in keras.tree.flatten(chosen)]
             raise GuardError(expected(what, types, "Cast the data to float32, or choose another path."))
-        self.synced = True
+        self.reached = True
         if not isinstance(data, tuple):
             return spoiled[0]
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
@@ -93,7 +93,7 @@ class FaultHook:
             what = f"{self.fault.site} that match path={self.fault.path!r}"
             paths = ", ".join(v.path for v in variables) or "none"
             raise GuardError(expected(what, paths, "Choose another path, or a model that has such variables."))
-        self.synced = True
+        self.reached = True
         return chosen
 
     def _trained(self) -> list[Any]:

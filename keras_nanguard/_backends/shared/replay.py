@@ -22,14 +22,14 @@ from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Run", "Step", "origins_of", "preserved"]
+__all__ = ["ReplayResult", "ReplayableStep", "origins_of", "preserved"]
 
 OVERFLOW = 3.4028235e38
 """Sum of squares of the gradients from which the transaction's own sum, in float32, is infinite."""
 
 
 @dataclass(frozen=True)
-class Run:
+class ReplayResult:
     """What one replay came to.
 
     Attributes:
@@ -79,7 +79,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-class Step:
+class ReplayableStep:
     """One train step that can be run again.
 
     Args:
@@ -107,7 +107,7 @@ class Step:
         self.tolerated = {id(v) for v in tolerated}
 
     @classmethod
-    def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> Step:
+    def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:
         """Return the train step of a model."""
         return cls(current.replay().body_of(model), model, optimizers, keeps_undo, current.replay().losses_of(model))
 
@@ -116,7 +116,7 @@ class Step:
         train_state = TrainState.of(self.model, self.optimizers)
         return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
 
-    def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> Run:
+    def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> ReplayResult:
         """Run the step once and forget it; see what it came to.
 
         Args:
@@ -137,11 +137,11 @@ class Step:
 class _Pass:
     """One replay."""
 
-    def __init__(self, step: Step, observe: bool, update: bool):
+    def __init__(self, step: ReplayableStep, observe: bool, update: bool):
         self.step, self.observe, self.update = step, observe, update
         self.train_state = TrainState.of(step.model, step.optimizers)
 
-    def run(self, args: Sequence[Any]) -> Run:
+    def run(self, args: Sequence[Any]) -> ReplayResult:
         origins = self._origins(args) if self.observe else None
         instrument = current.replay().Instrument(self.step.model, origins) if self.observe else None
         try:
@@ -158,11 +158,11 @@ class _Pass:
                 if not found and self.update and not self.step.keeps_undo:
                     found = self._updated(origins)
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
-            return Run(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows if instrument else ()))
+            return ReplayResult(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows if instrument else ()))
         first, path, origin = found or ("", "", None)
         if origin is not None and origin.culprit == COMPILE_LOSS and instrument is not None:
             origin = _with_part(origin, instrument)
-        return Run(
+        return ReplayResult(
             first=first,
             first_path=path,
             origin=origin,

@@ -139,9 +139,9 @@ class ModelAttachment(Attachment):
                     return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
                 if session.stopped:
                     return session.logs_for_callbacks(self._without_effect(iterator))
-            logs, row = self._execute(iterator)
-            session.after(row)
-            logs = session.logs_for_callbacks(logs, row[1])
+            logs, verdict = self._execute(iterator)
+            session.after(verdict)
+            logs = session.logs_for_callbacks(logs, verdict.loss)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
         except BaseException as error:
@@ -184,8 +184,8 @@ class ModelAttachment(Attachment):
             if given:
                 transaction.give(given)
             try:
-                logs, row = transaction.read(inner())
-                return logs, row
+                logs, verdict = transaction.read(inner())
+                return logs, verdict
             except Retrace:
                 self._build()
 
@@ -254,9 +254,9 @@ class LoopStep:
         while True:
             try:
                 self.session.transaction.give([given])
-                outputs, row = self.session.transaction.read(self.run(args, kwargs))
+                outputs, verdict = self.session.transaction.read(self.run(args, kwargs))
                 break
             except Retrace:
                 self.build()
-        self.session.after(row)
+        self.session.after(verdict)
         return outputs

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.instrument import Call, layer_row
 from keras_nanguard._backends.shared.origins import operand
-from keras_nanguard._backends.shared.replay import OVERFLOW, Run, Step, preserved
+from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult, preserved
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.replay import Instrument
 from keras_nanguard._core import finiteness
@@ -29,7 +29,7 @@ MODES = ("eager", "graph", "xla")
 """The modes in which a step can be run again."""
 
 
-def is_compiled(step: Step) -> bool:
+def is_compiled(step: ReplayableStep) -> bool:
     """Whether running it compiled is cheaper than running it eagerly: never, for it is traced anew."""
     return False
 
@@ -42,7 +42,7 @@ def mode_of(transaction: Any, model: Any) -> str:
 
 
 
-def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
     """Run a step once, compiled, and forget it; see what it came to.
 
     Args:
@@ -57,17 +57,17 @@ def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
 class _Traced:
     """One trace of a step that returns what its layers saw."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: ReplayableStep):
         self.step = step
         self.train_state = TrainState.of(step.model, step.optimizers)
 
-    def run(self, args: Sequence[Any], jit: bool) -> Run:
+    def run(self, args: Sequence[Any], jit: bool) -> ReplayResult:
         compiled = tf.function(self._body, jit_compile=jit, autograph=False)
         try:
             traced = compiled.get_concrete_function(list(args))
             losses, gradients, statistics, tensors = traced(list(args))
         except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
-            return Run(error=f"{type(error).__name__}: {error}")
+            return ReplayResult(error=f"{type(error).__name__}: {error}")
         for call, (inputs, outputs, upstream, downstream) in zip(self.calls, tensors):
             call.inputs, call.outputs, call.gradients_out, call.gradients_in = inputs, outputs, upstream, downstream
         rows = tuple(
@@ -78,7 +78,7 @@ class _Traced:
         )
         self.batch = [part for part in batches.parts(args) if not _finite([part.value])]
         first, path, origin = self._judge(losses, gradients, statistics)
-        return Run(first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows)
+        return ReplayResult(first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows)
 
     def _body(self, args: list[Any]) -> Any:
         with (

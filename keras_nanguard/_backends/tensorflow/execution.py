@@ -7,20 +7,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, reductions, reports
-from keras_nanguard._backends.tensorflow.intercept import Intercept, Record, Seen
+from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
 from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Retrace", "Run"]
+__all__ = ["Retrace", "StepTrace"]
 
 
 class Retrace(Exception):
     """Tracing found that the step has to be traced anew in another mode. Never leaves the library."""
 
 
-class Run:
+class StepTrace:
     """One trace (or one eager run) of the transaction; on one replica, where there are several.
 
     Args:
@@ -68,7 +69,7 @@ class Run:
             self.hold([*self.train_state.trainable, *self.train_state.slots])
         self.scales = self.old_scales()
 
-    def asked(self, record: Record) -> None:
+    def asked(self, record: Update) -> None:
         """Get to know weights that were unknown until an update of theirs was asked for: no model that is known holds them."""
         known = self.keys(self.train_state.trainable)
         found = [v for v in record.variables if not (id(keras_variables.native(v)) in self.created or self.keys([v]) <= known)]
@@ -162,11 +163,9 @@ class Run:
     def judge(self, halted: Any, step: Any) -> None:
         """Decide, from the sums, whether the step may commit."""
         self.step, self.halt = tf.cast(step % PERIOD, self.kind), tf.cast(halted, self.kind)
-        told = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.update_sums]
-        finite = tf.math.is_finite(tf.add_n(told))
-        if self.scales:
-            finite &= tf.math.is_finite(self.scale) & (self.scale > 0)
-        self.may_commit = finite & ~halted if self.owner.counted else finite
+        sums = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.update_sums]
+        allowed = rules.may_commit(reductions.OPERATIONS, sums, self.scale if self.scales else None)
+        self.may_commit = allowed & ~halted if self.owner.counted else allowed
 
     def row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
         """Return the row of numbers; `update_sums` are the sums over weights and slots."""
@@ -224,14 +223,12 @@ class Run:
         return [*update_sums, *self.owner.outputs.refused(outputs)]
 
     def _learn_scale(self) -> None:
-        """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
-        blamed = tf.math.is_finite(self.loss) & ~tf.math.is_finite(self.gradients)
+        """Let each loss scale learn from the refusal."""
         for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.train_state.optimizers)):
-            sound = tf.math.is_finite(old) & (old > 0)
-            lower = tf.maximum(old * 0.5, tf.cast(keras_optimizers.FLOOR, old.dtype))
-            kept = tf.where(blamed, tf.minimum(lower, old), old)
-            scale.value.assign(tf.where(sound, kept, tf.cast(optimizer.initial_scale, old.dtype)))
-            counter.value.assign(tf.where(blamed | ~sound, tf.zeros_like(steps), steps))
+            initial = tf.cast(optimizer.initial_scale, old.dtype)
+            scale_after, counter_after = rules.learned_scale(reductions.OPERATIONS, self.loss, self.gradients, old, steps, initial)
+            scale.value.assign(scale_after)
+            counter.value.assign(counter_after)
 
 
 def _scaled(optimizers: Sequence[Any]) -> list[Any]:

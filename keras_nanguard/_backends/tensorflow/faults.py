@@ -171,7 +171,7 @@ class Hook(FaultHook):
             loss = real(*args, **kwargs)
             if not self._inside or loss is None:
                 return loss
-            self.synced = True
+            self.reached = True
             loss = tf.convert_to_tensor(loss)
             factor = tf.where(self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype))
             if self.fault.site == "loss":

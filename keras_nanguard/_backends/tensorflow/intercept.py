@@ -20,9 +20,9 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.native_variables import as_keras
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Intercept", "Record", "Seen", "build"]
+__all__ = ["Intercept", "Seen", "Update", "build"]
 
-class Record:
+class Update:
     """One call of `Optimizer.apply`."""
 
     def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
@@ -50,7 +50,7 @@ class Seen:
         nested: whether an update was asked for inside a function or conditional of the body's own.
     """
 
-    records: list[Record] = field(default_factory=list)
+    records: list[Update] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     outputs: list[tuple[str, Any]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Intercept:
         immediate: bool,
         note_created: Callable[[Any], None],
         seen: Callable[[], Seen] | None = None,
-        asked: Callable[[Record], None] = lambda record: None,
+        asked: Callable[[Update], None] = lambda record: None,
     ):
         self.model, self.optimizers, self.immediate, self.note_created, self.asked = model, list(optimizers), immediate, note_created, asked
         self.notes, self.alone = Seen(), seen is None
@@ -117,7 +117,7 @@ class Intercept:
             if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
                 seen.nested = True
                 return real(grads, variables) if variables is not None else real(grads)
-            record = Record(optimizer, real, grads, variables)
+            record = Update(optimizer, real, grads, variables)
             if seen.boundary is None and self.graph is not None:
                 seen.boundary = graph.mark(self.graph)
             seen.records.append(record)

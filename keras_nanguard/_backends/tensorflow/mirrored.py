@@ -20,8 +20,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import graph, reductions, reports
-from keras_nanguard._backends.tensorflow.execution import Run
+from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.step import Transaction
 
@@ -54,7 +55,7 @@ class MirroredTransaction(Transaction):
         tf.function(lambda data: strategy.run(self, args=(data,)), autograph=False).get_concrete_function(spec)
 
 
-class _Share(Run):
+class _Share(StepTrace):
     """One replica's part of a step."""
 
     def __init__(self, owner: Transaction, strategy: Any, number: int):
@@ -148,7 +149,7 @@ class _Step:
     def decide(self, strategy: Any) -> None:
         """Come to one verdict, and have every replica act on it."""
         shares, first, owner = self.shares, self.first, self.owner
-        may_commit = [tf.math.is_finite(tf.add_n([s.loss, s.gradients, s.statistics, *s.update_sums])) for s in shares]
+        may_commit = [rules.may_commit(reductions.OPERATIONS, [s.loss, s.gradients, s.statistics, *s.update_sums]) for s in shares]
         loss = _total(s.loss for s in shares)
         if not first.seen.losses:  # told by the logs, which Keras averages; its losses are made to be added up
             loss /= len(shares)

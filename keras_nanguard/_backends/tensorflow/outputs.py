@@ -131,8 +131,8 @@ class LogOutputs:
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
         """Return the logs that came through the conditional."""
-        release_run = iter(flat)
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(release_run), outputs, expand_composites=True)
+        rest = iter(flat)
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
 
     def _last(self, place: int, leaf: Any) -> Any:
         """Return one log of the last committed step, this step's own where none has committed; the host replaces that."""

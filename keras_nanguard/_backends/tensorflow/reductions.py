@@ -13,12 +13,16 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
+from keras_nanguard._backends.shared.rules import Operations
 from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+__all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+
+OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
+"""What the rules of the transaction need."""
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""

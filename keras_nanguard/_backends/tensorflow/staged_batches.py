@@ -206,14 +206,14 @@ def _spec(value: Any) -> Any:
 
 def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
     """Put component tensors back into the structure they came from."""
-    release_run = iter(leaves)
+    rest = iter(leaves)
 
     def fill(spec: Any) -> Any:
         if spec is None:
             return None
         if isinstance(spec, _Leaf):
-            return next(release_run)
+            return next(rest)
         parts = tf.nest.flatten(spec, expand_composites=True)
-        return tf.nest.pack_sequence_as(spec, [next(release_run) for _ in parts], expand_composites=True)
+        return tf.nest.pack_sequence_as(spec, [next(rest) for _ in parts], expand_composites=True)
 
     return tf.nest.map_structure(fill, specs)

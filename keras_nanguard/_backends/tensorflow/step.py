@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends.tensorflow import outputs as step_outputs
 from keras_nanguard._backends.tensorflow import reports, staged_batches
-from keras_nanguard._backends.tensorflow.execution import Run
+from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
@@ -52,7 +52,7 @@ class Transaction:
         given: what the last execution was given; something with a method `batch(step)` where it was several steps.
         saving: whether old values of weights and slots are kept.
 
-    Calling it returns what `read` takes apart on the host: the outputs, and a row in the order of `Verdict.FIELDS`.
+    Calling it returns what `read` takes apart on the host: the outputs, and the row of numbers of a `Verdict`.
     """
 
     is_transaction = True
@@ -105,11 +105,12 @@ class Transaction:
         tf.cond(reported, lambda: self.report_queue.put(row, counts, args), lambda: tf.constant(False))
         return self.outputs.join(outputs, row)
 
-    def read(self, result: Any) -> tuple[Any, list[float]]:
-        """Return the outputs and the row of numbers of one call, on the host."""
+    def read(self, result: Any) -> tuple[Any, Verdict]:
+        """Return the outputs and the verdict of one call, on the host."""
         if self.stored is not None:
             self.stored.shrink(self.counted)
-        return self.outputs.split(result)
+        outputs, row = self.outputs.split(result)
+        return outputs, Verdict.of(row)
 
     def give(self, batches: Sequence[Any]) -> None:
         """Note what the host gives to the steps of the execution to come: the arguments of each."""
@@ -133,8 +134,8 @@ class Transaction:
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
         """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
-        rows = {int(row[FIELDS.index("step")]): row for row in self.rows.numpy().tolist()}
-        return [Verdict.of(rows[step % PERIOD]) for step in range(max(start, end - self.counted), end)]
+        known = {verdict.step: verdict for verdict in map(Verdict.of, self.rows.numpy().tolist())}
+        return [known[step % PERIOD] for step in range(max(start, end - self.counted), end)]
 
     def release_run(self) -> None:
         """Release the run that is over."""
@@ -178,7 +179,7 @@ class Transaction:
         tf.function(self, autograph=False).get_concrete_function(spec)
 
     def _run(self, *args: Any) -> tuple[Any, Any, Any]:
-        return Run(self, self.keeps_undo_copies).complete(args)
+        return StepTrace(self, self.keeps_undo_copies).complete(args)
 
     @property
     def keeps_undo_copies(self) -> bool:

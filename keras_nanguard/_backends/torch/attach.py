@@ -99,9 +99,9 @@ class ModelAttachment(Attachment):
                 return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
             if session.stopped:
                 return session.logs_for_callbacks(self._without_effect(data))
-            logs, row = self._execute(data)
-            session.after(row)
-            logs = session.logs_for_callbacks(logs, row[1], bool(row[0]))
+            logs, verdict = self._execute(data)
+            session.after(verdict)
+            logs = session.logs_for_callbacks(logs, verdict.loss, verdict.refused)
         except BaseException as error:
             session.raised(error)
             self.detach()
@@ -112,7 +112,7 @@ class ModelAttachment(Attachment):
         logs = self.inner(data)
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
-        return logs, self.session.transaction.row
+        return logs, self.session.transaction.verdict
 
 
 def _agree(may_commit: bool) -> bool:
@@ -158,5 +158,5 @@ class LoopStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.session.before()
         outputs = self.session.transaction(args, kwargs)
-        self.session.after(self.session.transaction.row)
+        self.session.after(self.session.transaction.verdict)
         return outputs

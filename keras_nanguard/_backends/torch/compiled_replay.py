@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_nanguard._backends.shared.replay import Run, Step
+from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 
 __all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
 
@@ -13,7 +13,7 @@ MODES = ("eager",)
 """The modes in which a step can be run again."""
 
 
-def is_compiled(step: Step) -> bool:
+def is_compiled(step: ReplayableStep) -> bool:
     """Whether running it compiled is cheaper than running it eagerly."""
     return False
 
@@ -23,6 +23,6 @@ def mode_of(transaction: Any, model: Any) -> str:
     return "eager"
 
 
-def run_compiled(step: Step, args: Sequence[Any], jit: bool) -> Run:
+def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
     """Run a step once and forget it; see what it came to."""
     return step.run(args)

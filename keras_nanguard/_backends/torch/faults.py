@@ -95,7 +95,7 @@ class Hook(FaultHook):
             loss = real(*args, **kwargs)
             if not self._inside or loss is None:
                 return loss
-            self.synced = True
+            self.reached = True
             loss = keras.ops.convert_to_tensor(loss)
             if not self._now:
                 return loss

@@ -15,7 +15,7 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.updates import KerasRecord, Record, TorchRecord, Undo
+from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Undo, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras.overrides import Overrides
 
@@ -137,12 +137,12 @@ class Intercept:
         undo: what undoes the updates that had to be made before the verdict, in order.
     """
 
-    def __init__(self, stand_ins: StandIns, asked: Callable[[Record], str], paths: dict[int, str]):
+    def __init__(self, stand_ins: StandIns, asked: Callable[[Update], str], paths: dict[int, str]):
         self.stand_ins, self.asked, self.paths = stand_ins, asked, paths
-        self.records: list[Record] = []
+        self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
-        self.waiting: list[Record] = []
+        self.waiting: list[Update] = []
         self.undo: list[Undo] = []
         self._watch: Watch | None = None
         self._overrides = Overrides()
@@ -162,23 +162,23 @@ class Intercept:
 
     def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
         """Take down an update that `real(grads, variables)` would make."""
-        self._take(KerasRecord(optimizer, real, list(grads), None if variables is None else list(variables)))
+        self._take(KerasUpdate(optimizer, real, list(grads), None if variables is None else list(variables)))
 
     def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
         """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""
         if closure is None and not kwargs:
-            self._take(TorchRecord(optimizer, real, self.paths))
+            self._take(TorchUpdate(optimizer, real, self.paths))
             optimizer.of._opt_called = True  # what a scheduler of torch's looks for
             return None
-        record = TorchRecord(optimizer, real, self.paths)  # evaluates the loss itself, several times
+        record = TorchUpdate(optimizer, real, self.paths)  # evaluates the loss itself, several times
         self.undo.append(record.undo())
         result = real(closure, **kwargs) if closure is not None else real(**kwargs)
-        made = TorchRecord(optimizer, real, self.paths)
+        made = TorchUpdate(optimizer, real, self.paths)
         made.slots = record.slots
         self.records.append(made)
         return result
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: Update) -> None:
         self.records.append(record)
         when = self.asked(record)
         if when == "kept":

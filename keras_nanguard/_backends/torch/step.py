@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import torch
 
+from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.proof import FULL_READ_INTERVAL
 from keras_nanguard._backends.torch import outputs as step_outputs
 from keras_nanguard._backends.torch import reductions
@@ -32,8 +33,8 @@ from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import KerasRecord, Record
-from keras_nanguard._core.verdict import FIELDS, Report, Verdict
+from keras_nanguard._backends.torch.updates import KerasUpdate, Update
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -46,7 +47,6 @@ _FRESH = 2
 _REFRESH = 100
 """Steps between two readings of the anatomy later on."""
 
-_ROW = len(FIELDS)
 
 
 class ReportQueue:
@@ -81,7 +81,7 @@ class Transaction:
         agree: called with whether a step is fine here; returns whether it is fine everywhere.
 
     Attributes:
-        row: the row of the last step, in the order of `Verdict.FIELDS`.
+        verdict: the verdict on the last step.
         given: the arguments of the last step.
         strays: what the body writes in place past Keras, by `id`.
         saving: whether an update had to be made before its step was through.
@@ -115,7 +115,7 @@ class Transaction:
         self.untracked: dict[int, Any] = {}
         self.keeps_undo = False
         self.steps = 0
-        self.row: list[float] = [0.0] * _ROW
+        self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.given: Any = None
         self.unread: tuple[Any, ...] = ()  # what the step before has left behind, on a device
         self.stale = True
@@ -125,7 +125,7 @@ class Transaction:
             self.parts = _Parts(self.read_train_state())
             self.stale = False
         self.given = Given(args)
-        run = _Run(self)
+        run = _StepRun(self)
         try:
             return run.complete(args)
         finally:
@@ -179,7 +179,7 @@ class _Parts:
         self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
 
 
-class _Run:
+class _StepRun:
     """One run of the transaction."""
 
     def __init__(self, owner: Transaction):
@@ -229,7 +229,7 @@ class _Run:
         """Let go of the gradients: a run and what stands around its body know each other, and would wait for the garbage collector."""
         vars(self).clear()
 
-    def _asked(self, record: Record) -> str:
+    def _asked(self, record: Update) -> str:
         """Say when an update is to be made."""
         if not self.owner.refuse:
             return "now"
@@ -276,10 +276,11 @@ class _Run:
         if self.error is not None:
             self.loss = math.nan
         self.scale = min(scales, default=1.0)
-        may_commit = self.error is None and all(map(math.isfinite, [*numbers, *scales])) and (not scales or self.scale > 0)
+        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
+        may_commit = self.error is None and valid and rules.may_commit(rules.NUMBERS, numbers)
         if early:
             self.update_sums = now or reductions.looked_at(self._update_sums(self.gradients))[0]
-            may_commit = may_commit and math.isfinite(sum(self.update_sums))
+            may_commit = may_commit and rules.may_commit(rules.NUMBERS, self.update_sums)
         if not math.isfinite(sum(late)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
             self.update_sums, self.left_by_previous, may_commit = late, True, False
         self.may_commit = owner.agree(may_commit)
@@ -310,22 +311,22 @@ class _Run:
         owner.keeps_undo |= bool(self.seen.undo)
         if not self.may_commit:
             batch = keras.tree.map_structure(_as_tensor, tuple(args))
-            verdict = Verdict.of(self._row(owner.refuse))
+            verdict = self._verdict(owner.refuse)
             owner.report_queue.put(Report(verdict, *self._places(), batch, left_by_previous=self.left_by_previous))
         if self.may_commit or not owner.refuse:
             self.seen.make(keep=False)
-            for tensor, value in [found for record in self.seen.records for found in record.note_created()]:
+            for tensor, value in [found for record in self.seen.records for found in record.created()]:
                 owner.note_created(tensor, value)
                 owner.stale = True
             if self.seen.records and owner.refuse:
                 self._note_ends()
-            owner.row = self._row(False)
+            owner.verdict = self._verdict(False)
             return outputs
         self.seen.give_back()
         self.undo_log.give_back()
         self._clear_gradients()
         self._learn_scale()
-        owner.row = self._row(True)
+        owner.verdict = self._verdict(True)
         return outputs
 
     def _note_ends(self) -> None:
@@ -336,9 +337,9 @@ class _Run:
         else:
             self.update_sums = reductions.looked_at(update_sums)[0]
 
-    def _row(self, refused: bool) -> list[float]:
-        first = [float(refused), self.loss, self.gradients, self.statistic]
-        return [*first, *self.update_sums, self.scale, 0.0, 0.0]
+    def _verdict(self, refused: bool) -> Verdict:
+        weights, slots = self.update_sums
+        return Verdict(refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale)
 
     def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
         """Note what was written in place past Keras, to be kept before each step from now on."""
@@ -360,23 +361,20 @@ class _Run:
             tensor.grad = grad
 
     def _learn_scale(self) -> None:
-        """Halve the loss scale where the gradients alone were bad; never to 0, and out of 0, Inf and NaN again."""
-        blamed = math.isfinite(self.loss) and not math.isfinite(self.gradients)
+        """Let each loss scale learn from the refusal."""
         for optimizer in self.train_state.optimizers:
             if not keras_optimizers.is_loss_scaled(optimizer) or not self._built(optimizer):
                 continue
             scale, counter = optimizer.dynamic_scale, optimizer.step_counter
-            old = float(scale.value)
-            sound = math.isfinite(old) and old > 0
-            kept = min(max(old * 0.5, keras_optimizers.FLOOR), old) if blamed else old
-            scale.assign(kept if sound else optimizer.initial_scale)
-            if blamed or not sound:
-                counter.assign(0)
+            before = float(scale.value), int(counter.value)
+            after = rules.learned_scale(rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale)
+            scale.assign(after[0])
+            counter.assign(after[1])
 
     def _built(self, optimizer: Any) -> bool:
         """Build an optimizer whose first update was refused, so that its loss scale can learn."""
         if not optimizer.built:
-            asked = [r for r in self.seen.records if isinstance(r, KerasRecord) and r.optimizer is optimizer and r.given]
+            asked = [r for r in self.seen.records if isinstance(r, KerasUpdate) and r.optimizer is optimizer and r.given]
             for record in asked[:1]:
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(record.given)

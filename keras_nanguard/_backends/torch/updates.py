@@ -15,7 +15,7 @@ from keras_nanguard._backends.torch.modules import first_value
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["KerasRecord", "Record", "TorchRecord", "Undo"]
+__all__ = ["KerasUpdate", "TorchUpdate", "Undo", "Update"]
 
 
 class Undo:
@@ -41,7 +41,7 @@ class Named(NamedTuple):
     value: Any
 
 
-class Record:
+class Update:
     """One call that asks for an update.
 
     Attributes:
@@ -83,7 +83,7 @@ class Record:
         raise NotImplementedError
 
 
-class KerasRecord(Record):
+class KerasUpdate(Update):
     """One call of `apply` of a Keras optimizer."""
 
     def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
@@ -105,7 +105,7 @@ class KerasRecord(Record):
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
 
 
-class TorchRecord(Record):
+class TorchUpdate(Update):
     """One call of `step` of a `torch.optim.Optimizer`."""
 
     def __init__(self, optimizer: Any, real: Callable[..., Any], paths: dict[int, str]):

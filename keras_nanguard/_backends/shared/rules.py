@@ -1,0 +1,82 @@
+"""The rules of the transaction, once for all backends: whether a step may commit, and what a loss scale learns from a refusal.
+
+They are arithmetic on whatever a step computes with: tensors of TensorFlow or of JAX inside of a compiled step, Python's numbers on
+PyTorch, whose host has read them by then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MIN_LOSS_SCALE", "NUMBERS", "Operations", "learned_scale", "may_commit", "scale_is_valid"]
+
+MIN_LOSS_SCALE = 2.0**-14
+"""Smallest loss scale that a refusal leaves behind: the smallest normal float16 number.
+
+Below it a gradient of 1 is subnormal in float16, so a lower scale cannot save any step that this one does not.
+"""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What the rules need of a backend.
+
+    Attributes:
+        isfinite: whether a scalar is finite.
+        logical_not: the opposite of a truth value.
+        where: `where(condition, one, other)`.
+        minimum, maximum: the smaller and the larger one of two scalars.
+    """
+
+    isfinite: Callable[[Any], Any]
+    logical_not: Callable[[Any], Any]
+    where: Callable[[Any, Any, Any], Any]
+    minimum: Callable[[Any, Any], Any]
+    maximum: Callable[[Any, Any], Any]
+
+
+NUMBERS = Operations(math.isfinite, operator.not_, lambda condition, one, other: one if condition else other, min, max)
+"""The same for numbers of Python."""
+
+
+def scale_is_valid(ops: Operations, scale: Any) -> Any:
+    """Return whether a loss scale can scale anything: finite and above 0."""
+    return ops.isfinite(scale) & (scale > 0)
+
+
+def may_commit(ops: Operations, sums: Sequence[Any], scale: Any = None) -> Any:
+    """Return whether a step may commit.
+
+    Args:
+        ops: the operations of the backend.
+        sums: the sums over what the step looked at, scalars of one dtype; the sum over anything that holds NaN or Inf is not finite.
+        scale: the loss scale, `None` where there is none.
+    """
+    finite = ops.isfinite(functools.reduce(operator.add, sums))
+    return finite if scale is None else finite & scale_is_valid(ops, scale)
+
+
+def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counter: Any, initial: Any) -> tuple[Any, Any]:
+    """Return what a refused step leaves in a loss scale: `(scale, counter)`.
+
+    As in Keras' own `LossScaleOptimizer`, the scale is halved where the gradients alone were bad (keras/src/optimizers/
+    loss_scale_optimizer.py). Other than there it has a floor, and it begins anew where it was 0, Inf or NaN.
+
+    Args:
+        ops: the operations of the backend.
+        loss: the loss of the step.
+        gradients: half the sum of squares of its gradients.
+        scale: the loss scale before the step.
+        counter: the good steps since it was last doubled.
+        initial: the scale it began with, in the dtype of `scale`.
+    """
+    blamed = ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))
+    valid = scale_is_valid(ops, scale)
+    lower = ops.minimum(ops.maximum(scale * 0.5, MIN_LOSS_SCALE), scale)
+    kept = ops.where(blamed, lower, scale)
+    return ops.where(valid, kept, initial), ops.where(blamed | ops.logical_not(valid), counter * 0, counter)
