@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.proof import FULL_READ_INTERVAL
 from keras_nanguard._backends.torch import outputs as step_outputs
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.batches import Given
@@ -300,10 +299,9 @@ class _StepRun:
 
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
-        turn = self.owner.steps % FULL_READ_INTERVAL == 0
         stale = self.created_count or self.owner.stale
         slots = {} if stale else self.parts.slots
-        return reductions.update_sums(self.train_state, self.seen.records, slots, gradients, turn, self.parts.kind)
+        return reductions.update_sums(self.train_state, self.seen.records, slots, gradients, self.owner.steps, self.parts.kind)
 
     def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
         owner = self.owner
