@@ -30,6 +30,7 @@ from overhead_backends import CASES, measured, told
 from keras_nanguard import NanGuard
 
 BACKENDS = "keras_nanguard._backends"
+NEVER = property(lambda owner: False, lambda owner, value: None)
 
 
 def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -38,7 +39,7 @@ def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractConte
 
     def switched_off() -> AbstractContextManager[Any]:
         found = importlib.import_module(f"{BACKENDS}.{module}")
-        return mock.patch.object(getattr(found, owner) if owner else found, last, stand_in)
+        return mock.patch.object(getattr(found, owner) if owner else found, last, stand_in, create=True)
 
     return switched_off
 
@@ -47,7 +48,7 @@ PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = 
     "from_iterator": (["mlp"], without("tensorflow.attach", "ModelAttachment._is_keras_own", lambda attachment: False)),
     "fused_updates": (["wide"], without("tensorflow.fused_updates", "same_bits", lambda: False)),
     "exact_products": (["mlp-batchnorm"], without("tensorflow.exact_products", "_is_product", lambda tensor: False)),
-    "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "_FRESH", 1 << 60)),
+    "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
     "step_cache": (["mlp", "cnn"], without("shared.step_cache", "take", lambda model, key: None)),
 }
 """The path, the models that it was made for, and how it is switched off."""
@@ -63,7 +64,7 @@ def short_fit(model: Any, data: Any, batch: int, callbacks: list[Any]) -> list[f
 def compare(path: str, case: str, rounds: int) -> None:
     """Print what one path buys on one model."""
     build, shape, batch, steps = CASES[case]
-    jit = path == "compiled_step" or (path == "step_cache" and keras.backend.backend() == "torch")
+    jit = True if path == "compiled_step" or (path == "step_cache" and keras.backend.backend() == "torch") else "auto"
     timed = short_fit if path == "step_cache" else measured
     x = np.random.default_rng(0).standard_normal((batch * steps, *shape)).astype("float32")
     data = (x, x.reshape(len(x), -1)[:, :1].copy())
