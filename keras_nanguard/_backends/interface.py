@@ -203,7 +203,7 @@ class Attachment(Protocol):
         """Stand in for `Model.make_train_function`."""
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is guarded for good."""
+        """Make the train function once with `make`, for a model that is always guarded."""
 
     def rebuild(self) -> None:
         """Compile the step anew, after something was changed that it has built in."""

@@ -28,7 +28,7 @@ def attached_to(model: Any) -> Attachment | None:
 
 
 def _plain_step(model: Any) -> Any:
-    """Return the model's own train step; a transaction that was left around it for good is taken off."""
+    """Return the model's own train step; a transaction that was left around it is taken off."""
     if getattr(vars(model).get("train_step"), "is_transaction", False):
         overrides.unset_instance(model, "train_step")
     return model.train_step
@@ -123,7 +123,7 @@ class Attachment:
         """
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is guarded for good."""
+        """Make the train function once with `make`, for a model that is always guarded."""
         require_compiled(self.model)
         self.body, self._make, self.lasting = _plain_step(self.model), make, True
         self._build()

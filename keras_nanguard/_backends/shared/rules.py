@@ -104,7 +104,7 @@ def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counte
         loss: the loss of the step.
         gradients: half the sum of squares of its gradients.
         scale: the loss scale before the step.
-        counter: the good steps since it was last doubled.
+        counter: the finite steps since it was last doubled.
         initial: the scale it began with, in the dtype of `scale`.
     """
     blamed = ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))

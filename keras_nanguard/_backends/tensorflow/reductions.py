@@ -34,7 +34,7 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(variables: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     return tf.float64 if any(str(v.dtype) == "float64" for v in variables) else tf.float32
 
 

@@ -33,7 +33,7 @@ class ModelAttachment(attach.Attachment):
         return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
     def attach(self) -> None:
-        """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
+        """Stand in for the train function, and let evaluation report a bad number instead of raising."""
         real = self.model.test_step
         super().attach()
 
@@ -93,7 +93,7 @@ class ModelAttachment(attach.Attachment):
 
 
 def _agree(may_commit: bool) -> bool:
-    """Return whether a step is fine for every process: one number is exchanged, and all decide the same.
+    """Return whether a step may commit in every process: one number is exchanged, and all decide the same.
 
     Raises:
         GuardError: if another process is gone, or did not answer within the limit of the process group.

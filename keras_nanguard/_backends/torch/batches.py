@@ -18,7 +18,7 @@ class Given:
     """The arguments of one step.
 
     A tensor that shares its memory with a NumPy array, or with another process, is copied: its owner may write the next
-    batch over it, and nothing would tell. Any other tensor counts the writes to it, so that a change is seen.
+    batch over it, and nothing would show it. Any other tensor counts the writes to it, so that a change is seen.
     """
 
     __slots__ = ("_args", "_versions")

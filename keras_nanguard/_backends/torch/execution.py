@@ -97,7 +97,7 @@ class StepRun:
         return self._conclude(outputs, args, before)
 
     def close(self) -> None:
-        """Let go of the gradients: a run and what stands around its body know each other, and would wait for the garbage collector."""
+        """Release the gradients: a run and what stands around its body refer to each other, and would wait for the garbage collector."""
         vars(self).clear()
 
     def _asked(self, record: Update) -> str:
@@ -134,12 +134,12 @@ class StepRun:
         self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
         losses = seen.losses or owner.outputs.losses(outputs)
         loss = sum((entry.detach().sum().to(kind) for entry in losses), torch.zeros((), dtype=kind))
-        told = [loss, reductions.squares([g for r in seen.records for g in r.gradients], kind)]
-        told.append(reductions.total(self.statistics, kind))
+        sums = [loss, reductions.squares([g for r in seen.records for g in r.gradients], kind)]
+        sums.append(reductions.total(self.statistics, kind))
         scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
         early = bool(seen.undo) or not owner.refuse
-        update_sums = self._update_sums(math.inf) if early and reductions.is_away(told[1]) else ()
-        numbers, scales, now, late = reductions.looked_at(told, scales, update_sums, owner.unread)
+        update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
+        numbers, scales, now, previous = reductions.looked_at(sums, scales, update_sums, owner.unread)
         owner.unread = ()
         if not math.isfinite(numbers[2]) and self._tolerate_constants():
             numbers[2] = float(reductions.total(self.statistics, kind))
@@ -152,8 +152,8 @@ class StepRun:
         if early:
             self.update_sums = now or reductions.looked_at(self._update_sums(self.gradients))[0]
             may_commit = may_commit and rules.may_commit(rules.NUMBERS, self.update_sums)
-        if not math.isfinite(sum(late)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
-            self.update_sums, self.left_by_previous, may_commit = late, True, False
+        if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
+            self.update_sums, self.left_by_previous, may_commit = previous, True, False
         self.may_commit = owner.agree(may_commit)
 
     def _tolerate_constants(self) -> bool:
@@ -190,7 +190,7 @@ class StepRun:
                 owner.note_created(tensor, value)
                 owner.stale = True
             if self.seen.records and owner.refuse:
-                self._note_ends()
+                self._read_update_sums()
             owner.verdict = self._verdict(False)
             return outputs
         self.seen.give_back()
@@ -200,8 +200,11 @@ class StepRun:
         owner.verdict = self._verdict(True)
         return outputs
 
-    def _note_ends(self) -> None:
-        """Read them: at once, or, where the host would have to wait for a device once more, with the verdict of the next step."""
+    def _read_update_sums(self) -> None:
+        """Read the sums over the updated state.
+
+        At once, or, where the host would have to wait for a device once more, with the verdict of the next step.
+        """
         update_sums = self._update_sums(self.gradients)
         if reductions.is_away(update_sums[0]):
             self.owner.unread = update_sums
@@ -219,7 +222,7 @@ class StepRun:
         if changed and not self.owner.stock and self.seen.records:
             updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
-        if self.owner.jit and self.compiled is None:  # a compiled step will not tell what it assigns to
+        if self.owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
             kept = {id(t) for t in (self.parts.all if self.owner.stock else self.parts.small_state)}
             changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
         self.owner.untracked.update({id(t): t for t in changed})

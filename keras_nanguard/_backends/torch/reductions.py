@@ -28,7 +28,7 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(tensors: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 

@@ -4,7 +4,7 @@ In words::
 
     keep      torch's generators and buffers; the rest of the small state is copied as the step writes it
     run       the user's step; what it asks its optimizers for waits
-    verdict   loss, gradients and written statistics finite, loss scale sound: one row of numbers, one look at the device
+    verdict   loss, gradients and written statistics finite, loss scale valid: one row of numbers, one look at the device
     if so:    the updates are made; weights and slots are read once
     if not:   everything that was written is given back, the loss scale learns, batch and counts are filed
 
@@ -30,7 +30,7 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["Transaction"]
 
 REFRESH = 100
-"""Steps between two readings of the anatomy later on."""
+"""Steps between two readings of the train state later on."""
 
 
 class Transaction:
@@ -38,21 +38,21 @@ class Transaction:
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        anatomy: callable that returns the current `TrainState`.
-        model: the model whose `compute_loss` tells the loss, or `None`.
+        train_state: callable that returns the current `TrainState`.
+        model: the model whose `compute_loss` returns the loss, or `None`.
         logs: the body returns Keras logs.
         stock: the body is Keras' own train step, after whose update nothing can go wrong.
         jit: compile the body, once it is known what it writes.
         compiled: the body as an earlier run has compiled it.
-        born: called with each variable that comes into being inside the step, and its first value.
-        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are told all the same.
-        agree: called with whether a step is fine here; returns whether it is fine everywhere.
+        note_created: called with each variable that is created inside the step, and its first value.
+        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are reported all the same.
+        agree: called with whether a step may commit here; returns whether it may commit in every process.
 
     Attributes:
         verdict: the verdict on the last step.
         given: the arguments of the last step.
-        strays: what the body writes in place past Keras, by `id`.
-        saving: whether an update had to be made before its step was through.
+        untracked: what the body writes in place past Keras, by `id`.
+        keeps_undo: whether an update had to be made before the verdict.
     """
 
     reused = False
@@ -116,11 +116,11 @@ class Transaction:
         self.tolerated |= {id(v.value) for v in variables}
 
     def release_run(self) -> None:
-        """Let go of the run that is over."""
+        """Release the run that is over."""
         self.given = None
 
     def resume(self) -> None:
-        """Nothing has to be told: each step asks anew."""
+        """Nothing to do: each step looks at the state anew."""
 
     def recount(self, step: int) -> None:
         """The host counts."""
