@@ -13,20 +13,24 @@ A backend is a package with these modules, each of which holds what the protocol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
 from keras_nanguard._core.verdict import Verdict
 
-__all__ = ["Attachment", "CompiledReplay", "Faults", "GuardedSession", "Host", "Replay", "Transaction"]
+__all__ = ["Attachment", "CompiledReplay", "Faults", "GuardedSession", "Host", "Replay", "StateAccess", "Transaction"]
 
 
 class Transaction(Protocol):
-    """A train step that commits whole or is refused, as the host sees it between two executions."""
+    """A train step that commits whole or is refused, as the host sees it between two executions.
 
-    body: Callable[..., Any]
+    Attributes:
+        replayed: the body, as a step that reads and writes the variables.
+    """
+
+    replayed: Callable[..., Any]
     model: Any
     outputs: Any
     report_queue: Any
@@ -53,12 +57,30 @@ class Transaction(Protocol):
         """Release what belongs to the run that is over."""
 
 
+class StateAccess:
+    """How the host comes to the train state between two executions.
+
+    Here the variables hold it at any time, and every verdict is read at once; a backend where that is not so overrides this.
+    """
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
+
+    def variables_readable(self) -> AbstractContextManager[None]:
+        """Return a context in which the variables read as the state of this moment."""
+        return nullcontext()
+
+    def resolve_pending(self) -> None:
+        """Read the verdict on a step that was started, if it was not read yet, and act on it."""
+
+    def rebuild(self) -> None:
+        """Compile the step anew, after something was changed that it has built in."""
+
+
 class GuardedSession(Protocol):
     """The host's side of a run, as the attachment of a backend sees it."""
 
-    model: Any
     policy: Any
-    step: int
     stopped: bool
     began: bool
     healed: bool
@@ -67,10 +89,20 @@ class GuardedSession(Protocol):
     logs: Any
     pending_recovery: Any
     transaction: Any
-    rebuild: Callable[[], None]
-    sync_variables: Callable[[], None]
-    variables_readable: Callable[[], Any]
-    resolve_pending: Callable[[], None]
+
+    @property
+    def model(self) -> Any:
+        """The guarded model."""
+
+    @property
+    def step(self) -> int:
+        """How many train steps are complete."""
+
+    def attach(self, access: StateAccess, transaction: Any = None) -> None:
+        """Take over the guarded step, and the way to the state that it trains."""
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
 
     @property
     def nothing_pending(self) -> bool:
@@ -115,7 +147,7 @@ class Attachment(Protocol):
     """The transaction of one session around one model's `fit` and `train_on_batch`."""
 
     model: Any
-    session: Any
+    session: GuardedSession
     in_use: Callable[[], bool]
 
     @staticmethod

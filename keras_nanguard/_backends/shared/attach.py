@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._keras import fitting as keras_fitting
@@ -56,7 +56,7 @@ def require_compiled(model: Any) -> None:
         )
 
 
-class Attachment:
+class Attachment(StateAccess):
     """The transaction of one session around one model's `fit` and `train_on_batch`.
 
     Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for
@@ -76,7 +76,7 @@ class Attachment:
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
         self._cached: tuple[Any, Any] = None, None
-        session.rebuild = self.rebuild
+        session.attach(self)
 
     @staticmethod
     def waits() -> bool:

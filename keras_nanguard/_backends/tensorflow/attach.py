@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared.attach import Attachment, adapted
 from keras_nanguard._backends.shared.batch_memory import held
 from keras_nanguard._backends.tensorflow import faults, from_iterator, step
@@ -110,7 +110,7 @@ class ModelAttachment(Attachment):
     def _place(self, transaction: Any) -> None:
         """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""
         transaction.recount(self.session.step)
-        self.session.transaction = transaction
+        self.session.attach(self, transaction)
         instance_overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any, Any]:
@@ -223,15 +223,14 @@ class ModelAttachment(Attachment):
             self._exhausted(iterator)
 
 
-class LoopStep:
+class LoopStep(StateAccess):
     """One hand-written step, compiled or not, with its transaction."""
 
     def __init__(self, function: Any, session: GuardedSession):
         self.function, self.session = function, session
-        session.rebuild = self.build
-        self.build()
+        self.rebuild()
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew."""
         compiled = hasattr(self.function, "python_function")
         body = tf.autograph.to_graph(self.function.python_function) if compiled else self.function
@@ -245,7 +244,7 @@ class LoopStep:
         )
         if old is not None:
             transaction.inherit(old)
-        self.session.transaction = transaction
+        self.session.attach(self, transaction)
         self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +256,6 @@ class LoopStep:
                 outputs, verdict = self.session.transaction.read(self.run(args, kwargs))
                 break
             except Retrace:
-                self.build()
+                self.rebuild()
         self.session.after(verdict)
         return outputs

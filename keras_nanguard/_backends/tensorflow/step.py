@@ -74,7 +74,8 @@ class Transaction:
         refuse: bool = True,
         batches: str = "host",
     ):
-        self.body, self.train_state, self.model = body, train_state, model
+        self.body = self.replayed = body
+        self.train_state, self.model = train_state, model
         self.jit, self.counted, self.note_created = jit, counted, note_created
         self.refuse, self.keeps_undo = refuse, False
         self.untracked: dict[int, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared.attach import Attachment
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
@@ -70,7 +70,7 @@ class ModelAttachment(Attachment):
         )
         if old is not None:
             transaction.inherit(old)
-        session.transaction = transaction
+        session.attach(self, transaction)
         compile_with = model.jit_compile
         model.jit_compile = False
         try:
@@ -131,15 +131,14 @@ def _agree(may_commit: bool) -> bool:
         return bool(flag.item() > 0)
 
 
-class LoopStep:
+class LoopStep(StateAccess):
     """One hand-written step with its transaction."""
 
     def __init__(self, function: Callable[..., Any], session: GuardedSession):
         self.function, self.session = function, session
-        session.rebuild = self.build
-        self.build()
+        self.rebuild()
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew."""
         old = self.session.transaction
         function = uncompiled(self.function)
@@ -153,7 +152,7 @@ class LoopStep:
         )
         if old is not None:
             transaction.inherit(old)
-        self.session.transaction = transaction
+        self.session.attach(self, transaction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.session.before()

@@ -106,7 +106,8 @@ class Transaction:
         refuse: bool = True,
         agree: Callable[[bool], bool] = bool,
     ):
-        self.body, self.read_train_state, self.model = body, train_state, model
+        self.body = self.replayed = body
+        self.read_train_state, self.model = train_state, model
         self.stock, self.note_created, self.refuse, self.agree = stock, note_created, refuse, agree
         self.jit, self.compiled = jit, compiled
         self.report_queue = ReportQueue()
