@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import FileFormatError
 
-__all__ = ["fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
+__all__ = ["beside", "fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
 
 BESIDE = ".unfinished-"
 """Start of the name of everything that is being written, or being removed."""
@@ -39,21 +40,39 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def put(beside: Path, path: Path) -> None:
+def put(finished: Path, path: Path) -> None:
     """Give a finished file or folder its name, and have that name on the disk."""
-    os.replace(beside, path)
-    flush_to_disk(path.parent)
+    os.replace(finished, path)
+    if os.name != "nt":  # which opens no folder
+        flush_to_disk(path.parent)
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Give the name under which a file or folder is to be written; it gets its own when the block ends, and is removed on an error."""
+    unfinished = path.with_name(f"{BESIDE}{os.getpid()}-{path.name}")
+    _discard(unfinished)
+    try:
+        yield unfinished
+        put(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            _discard(unfinished)
+        raise
+
+
+def _discard(path: Path) -> None:
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object with a checksum of itself, in one piece."""
     text = json.dumps({**data, "sha256": _seal(data)}, indent=1, allow_nan=False)
-    beside = path.with_name(BESIDE + path.name)
-    with beside.open("w", encoding="utf-8") as file:
+    with beside(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    put(beside, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,17 +96,16 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 def remove(path: Path) -> None:
     """Remove a folder such that it is never half there under its own name; of a link to one, the link alone."""
-    beside = path.with_name(BESIDE + path.name)
+    unfinished = path.with_name(BESIDE + path.name)
     if path.is_symlink():
         path.unlink()
     elif path.exists():
-        shutil.rmtree(beside, ignore_errors=True)
-        os.replace(path, beside)
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.replace(path, unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
     """Remove what a process that died has left unfinished."""
     for path in folder.glob(BESIDE + "*"):
-        is_folder = path.is_dir() and not path.is_symlink()
-        shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
+        _discard(path)

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.jax.deferred_verdict import Started, on_accelerator
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
@@ -45,9 +45,14 @@ class ModelAttachment(Attachment):
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)
         self.trainer_state = _trainer.TrainerState(model, values)
-        session.sync_variables = self.trainer_state.sync_variables
-        session.variables_readable = self.trainer_state.variables_readable
-        session.resolve_pending = self.resolve_pending
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
+        self.trainer_state.sync_variables()
+
+    def variables_readable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the variables read as the state of this moment."""
+        return self.trainer_state.variables_readable()
 
     @staticmethod
     def waits() -> bool:
@@ -83,7 +88,8 @@ class ModelAttachment(Attachment):
             transaction.inherit(old)
         else:
             self.on_arrays = keras_fitting.trains_on_arrays()
-        session.transaction, self.outputs = transaction, transaction.outputs
+        session.attach(self, transaction)
+        self.outputs = transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run
 
@@ -199,7 +205,7 @@ def _scaled(session: GuardedSession, factors: dict[int, Any]) -> Iterator[None]:
             rate.given = None
 
 
-class LoopStep:
+class LoopStep(StateAccess):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
     The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
@@ -211,11 +217,9 @@ class LoopStep:
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
-        session.rebuild = self.build
-        session.sync_variables, session.variables_readable = self.sync_variables, self.variables_readable
-        self.build()
+        self.rebuild()
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew."""
         session, compiled = self.session, hasattr(self.function, "lower")
         body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
@@ -232,7 +236,7 @@ class LoopStep:
         transaction.host_selects = True  # the caller may hold on to its state, so no step may write over it
         if session.transaction is not None:
             transaction.inherit(session.transaction)
-        session.transaction = transaction
+        session.attach(self, transaction)
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
         """Run one step; returns its outputs and the state to go on with."""

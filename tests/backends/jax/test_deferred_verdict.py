@@ -14,6 +14,7 @@ from keras_nanguard._backends.jax import attach as attached
 from keras_nanguard._backends.jax import step as jax_step
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._diagnose.explain_step import Explainer
+from keras_nanguard._fit.session import Session
 from keras_nanguard.testing import inject
 
 BATCHES = zoo.regression().batches
@@ -282,13 +283,13 @@ def test_looks_at_the_state_of_their_step(deferred, order, monkeypatch):
             self.session.monitors.ceiling, self.session._due = -np.inf, np.inf
 
     due = []
-    real = attached.Session._keep
+    real = Session._keep
 
     def keep(self):
         if self.step >= self._due:
             due.append((self.step, sum(what == "start" for what, _ in order)))
         real(self)
 
-    monkeypatch.setattr(attached.Session, "_keep", keep)
+    monkeypatch.setattr(Session, "_keep", keep)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)
