@@ -29,7 +29,7 @@ def can_be_bad(array: Any) -> bool:
 
 
 def kind(arrays: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     wide = any(getattr(a, "dtype", None) == jnp.float64 for a in arrays)
     return jnp.float64 if wide else jnp.float32
 
@@ -90,7 +90,7 @@ def update_sums(
 ) -> tuple[Any, Any]:
     """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
 
-    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
+    Small slots are summed together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
     steps where a proof covers the rest.
 
     Args:
@@ -100,7 +100,7 @@ def update_sums(
         turn: the number of this update, `None` where it is not known.
         gradients: half the sum of squares of the gradients.
         dtype: of the sums.
-        total: the sum that tells, `total` or `exact`.
+        total: how to sum, `total` or `exact`.
     """
     if sum(math.prod(s.shape) * s.dtype.itemsize for s in slots) <= PROVEN_BYTES:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
