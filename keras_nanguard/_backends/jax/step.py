@@ -236,7 +236,7 @@ class Transaction:
             return run(self.strategy)
         except Retrace:
             self._switch(deferrable=False)
-            return run(self.strategy)
+        return run(self.strategy)
 
     def _switch(self, **conditions: Any) -> None:
         """Choose the strategy anew, under other conditions."""
