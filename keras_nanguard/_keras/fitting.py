@@ -22,7 +22,6 @@ from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message", "running_data", "running_spec", "savers"),
-    *("trains_on_arrays"),
 ]
 
 
@@ -116,11 +115,6 @@ def running_spec() -> Any:
     """
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
-
-
-def trains_on_arrays() -> bool:
-    """Whether the innermost `fit` that runs takes its batches out of arrays, and not from code of the user's."""
-    return type(_adapter("fit")).__name__ == "ArrayDataAdapter"
 
 
 def _adapter(*calls: str) -> Any:
