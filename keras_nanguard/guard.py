@@ -28,7 +28,7 @@ from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, su
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._policy.no_effect import Setting
+from keras_nanguard._policy.no_effect import GuardOptions
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._report import console, files, log
 
@@ -228,7 +228,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None or not self.verbose:
             return
         self._unnamed = not getattr(self.session.model, "built", True)
-        setting = Setting(self.directory is not None, self.functions, self.diagnose)
+        setting = GuardOptions(self.directory is not None, self.functions, self.diagnose)
         for line in policy_lines(self.policy, setting, self.session.model, self.session.optimizers):
             self._print_once(line)
 

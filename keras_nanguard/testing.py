@@ -28,7 +28,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._policy.settings import on_path
+from keras_nanguard._policy.settings import matches_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 
@@ -67,7 +67,7 @@ class Fault:
     def matches(self, path: str) -> bool:
         """Whether this place is meant."""
         in_batch = self.site in ("inputs", "targets")
-        return fnmatchcase(path, self.path) if in_batch else on_path(path, self.path)
+        return fnmatchcase(path, self.path) if in_batch else matches_path(path, self.path)
 
     def factor(self, dtype: Any) -> float:
         """Return the number that a value of this dtype is multiplied by."""

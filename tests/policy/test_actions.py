@@ -76,7 +76,7 @@ def test_no_number_of_an_action_may_be_nan_or_infinite(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_parameter_is_told_with_the_nearest_known_one(name):
+def test_an_unknown_parameter_is_reported_with_the_nearest_known_one(name):
     """A parameter with a letter too many is answered with the right one."""
     for entry in fields(ACTIONS[name]):
         with pytest.raises(PolicyError, match=f"did you mean '{entry.name}'"):
