@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.causes import Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
@@ -26,7 +26,7 @@ def _name(verdict: Conclusion, otherwise: str) -> str:
 
 
 def _data(verdict: Conclusion, otherwise: str) -> str:
-    return f"{shown(verdict.culprit)!r}" if verdict.culprit else otherwise
+    return f"{argument_path(verdict.culprit)!r}" if verdict.culprit else otherwise
 
 
 def _rate(e: Evidence) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.causes import Conclusion
@@ -39,10 +39,10 @@ def sentences(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
 
 def _state(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.state:
-        shown = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
+        listed = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
         more = f" and {len(e.state) - 4} more" if len(e.state) > 4 else ""
         when = " before the first step" if e.state_fresh else " before this step already" if e.refused else ""
-        yield f"{shown}{more}: NaN or Inf{when}."
+        yield f"{listed}{more}: NaN or Inf{when}."
 
 
 def _born(e: Evidence, verdict: Conclusion) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _born(e: Evidence, verdict: Conclusion) -> Iterator[str]:
 
 def _birth(origin: Origin) -> str:
     if origin.source == "batch":
-        return f"The bad value comes with the batch, from {shown(origin.op)!r}."
+        return f"The bad value comes with the batch, from {argument_path(origin.op)!r}."
     if origin.source == "variable":
         return f"The bad value is read from the variable {origin.op}."
     what = _counts(origin)
@@ -104,7 +104,7 @@ def _operand(operand: Operand) -> str:
 def _data(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     for part in (*e.inputs_bad, *e.targets_bad):
         counts = " and ".join(f"{n} {word}" for n, word in ((part.nan, "NaN"), (part.inf, "Inf")) if n)
-        yield f"{shown(part.name)!r} holds {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
+        yield f"{argument_path(part.name)!r} holds {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
     if e.target_fault is not None:
         output = f" of output {e.target_fault.output!r}" if e.target_fault.output else ""
         rows = f" in {at_rows(e.target_fault.rows)}" if e.target_fault.rows else ""
@@ -118,7 +118,7 @@ def _spread(spread: Spread) -> str:
     stand = "stands" if len(spread.outliers) == 1 else "stand"
     out = f"; {at_rows(spread.outliers)} {stand} out" if spread.outliers else ""
     numbers = f"magnitudes up to {spread.max_abs:.3g}, mean {spread.mean:.3g}, deviation {spread.std:.3g}"
-    return f"{shown(spread.name)!r}: {numbers}{out}."
+    return f"{argument_path(spread.name)!r}: {numbers}{out}."
 
 
 def at_rows(rows: Sequence[int]) -> str:
