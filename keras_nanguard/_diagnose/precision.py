@@ -38,7 +38,7 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
     twins: list[tuple[Any, Any]] = []
     try:
         for layer in keras_layers.layers_of(model):
-            keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
         for tensor in keras_layers.symbolic_inputs(model):
             keras_layers.exchange(tensor, "_dtype", "float32", undo)
         for loss in keras_losses.losses_of(model):
@@ -52,7 +52,7 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
                 keras_layers.exchange(variable, "_dtype", "float32", undo)
                 twins.append((native, twin))
         for optimizer in optimizers:
-            keras_optimizers.know_twins(optimizer, twins, undo)
+            keras_optimizers.register_twins(optimizer, twins, undo)
         yield
     finally:
         for target, name, value in reversed(undo):

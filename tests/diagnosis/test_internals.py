@@ -41,7 +41,7 @@ def test_operations_losses_and_inputs_are_found():
 
 def test_a_policy_is_exchanged_and_put_back():
     layer, undo = layers.Dense(2, dtype="mixed_float16"), []
-    keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
+    keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
     assert layer.compute_dtype == "float32"
     for target, name, value in reversed(undo):
         object.__setattr__(target, name, value)
