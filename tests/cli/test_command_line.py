@@ -224,7 +224,7 @@ def test_diagnose_of_data_that_the_model_does_not_take(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=np.zeros((8, 5), np.float32))
     assert main(["diagnose", sound, "--data", str(tmp_path / "data.npz")]) == MISUSE
     printed = capsys.readouterr()
-    assert "Nothing can be said" in printed.out and "Nothing bad" not in printed.out
+    assert "No diagnosis is possible" in printed.out and "Nothing bad" not in printed.out
     assert printed.err.count("\n") == 1 and "ValueError" in printed.err
 
 

@@ -48,7 +48,7 @@ def test_a_policy_is_exchanged_and_put_back():
     assert layer.compute_dtype == "float16"
 
 
-def test_the_rate_of_the_last_step_is_told_under_a_schedule():
+def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5]))
     variable = keras.Variable([1.0])
     optimizer.apply([ops.ones(1)], [variable])

@@ -118,5 +118,5 @@ def test_a_diagnosis_is_taken_over_for_the_same_findings_only(monkeypatch):
     explain, session = Explainer(), type("Session", (), {"model": None})
     outputs, inputs = Finding("outputs", path="output_0"), Finding("inputs", path="x")
     each = [*[(outputs,)] * 5, (inputs, outputs)]
-    told = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
-    assert told == [*["float16_overflow"] * 5, "input_nonfinite"]
+    reported = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
+    assert reported == [*["float16_overflow"] * 5, "input_nonfinite"]
