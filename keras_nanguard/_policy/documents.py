@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         what = "a policy file that ends in " + ", ".join(SUFFIXES)
-        raise PolicyError(expected(what, shown(os.fspath(path)), "Rename the file to what it holds."))
+        raise PolicyError(expected(what, shown(os.fspath(path)), "Give the file the suffix of its format."))
     name = shown(os.fspath(path))
     return parsed(_text(file, name), suffix, name)
 

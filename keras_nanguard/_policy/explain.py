@@ -90,7 +90,7 @@ def _rules(policy: Policy) -> Iterator[str]:
 def _rule(rule: Rule) -> str:
     if not rule.enabled:
         return "disabled."
-    kinds = " or ".join(KINDS[kind] for kind in rule.kind) or "trouble"
+    kinds = " or ".join(KINDS[kind] for kind in rule.kind) or "any finding"
     what = f"{kinds}{' in ' + ', '.join(rule.on) if rule.on else ''}{MOMENTS[rule.when]}"
     narrowed = "".join(_narrowed(rule))
     cooldown = f" It then does not fire for {_times(rule.cooldown, 'step')}." if rule.cooldown else ""

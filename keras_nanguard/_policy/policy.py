@@ -107,7 +107,7 @@ class Policy:
 
         Args:
             source: as in `from_any`.
-            overrides: sections of a policy file, laid over the source.
+            overrides: sections of a policy file, merged over the source.
             defaults: sections that apply where neither source nor overrides set a value.
 
         Raises:

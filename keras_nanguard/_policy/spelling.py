@@ -125,10 +125,10 @@ def nearest(word: object, known: Iterable[str]) -> str:
     words = {_plain(name): name for name in known}
     if not isinstance(word, str) or word in words.values():
         return ""
-    said = _plain(word)
-    meant = next((other for other in _BY_SYNONYM.get(said, ()) if other in words.values()), "")
-    found = difflib.get_close_matches(said, words, n=1, cutoff=0.7)
-    return words.get(said) or meant or (words[found[0]] if found else "")
+    key = _plain(word)
+    meant = next((other for other in _BY_SYNONYM.get(key, ()) if other in words.values()), "")
+    found = difflib.get_close_matches(key, words, n=1, cutoff=0.7)
+    return words.get(key) or meant or (words[found[0]] if found else "")
 
 
 def _plain(word: str) -> str:

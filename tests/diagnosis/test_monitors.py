@@ -67,7 +67,7 @@ def test_a_fingerprint_changes_with_the_last_bit(dtype, changes):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-25, 1e-8, 1.0, 1e8, 1e25, 1e37])
 def test_sizes(scale):
-    """They are those of the closed form, at magnitudes whose squares are no float32 any more."""
+    """They are those of the closed form, at magnitudes whose squares overflow float32."""
     array = (np.random.default_rng(0).normal(size=(40, 50)) * scale).astype("float32")
     wide = array.astype("float64")
     assert sizes(array) == pytest.approx((np.linalg.norm(wide), np.abs(wide).max()), rel=1e-5)

@@ -250,7 +250,7 @@ def test_no_step_is_said_to_be_run_again_outside_of_training():
 
 
 def test_a_softmax_of_nothing_has_its_advice():
-    """A row that is all masked is advised on, whatever operations the backend makes a softmax of."""
+    """The advice covers a fully masked row, however the backend computes a softmax."""
     reported = first(model(lambda: layers.Lambda(masked), layers.Softmax)).diagnosis
     assert (reported.cause, reported.culprit.rpartition("/")[2].partition("_")[0]) == ("forward_domain", "softmax")
     assert "at least one entry that is not masked" in reported.advice[0]

@@ -1,4 +1,4 @@
-"""A diagnosis leaves no trace: state, seeds and generators are what they were, whatever the mode."""
+"""A diagnosis has no side effects: state, seeds and generators are unchanged in every mode."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_what_must_not_be_combined_is_refused():
 
 @pytest.mark.parametrize("item", ["", "rolback", 3, None, [], {}, {"stop": {}, "warn": {}}, {"stop": 3}, {"call": {}}])
 def test_what_is_no_action_is_refused(item):
-    """Whatever is no action gets an error of the library."""
+    """Anything that is not an action raises an error of the library."""
     with pytest.raises(PolicyError):
         actions.from_file(item)
 

@@ -108,7 +108,7 @@ def test_a_rate_a_hundred_times_too_high_is_lowered_twice_for_good():
 
 
 def test_the_budget_returns_after_2000_steps():
-    """Three rollbacks in 2000 steps and no more; a streak every 3000 steps goes on for ever."""
+    """At most three rollbacks in 2000 steps; a streak every 3000 steps may recur forever."""
     seldom = [bad(step) for start in range(0, 60_000, 3000) for step in range(start, start + 3)]
     assert sum("rollback" in names for names in run("recover", seldom)) == 20
     often = [bad(step) for start in range(0, 60_000, 400) for step in range(start, start + 3)]
@@ -153,7 +153,7 @@ def test_divergence_is_met_while_it_is_finite():
 
 @pytest.mark.parametrize("kind", ["nonfinite", "out_of_range"])
 def test_a_state_that_someone_damaged_is_healed_at_once(kind):
-    """NaN or absurd numbers that stood in the state before a refused step: back at once, and not for ever."""
+    """NaN or numbers out of range in the state before a refused step: a rollback at once, a bounded number of times."""
     reported = run("recover", [bad(step, "state", "loss", kind=kind) for step in (40, 90, 140, 190)])
     assert reported[0] == ["warn", "rollback"]
     assert reported[1:3] == [["warn", "rollback", "lower_lr"]] * 2 and reported[3][-1] == "stop"
@@ -167,7 +167,7 @@ def test_a_finite_spike_is_reported_only():
 
 @pytest.mark.parametrize("kind", ["collapse", "nonfinite", "out_of_range"])
 def test_a_loss_scale_that_collapsed_is_set_right(kind):
-    """The loss scale is put back into its range, three times, then training stops."""
+    """The loss scale is moved into its range three times, then training stops."""
     reported = run("recover", [bad(step, "loss_scale", kind=kind, refused=False) for step in (0, 100, 200, 300)])
     assert all("fix_loss_scale" in names for names in reported[:3]) and reported[3] == ["stop"]
 
@@ -212,7 +212,7 @@ def test_every_preset_ends_endless_trouble_within_a_dozen_steps(preset):
 
 
 def test_long_run_goes_back_and_past_the_data():
-    """`long-run` keeps states on disk, goes back about 100 steps and leaves the next batches out."""
+    """`long-run` stores snapshots on disk, rolls back by about 100 steps and skips the next batches."""
     policy, ledger = Policy.from_any("long-run"), Ledger()
     assert (policy.snapshot.storage, policy.snapshot.every) == ("disk", 100)
     decision, _ = decide(policy, ledger, bad(500, "loss", kind="spike", refused=False))

@@ -1,4 +1,4 @@
-"""What a policy leaves to defaults and presets gives way to what it sets."""
+"""Values that a policy inherits from defaults and presets are adjusted to those that it sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def policy(base, **sections):
     ],
 )
 def test_the_other_settings_of_snapshots_follow_the_one_that_is_set(base, set_, becomes):
-    """A setting of snapshots alone is no contradiction, whatever it builds on, and what follows it is printed."""
+    """A single setting of snapshots never contradicts inherited ones, and the adjusted ones are printed."""
     chosen = policy(base, snapshot=set_)
     assert {name: getattr(chosen.snapshot, name) for name in becomes} == becomes
     assert Policy.from_any(chosen.to_dict()) == chosen
@@ -49,7 +49,7 @@ def test_the_other_settings_of_snapshots_follow_the_one_that_is_set(base, set_, 
 
 
 def test_what_does_not_contradict_stays():
-    """Only what contradicts gives way: the rest of a preset is as it was."""
+    """Only contradicting values are adjusted: the rest of a preset is unchanged."""
     assert policy("long-run", snapshot={"every": 70}).snapshot == Snapshot(every=70, keep=4, storage="disk", good_after=50)
     assert policy("none", snapshot={"every": 0}).snapshot.good_after == 10
     kept = policy(policy("recover", snapshot={"keep": 1}), snapshot={"good_after": 4}).snapshot
@@ -104,7 +104,7 @@ def test_the_other_end_of_the_range_of_loss_scales_follows(preset, set_, becomes
     ],
 )
 def test_the_other_parameters_of_an_action_follow(table, becomes):
-    """Parameters that are left out give way, in a policy and by themselves."""
+    """Omitted parameters are adjusted, in a policy and in code."""
     assert actions.from_file(table) == becomes
     chosen = policy("recover", rules=[{"name": "mine", "do": table, "limit": {"times": 1}}])
     assert chosen.rules[0].ladder[0].do == (becomes,)

@@ -31,7 +31,7 @@ SCHEMA = json.loads((FOLDER / "policy.schema.json").read_text("utf-8"))
 
 
 def rows(heading: str) -> dict[str, str]:
-    """Return the rows of the table under a heading of the docs, by what stands in their first cell."""
+    """Return the rows of the table under a heading of the docs, by their first cell."""
     section = DOCS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
     return {first: rest for first, rest in table if first.startswith("`")}
@@ -128,7 +128,7 @@ def test_the_policy_file_of_the_docs_works():
     policy = Policy.from_any(parsed(text, ".toml"))
     reported = explain(policy)
     assert (
-        "Rule embedding: on trouble in gradients, at layers embedding*, (at 2 in a row or at 5 within 100 steps)"
+        "Rule embedding: on any finding in gradients, at layers embedding*, (at 2 in a row or at 5 within 100 steps)"
         in reported
     )
     assert "Layers that match 'post_bn*' differ: statistics max_abs = 65504.0." in reported

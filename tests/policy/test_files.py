@@ -110,7 +110,7 @@ def test_a_policy_prints_the_file_that_makes_it(tmp_path):
 
 
 def test_what_lies_over_a_preset(tmp_path):
-    """Rules are laid over those of their name field by field, new ones come first, sections merge by field."""
+    """Rules are merged over those of their name field by field, new ones come first, sections are merged by field."""
     base, policy = Policy.from_any("recover"), Policy.from_any(PLAIN)
     assert [rule.name for rule in policy.rules] == ["mine", *(rule.name for rule in base.rules)]
     mine = next(rule for rule in policy.rules if rule.name == "persistent")
@@ -378,7 +378,7 @@ def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([".toml", ".json", ".yaml"]), st.one_of(st.text(max_size=60), st.binary(max_size=60)))
 def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
-    """Whatever stands in a file, reading it gives a table or a PolicyError."""
+    """Reading any file gives a table or a PolicyError."""
     with contextlib.suppress(PolicyError):
         assert isinstance(parsed(text if isinstance(text, str) else text.decode("latin-1"), suffix), dict)
 

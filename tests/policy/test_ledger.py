@@ -95,7 +95,7 @@ def test_a_ledger_survives_json_and_decides_the_same(past, new):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(incidents, max_size=30), incidents)
 def test_deciding_is_pure(past, new):
-    """The same policy, ledger and incident give the same decision, and the ledger handed in stays as it was."""
+    """The same policy, ledger and incident give the same decision, and the argument is not modified."""
     ledger = after(past)
     written = json.dumps(ledger.to_dict())
     assert decide(POLICY, ledger, new) == decide(POLICY, ledger, new)
@@ -122,6 +122,6 @@ def test_deciding_is_pure(past, new):
     ],
 )
 def test_a_broken_ledger_is_refused(broken):
-    """What is no ledger gets an error of the library, not a guess."""
+    """Anything that is not a ledger raises an error of the library."""
     with pytest.raises(FileFormatError):
         Ledger.from_dict(broken)

@@ -146,7 +146,7 @@ def _incident(step, site, kind, moment):
 @SOME
 @given(policies(), st.lists(anything, max_size=25))
 def test_deciding_never_raises(policy, incidents):
-    """Whatever the incidents, in whatever order: a decision comes back, as plain data, true to itself."""
+    """For any incidents in any order `decide` returns a consistent decision, as plain data."""
     ledger = Ledger()
     for incident in incidents:
         decision, ledger = decide(policy, ledger, incident)

@@ -20,7 +20,7 @@ def noise(seed, sigma, steps=3000):
 
 
 def reported(losses, norms=None, trend=None):
-    """Return step, site and kind of all that the trend tells about a run."""
+    """Return step, site and kind of all findings of the trend in a run."""
     trend = trend or Trend()
     pairs = enumerate(losses if norms is None else zip(losses, norms, strict=True))
     found = [(step, trend.push(step, *(pair if norms is not None else (pair, None)))) for step, pair in pairs]

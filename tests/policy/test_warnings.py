@@ -153,7 +153,7 @@ def test_what_of_a_rule_is_never_reached(fields, lines):
 
 
 def test_do_written_over_a_preset_whose_otherwise_stays():
-    """Who changes the first rung of a ladder is shown the rest of it, and can write it anew."""
+    """A policy that changes only the first rung of a ladder gets a warning with the rest of it."""
     policy = Policy.from_any("recover", rules=[{"name": "persistent", "do": "warn"}])
     (line,) = warnings_about(policy)
     assert line.startswith("Rule 'persistent': `do` was changed, `otherwise` was inherited: the guard rolls back")
@@ -308,7 +308,7 @@ def policies(draw):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(policies(), st.data())
 def test_what_is_said_to_never_happen_never_happens(policy, data):
-    """Whatever trouble comes in whatever order, a rule that is said to never fire does not, until training ends."""
+    """For any incidents in any order, a rule that is reported to never fire does not fire before training ends."""
     lines = warnings_about(policy)
     never = [re.match(r"Rule '(.+?)' can never", line) for line in lines]
     dead = {match.group(1) for match in never if match}
