@@ -30,7 +30,7 @@ EPOCHS = 4
 MIN_ACCURACY = 0.9
 """Minimum test accuracy of a successful guarded run."""
 
-RUNS = ("stock Keras", "NanGuard()", "stock Keras,\ncorrupted images removed")
+RUNS = ("stock Keras", "NanGuard()", "stock Keras,\nclean images only")
 
 ACCURACY, LOSS, BAD = "test accuracy", "loss of the last epoch", "NaN and Inf in the model"
 

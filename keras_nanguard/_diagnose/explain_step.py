@@ -156,7 +156,7 @@ def step_of(session: Any) -> ReplayableStep:
     """Return the step of a session, to be run again."""
     transaction, train_state = session.transaction, session.train_state()
     return ReplayableStep(
-        getattr(transaction, "replayed", transaction.body),
+        transaction.replayed,
         session.model,
         train_state.optimizers,
         keeps_undo=transaction.keeps_undo,

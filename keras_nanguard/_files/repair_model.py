@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files.live import LiveVariable, live_variables, optimizers
 from keras_nanguard._files.mend import Change, Choices, bad_values, repaired_values
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
 
 __all__ = ["model_arrays", "repair_model"]
 
@@ -36,6 +34,8 @@ def repair_model(
     Returns:
         The changes that were made, or would be.
     """
+    from keras_nanguard._keras import layers as keras_layers  # imports Keras, which the caller has imported
+
     wanted, changes, reset = set(bad), [], False
     for live in live_variables(model):
         if live.identity.path not in wanted:
@@ -82,6 +82,8 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     Step counts and learning rates stay (a bad learning rate is replaced by that of the configuration); moving averages of
     the weights are reset to the weights.
     """
+    from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
+
     changes = []
     for name, optimizer in optimizers(model):
         paths = {f"{name}/{variable.path}": variable for variable in optimizer.variables}

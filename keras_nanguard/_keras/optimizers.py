@@ -28,8 +28,8 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "know_twins", "learning_rate"),
-    *("rate_before", "rate_variable", "scales_of", "set_rate", "trained_by"),
+    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate"),
+    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_rate", "trained_by"),
 ]
 
 

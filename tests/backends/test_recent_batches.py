@@ -192,7 +192,7 @@ def test_a_buffer_that_is_written_over_does_not_change_them():
     assert len(approach.steps) == 12
 
 
-@pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in test_jax")
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in jax/test_step.py")
 def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
     x, y = data()
     model, found = network(jit_compile=False), []

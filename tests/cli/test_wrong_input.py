@@ -137,7 +137,7 @@ def test_wrong_input_is_one_sentence(command, given, good, tmp_path, capfd):
 
 OUTPUTS = {
     "exists": ("good.npz", "--overwrite"),
-    "no folder": ("nowhere/out.npz", "Make the folder"),
+    "no folder": ("nowhere/out.npz", "Create the folder"),
     "itself": ("bad.npz", "--in-place"),
 }
 
