@@ -1,7 +1,7 @@
-"""What a policy can do, as frozen data: one class per action, one table of all of them.
+"""The actions of a policy, as frozen data: one class per action, and one table of all of them.
 
-Nothing here touches a model. An action says what shall be done; doing it is elsewhere, and ends as done or as
-skipped with a reason. Imports no backend.
+Nothing here touches a model. An action describes what to do; the guard does it and records an outcome, done or skipped
+with a reason. Imports no backend.
 
 Example:
 

@@ -1,8 +1,8 @@
-"""Every error that this library raises. Loads no backend.
+"""The errors of this library. Imports no backend.
 
     from keras_nanguard.errors import NonFiniteError
 
-All of them are a `NanGuardError`, and each also is the built-in error that fits: a `ValueError` for what was passed or read, a
+All of them are a `NanGuardError`, and each is also the matching built-in error: a `ValueError` for arguments and files, a
 `FloatingPointError` for numbers.
 """
 

@@ -30,7 +30,7 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._policy.no_effect import Setting
+from keras_nanguard._policy.no_effect import GuardOptions
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._report import console, files
 
@@ -232,8 +232,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None or not self.verbose:
             return
         self._unnamed = not getattr(self.session.model, "built", True)
-        setting = Setting(self.directory is not None, self.functions, self.diagnose)
-        for line in policy_lines(self.policy, setting, self.session.model, self.session.state.optimizers):
+        options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
+        for line in policy_lines(self.policy, options, self.session.model, self.session.state.optimizers):
             self._reporter.once(line)
 
     def _note_callbacks(self) -> None:

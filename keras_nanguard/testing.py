@@ -1,8 +1,8 @@
-"""Faults on order: make a training run go bad at one site, in one way, at one exact step.
+"""Fault injection: make a training run fail at one site, in one way, at an exact step.
 
-The same fault can be put into a stock Keras model, to show what happens there, and into a guarded one, to show that it
-does not. It works in graph mode, eagerly, under XLA, inside of `steps_per_execution` and with mixed precision, because
-it stands around the whole train step, counts for itself, and asks nothing of the model:
+The same fault can be injected into a stock Keras model, to show what happens there, and into a guarded one, to show that
+it does not. It works in graph mode, eagerly, under XLA, inside `steps_per_execution` and with mixed precision, because it
+wraps the whole train step, counts the steps itself, and requires nothing of the model:
 
 ```python
 from keras_nanguard.testing import inject
@@ -11,7 +11,7 @@ with inject(model, site="gradients", kind="inf", step=3):
     model.fit(x, y, callbacks=[NanGuard()])
 ```
 
-What depends on the backend stands in one file for each, beside the transaction.
+The backend-specific part is in `_backends/BACKEND/faults.py`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._policy.settings import on_path
+from keras_nanguard._policy.settings import matches_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 
 SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale")
-"""Where a fault can be made."""
+"""Sites at which a fault can be injected."""
 
 KINDS = ("nan", "inf", "-inf", "overflow", "spike", "zero")
-"""What a fault can be: three that are not finite; `overflow`, the largest finite number of the dtype, with which the
-next operation overflows; `spike`, the value times `magnitude`; `zero`."""
+"""Kinds of faults: three non-finite values; `overflow`, the largest finite number of the dtype, with which the next
+operation overflows; `spike`, the value times `magnitude`; `zero`."""
 
 FACTORS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "zero": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, where and when.
+    """A fault: what, where and when.
 
     Attributes:
         site: one of `SITES`.
         kind: one of `KINDS`.
-        steps: the train steps it hits, in order, from 0.
-        path: glob on the Keras path of the variable or a run of its parts, or on the place in the batch (`0`, `0/name`).
+        steps: the train steps at which it is injected, in order, from 0.
+        path: glob on the Keras path of the variable or on a run of its parts, or on the path in the batch (`0`, `0/name`).
         rows: rows of the batch, for inputs and targets; `None` for all.
-        entries: how many entries of each tensor (of each row, in a batch), from the first; `None` for all.
+        entries: number of entries of each tensor (of each row, in a batch), from the first; `None` for all.
         magnitude: factor of a spike.
     """
 
@@ -65,18 +65,18 @@ class Fault:
     magnitude: float = 1e6
 
     def matches(self, path: str) -> bool:
-        """Whether this place is meant."""
+        """Whether the fault applies to a path."""
         in_batch = self.site in ("inputs", "targets")
-        return fnmatchcase(path, self.path) if in_batch else on_path(path, self.path)
+        return fnmatchcase(path, self.path) if in_batch else matches_path(path, self.path)
 
     def factor(self, dtype: Any) -> float:
-        """Return the number that a value of this dtype is multiplied by."""
+        """Return the factor for a value of this dtype."""
         if self.kind == "spike":
             return self.magnitude
         return FACTORS[self.kind] if self.kind in FACTORS else _largest(dtype)
 
     def value(self, dtype: Any) -> float | None:
-        """Return the number that an entry of this dtype is replaced by; `None` for a spike, which multiplies it."""
+        """Return the replacement of an entry of this dtype; `None` for a spike, which multiplies it."""
         return None if self.kind == "spike" else self.factor(dtype)
 
 
@@ -93,34 +93,33 @@ def inject(
     magnitude: float = 1e6,
     must_happen: bool = True,
 ) -> Injection:
-    """Return a context in which training this model goes bad at one site.
+    """Return a context in which training this model fails at one site.
 
-    Faults of the batch are made before the step sees it; of the state, between the step before and this one, as if
-    something else had written there; of the loss, in what `compute_loss` returns, and so in all gradients; of the
-    gradients, on their way back, with the loss as finite as it was. Several contexts nest.
+    Faults of the batch are injected before the step reads it; of the state, between the previous step and this one, as if
+    other code had written it; of the loss, in the result of `compute_loss`, and so in all gradients; of the gradients, in
+    the backward pass, while the loss stays unchanged. Contexts can be nested.
 
     Args:
         model: a compiled `keras.Model`, guarded or not.
-        site: `"inputs"`, `"targets"` (the sample weights too), `"loss"`, `"gradients"`, `"weights"`, `"statistics"`,
+        site: `"inputs"`, `"targets"` (also the sample weights), `"loss"`, `"gradients"`, `"weights"`, `"statistics"`,
             `"slots"` or `"loss_scale"`.
         kind: `"nan"`, `"inf"`, `"-inf"`, `"overflow"` (the largest finite number), `"spike"` (times `magnitude`) or
             `"zero"`.
-        step: the train step it happens at, counted from 0 from the start of the context on, over all fits in it; or
-            several of them.
-        count: how many steps in a row, from each `step` on.
+        step: the train step, or several, counted from 0 at the start of the context, over all fits in it.
+        count: number of steps in a row, starting at each `step`.
         path: glob on the Keras path of the variables or on a run of its parts, as in a policy (`"dense"`, `"dense/kernel"`),
-            or on the place in the batch: inputs are `0` or `0/name`, targets `0`, sample weights `1`.
+            or on the path in the batch: inputs are `0` or `0/name`, targets `0`, sample weights `1`.
         rows: row or rows of the batch; `None` for all.
-        entries: how many entries of each tensor, or of each row of a batch, from the first; `None` for all.
+        entries: number of entries of each tensor, or of each row of a batch, from the first; `None` for all.
         magnitude: factor of a spike.
-        must_happen: raise at the end of the context if the fault never happened: a test with such a fault would prove
-            nothing. `False` where training may stop before.
+        must_happen: raise at the end of the context if the fault was never injected: such a test would prove nothing.
+            `False` if training may stop earlier.
 
     Returns:
-        An `Injection`, to be used with `with`.
+        An `Injection`, a context manager.
 
     Raises:
-        GuardError: for an argument that cannot be meant, and at the end of the context if the fault never happened.
+        GuardError: for an invalid argument, and at the end of the context if the fault was never injected.
 
     Example:
 
@@ -151,7 +150,7 @@ class Injection:
     """The context that `inject` returns.
 
     Attributes:
-        fault: what goes wrong.
+        fault: the fault.
     """
 
     def __init__(self, model: Any, fault: Fault, must_happen: bool = True):
@@ -160,12 +159,12 @@ class Injection:
 
     @property
     def seen(self) -> int:
-        """How many train steps have run within the context."""
+        """Number of train steps that have run in the context."""
         return 0 if self._hook is None else int(self._hook.seen)
 
     @property
     def fired(self) -> tuple[int, ...]:
-        """The steps at which the fault happened."""
+        """The steps at which the fault was injected."""
         if self._hook is None or not self._hook.reached:
             return ()
         return tuple(step for step in self.fault.steps if step < self.seen)
@@ -184,21 +183,21 @@ class Injection:
         if kind is None and self.must_happen and not self.fired:
             ran = f"{self.seen} train steps ran"
             why = ran if self._hook.reached or not self.seen else f"{ran}, and none of them called model.compute_loss"
-            fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} that happens"
-            raise GuardError(expected(fault, why, "Train the model inside of the context, for more steps than that."))
+            fault = f"a fault of {self.fault.site} at step {self.fault.steps[0]} to be injected"
+            raise GuardError(expected(fault, why, "Train the model inside the context, for more steps."))
 
 
 def corrupt(variable: Any, kind: str = "nan", *, entries: int | None = 1, magnitude: float = 1e6) -> None:
-    """Overwrite the first entries of a variable, from the host, as a callback between two steps can.
+    """Overwrite the first entries of a variable from the host, as a callback between two steps can.
 
     Args:
         variable: a `keras.Variable` of any float dtype.
         kind: as for `inject`.
-        entries: how many entries, from the first; `None` for all.
+        entries: number of entries, from the first; `None` for all.
         magnitude: factor of a spike.
 
     Raises:
-        GuardError: for an unknown kind, or a variable that cannot hold the fault.
+        GuardError: for an unknown kind, or a variable that cannot represent the fault.
 
     Example:
 

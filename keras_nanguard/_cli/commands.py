@@ -1,6 +1,6 @@
-"""What each command of the command line does: one call of a public function, its report, an exit code.
+"""The commands of the command line: each calls one public function, prints its report and returns an exit code.
 
-Everything but the standard library is imported inside the command that needs it.
+Everything except the standard library is imported inside the command that needs it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Command = Callable[[argparse.Namespace], int]
 
 def scan(given: argparse.Namespace) -> int:
     """Scan files one after the other."""
-    from keras_nanguard._files.scan import scan as look
+    from keras_nanguard._files.scan import scan as scan_file
 
     code = CLEAN
     for path in given.paths:
         with _progress() as progress:
-            report = look(path, progress=progress, **_limits(given))
+            report = scan_file(path, progress=progress, **_limits(given))
         if not report.clean:
             code = FOUND
         _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
@@ -61,18 +61,18 @@ def _scan_table(tables: Any, report: Any, notes: bool) -> None:
 
 def repair(given: argparse.Namespace) -> int:
     """Repair a file."""
-    from keras_nanguard._files.repair import repair as mend
+    from keras_nanguard._files.repair import repair as repair_file
 
     options = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
     chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
-    report = mend(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
-    said = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
-    _show(said, given.json, lambda tables: tables.repair(said))
+    report = repair_file(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
+    translated = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
+    _show(translated, given.json, lambda tables: tables.repair(translated))
     return CLEAN if report.clean else FOUND
 
 
 def recalibrate(given: argparse.Namespace) -> int:
-    """Load a model, estimate its BatchNormalization statistics from data, and save it."""
+    """Load a model, re-estimate its BatchNormalization statistics from data, and save it."""
     from keras_nanguard._files.loaded import data_arrays, load_model, save_model
     from keras_nanguard._files.recalibrate import recalibrate as estimate
 
@@ -89,18 +89,18 @@ def recalibrate(given: argparse.Namespace) -> int:
 
 
 def lint(given: argparse.Namespace) -> int:
-    """Load a model and look for hazards."""
+    """Load a model and check it for hazards."""
     from keras_nanguard._files.loaded import data_arrays, load_model
-    from keras_nanguard._lint import lint as look
+    from keras_nanguard._lint import lint as lint_model
 
     data = data_arrays(given.data) if given.data else (None, None)
-    report = look(load_model(given.path), *data, ignore=tuple(given.ignore))
+    report = lint_model(load_model(given.path), *data, ignore=tuple(given.ignore))
     _show(report, given.json, lambda tables: tables.lint(report))
     return CLEAN if report.clean else FOUND
 
 
 def check_policy(given: argparse.Namespace) -> int:
-    """Check a policy: problems and warnings are findings, a file that is not there is misuse."""
+    """Check a policy: problems and warnings are findings, a missing file is misuse."""
     from keras_nanguard._core.errors import PolicyError
     from keras_nanguard._policy.explain import explain
     from keras_nanguard._policy.no_effect import warnings_about
@@ -125,7 +125,7 @@ def check_policy(given: argparse.Namespace) -> int:
 
 
 def _names_in(path: str | None) -> Any:
-    """Return what a policy can name of the model in a file, `None` where there is no file."""
+    """Return the names in a model file that a policy can refer to, `None` if there is no file."""
     if path is None:
         return None
     from keras_nanguard._files.model_names import model_names
@@ -134,7 +134,7 @@ def _names_in(path: str | None) -> Any:
 
 
 def diagnose(given: argparse.Namespace) -> int:
-    """Load a model and look for its first bad layer on the first rows of the data."""
+    """Load a model and diagnose it on the first rows of the data."""
     from keras_nanguard._files.loaded import data_arrays, first_rows, load_model
 
     inputs, targets = data_arrays(given.data)
@@ -153,7 +153,7 @@ def diagnose(given: argparse.Namespace) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """Return plain JSON values with NaN and Inf as text, as in every record of this library."""
+    """Return plain JSON values with NaN and Inf as strings, as in every record of this library."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,11 +162,11 @@ def _finite(value: Any) -> Any:
 
 
 def replay(given: argparse.Namespace) -> int:
-    """Run the step of a bundle again; a step that goes bad again is a finding."""
+    """Replay the step of a bundle; a step that is bad again is a finding."""
     from keras_nanguard._core.errors import BundleError, expected
 
-    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):  # said before a backend is loaded, which takes seconds
-        raise BundleError(expected("the folder of an incident", repr(given.bundle), "It holds bundle.json; report DIRECTORY names them."))
+    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):  # before loading a backend, which takes seconds
+        raise BundleError(expected("the folder of an incident", repr(given.bundle), "It contains bundle.json; see report DIRECTORY."))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(
@@ -176,7 +176,7 @@ def replay(given: argparse.Namespace) -> int:
         dtype=given.dtype,
         device=given.device,
         counterfactuals=not given.plain,
-        custom_objects=_own(given.own),
+        custom_objects=_custom_objects(given.own),
     )
     if given.json:
         _print_json(found.to_dict())
@@ -185,8 +185,8 @@ def replay(given: argparse.Namespace) -> int:
     return FOUND if found.result == "bad" else CLEAN
 
 
-def _own(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules by name, also from the current folder, and return their classes and functions by name."""
+def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
+    """Import modules, also from the current folder, and return their classes and functions by name."""
     from keras_nanguard._core.errors import GuardError, expected
 
     found: dict[str, Any] = {}
@@ -197,14 +197,14 @@ def _own(modules: Sequence[str]) -> dict[str, Any]:
             module = importlib.import_module(name.removesuffix(".py"))
         except ImportError as error:
             raise GuardError(
-                expected("a module that can be imported", f"--import {name}: {error}", "Run it where Python finds the module.")
+                expected("a module that can be imported", f"--import {name}: {error}", "Run the command where Python finds the module.")
             ) from error
-        found |= {word: thing for word, thing in vars(module).items() if callable(thing) and not word.startswith("__")}
+        found |= {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("__")}
     return found
 
 
 def report(given: argparse.Namespace) -> int:
-    """List the incidents that a guarded run has written down."""
+    """List the incidents of a guarded run."""
     from keras_nanguard._report import console, files
 
     incidents = files.read(given.path)
@@ -246,7 +246,7 @@ def _limits(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(report: Any, as_json: bool, tables: Callable[[Any], None]) -> None:
-    """Print a report: JSON where asked for, tables on a terminal, plain lines into a pipe or file."""
+    """Print a report: JSON if requested, tables on a terminal, plain lines to a pipe or file."""
     if as_json:
         _print_json(report.to_dict())
     elif sys.stdout.isatty():
@@ -263,7 +263,7 @@ def _print_json(document: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar on stderr where that is a terminal; it goes when the work is done."""
+    """Show a progress bar on stderr if that is a terminal; it disappears at the end."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Completion scripts for bash, zsh and fish, made from the parser itself, so that they cannot drift from it."""
+"""Completion scripts for bash, zsh and fish, generated from the parser."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _bash(commands: dict[str, argparse.ArgumentParser], zsh: bool) -> str:
 def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
     lines = []
     for name, command in commands.items():
-        said = shlex.quote(command.description or name)
-        lines.append(f"complete -c keras-nanguard -n __fish_use_subcommand -a {name} -d {said}")
+        description = shlex.quote(command.description or name)
+        lines.append(f"complete -c keras-nanguard -n __fish_use_subcommand -a {name} -d {description}")
         for action in command._actions:
             for option in action.option_strings:
                 kind = "-l" if option.startswith("--") else "-s"

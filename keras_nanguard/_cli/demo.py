@@ -1,8 +1,8 @@
-"""One small network on real data, trained three times: what a few broken images do to it, and what the guard makes of them.
+"""The demonstration: one small network on real data with a few corrupted images, trained with and without the guard.
 
-The data are the 1,797 handwritten digits that ship with scikit-learn, 1,440 of them to train on. Five are broken in ways
-that happen: two have dead pixels (NaN), one comes from a sensor that overflowed (Inf), and two were never rescaled, so
-that their grey levels leave the range of float16. The network is a convolutional one with BatchNormalization in
+The data are the 1,797 handwritten digits that ship with scikit-learn, 1,440 of them for training. Five are corrupted in
+realistic ways: two have dead pixels (NaN), one comes from a sensor that overflowed (Inf), and two were never rescaled, so
+that their gray levels exceed the range of float16. The network is convolutional, with BatchNormalization, in
 mixed_float16 with dynamic loss scaling.
 """
 
@@ -22,31 +22,31 @@ from keras_nanguard.guard import NanGuard
 
 __all__ = ["run", "wins"]
 
-DEAD, OVERFLOWN, UNSCALED = (217, 905), (611,), (402, 1003)
-"""Rows with NaN, with Inf, and with grey levels that nobody rescaled."""
+DEAD, OVERFLOWED, UNSCALED = (217, 905), (611,), (402, 1003)
+"""Rows with NaN, with Inf, and with gray levels that were not rescaled."""
 
 EPOCHS = 4
 
-AIM = 0.9
-"""Accuracy on the test images from which the guarded run counts as well trained."""
+MIN_ACCURACY = 0.9
+"""Minimum test accuracy of a successful guarded run."""
 
-WAYS = ("stock Keras", "NanGuard()", "stock Keras,\nbroken images removed")
+RUNS = ("stock Keras", "NanGuard()", "stock Keras,\nclean images only")
 
 ACCURACY, LOSS, BAD = "test accuracy", "loss of the last epoch", "NaN and Inf in the model"
 
-SAYS = """\
+DESCRIPTION = """\
 One small convolutional network in mixed_float16, trained three times on 1,440 of
-the handwritten digits that ship with scikit-learn. Five of the images are broken:
+the handwritten digits that ship with scikit-learn. Five of them are corrupted:
 two have dead pixels (NaN), one has overflowed (Inf), two were never rescaled.
 """
 
 
 def digits() -> tuple[Any, Any, Any, Any, Any]:
-    """Return training images and labels, five of them broken, and sound ones to test on.
+    """Return training images and labels, five of them corrupted, and test images.
 
     Returns:
-        `(x, y, broken, x_test, y_test)`: images float32 `(n, 8, 8, 1)` in [0, 1] but for the broken ones, labels int
-        `(n,)`, and which of the training images are broken, bool `(n,)`.
+        `(x, y, corrupted, x_test, y_test)`: images float32 `(n, 8, 8, 1)` in [0, 1] except the corrupted ones, labels int
+        `(n,)`, and which of the training images are corrupted, bool `(n,)`.
 
     Raises:
         ImportError: if scikit-learn is not installed.
@@ -55,7 +55,7 @@ def digits() -> tuple[Any, Any, Any, Any, Any]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "Expected scikit-learn, which brings the digits. Received: it is not installed. "
+            "Expected scikit-learn, which contains the digits. Received: it is not installed. "
             "Run: pip install 'keras-nanguard[demo]'"
         ) from error
     data = load_digits()
@@ -65,12 +65,12 @@ def digits() -> tuple[Any, Any, Any, Any, Any]:
     x, y, x_test, y_test = x[:1440], y[:1440], x[1440:], y[1440:]
     for row in DEAD:
         x[row, 3, 4] = np.nan
-    for row in OVERFLOWN:
+    for row in OVERFLOWED:
         x[row, 0, :] = np.inf
     for row in UNSCALED:
         x[row] *= 65535.0
-    broken = np.isin(np.arange(len(x)), (*DEAD, *OVERFLOWN, *UNSCALED))
-    return x, y, broken, x_test, y_test
+    corrupted = np.isin(np.arange(len(x)), (*DEAD, *OVERFLOWED, *UNSCALED))
+    return x, y, corrupted, x_test, y_test
 
 
 def network() -> Any:
@@ -94,7 +94,7 @@ def network() -> Any:
 
 
 def train(data: tuple[Any, Any], test: tuple[Any, Any], callbacks: list[Any], epochs: int = EPOCHS) -> dict[str, Any]:
-    """Train once on `(x, y)` and return what became of it. A prediction that is NaN counts as a wrong one."""
+    """Train once on `(x, y)` and return the results. A prediction of NaN counts as wrong."""
     model = network()
     history = model.fit(*data, batch_size=32, epochs=epochs, verbose=0, callbacks=callbacks).history
     logits = np.asarray(model.predict(test[0], verbose=0))
@@ -106,19 +106,19 @@ def train(data: tuple[Any, Any], test: tuple[Any, Any], callbacks: list[Any], ep
         "predictions that are NaN": f"{int((~finite).sum())} of {len(logits)}",
         LOSS: float(history["loss"][-1]),
         BAD: bad,
-        "batches left out": f"{sum(history.get('refused_steps', [0]))} of {epochs * -(-len(data[0]) // 32)}",
+        "batches refused": f"{sum(history.get('refused_steps', [0]))} of {epochs * -(-len(data[0]) // 32)}",
     }
 
 
 def wins(stock: dict[str, Any], guarded: dict[str, Any], clean: dict[str, Any]) -> bool:
-    """Whether the guard was worth it: about as good as without the broken images, which have ruined stock Keras."""
+    """Whether the guarded run is about as good as one without the corrupted images, and stock Keras is not."""
     whole = np.isfinite(guarded[LOSS]) and not guarded[BAD]
-    good = guarded[ACCURACY] >= max(AIM, clean[ACCURACY] - 0.03)
+    good = guarded[ACCURACY] >= max(MIN_ACCURACY, clean[ACCURACY] - 0.03)
     return bool(whole and good and guarded[ACCURACY] > stock[ACCURACY] + 0.1)
 
 
 def run(epochs: int = EPOCHS) -> int:
-    """Train three times and print what came of it; returns 0 where the guarded run wins, 1 where it does not.
+    """Train three times and print the results; return 0 if the guarded run wins, 1 if it does not.
 
     Raises:
         ImportError: if scikit-learn is not installed.
@@ -126,15 +126,15 @@ def run(epochs: int = EPOCHS) -> int:
     from rich.console import Console
 
     screen = Console(highlight=False, markup=False, soft_wrap=True)
-    screen.print(SAYS)
-    x, y, broken, *test = digits()
+    screen.print(DESCRIPTION)
+    x, y, corrupted, *test = digits()
     guard = NanGuard(verbose=0)
-    runs: tuple[tuple[Any, list[Any]], ...] = (((x, y), []), ((x, y), [guard]), ((x[~broken], y[~broken]), []))
+    runs: tuple[tuple[Any, list[Any]], ...] = (((x, y), []), ((x, y), [guard]), ((x[~corrupted], y[~corrupted]), []))
     results = []
-    for way, (data, callbacks) in zip(WAYS, runs):
+    for name, (data, callbacks) in zip(RUNS, runs):
         start = time.perf_counter()
         results.append(train(data, (test[0], test[1]), callbacks, epochs))
-        screen.print(f"{' '.join(way.split())}: {time.perf_counter() - start:.0f} s")
+        screen.print(f"{' '.join(name.split())}: {time.perf_counter() - start:.0f} s")
     screen.print(_table(results))
     screen.print("NanGuard() reported:")
     for line in console.kinds(guard.incidents):
@@ -148,7 +148,7 @@ def run(epochs: int = EPOCHS) -> int:
 def _table(results: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("", *WAYS)
+    table = Table("", *RUNS)
     for row in results[0]:
         table.add_row(row, *(f"{r[row]:.3f}" if isinstance(r[row], float) else str(r[row]) for r in results))
     return table
@@ -156,6 +156,6 @@ def _table(results: list[dict[str, Any]]) -> Any:
 
 def _verdict(won: bool, guarded: float, clean: float) -> str:
     if won:
-        reads = f"With NanGuard() the network reads {guarded:.1%} of the test images, and {clean:.1%} without the five."
-        return f"Five images ruin stock Keras. {reads}"
-    return f"The guarded run did not win: it reads {guarded:.1%} of the test images, and {clean:.1%} without the broken ones."
+        results = f"With NanGuard() the network classifies {guarded:.1%} of the test images, and {clean:.1%} without the five."
+        return f"Five images ruin training with stock Keras. {results}"
+    return f"The guarded run did not win: it classifies {guarded:.1%} of the test images, and {clean:.1%} without the corrupted ones."

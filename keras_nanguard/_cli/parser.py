@@ -1,8 +1,9 @@
 """The command line: `keras-nanguard`, or `python -m keras_nanguard`.
 
-argparse and not Typer: Typer 0.29 imports pydantic to convert any argument, which takes 0.14 s of the 0.3 s that
-`scan` may take to start (0.32 s of processor time with it, 0.18 s without). Completion comes from `completion`.
-What a command needs is imported when it runs: `--help` costs this file, and no command that reads files imports Keras.
+argparse instead of Typer: Typer 0.29 imports pydantic to convert any argument, which takes 0.14 s of the 0.3 s that
+`scan` may take to start (0.32 s of processor time with it, 0.18 s without). `completion` writes completion scripts.
+Every command imports its dependencies when it runs: `--help` loads only this file, and no command that reads files
+imports Keras.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from keras_nanguard._core.errors import NanGuardError
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
 
-_EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be carried out"
+_EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be executed"
 
 _FILES = "a .keras, .weights.h5, .h5 or .npz file, the .json index of sharded weights, or an Orbax checkpoint"
 
@@ -28,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: the words after the program's name; those of the process by default.
+        arguments: the command-line arguments; those of the process by default.
 
     Returns:
-        The exit code: 0 clean, 1 found, 2 misuse. Errors come out as one sentence on stderr.
+        The exit code: 0 clean, 1 found, 2 misuse. Errors are printed to stderr in one sentence.
     """
     words: dict[str, str] = {}
     try:
@@ -40,19 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(given.run(given))
         sys.stdout.flush()
         return code
-    except SystemExit as leaving:  # argparse leaves this way, after --help (0) and on misuse (2)
+    except SystemExit as leaving:  # argparse exits like this, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
     except NanGuardError as error:
         print(f"keras-nanguard: {in_options(_one_line(error), words)}", file=sys.stderr)
         return MISUSE
-    except BrokenPipeError:  # whoever read our output left, as `head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
     except OSError as error:
         print(f"keras-nanguard: {_what_failed(error)}", file=sys.stderr)
         return MISUSE
     except KeyboardInterrupt:
-        print("keras-nanguard: interrupted; nothing was left half-written.", file=sys.stderr)
+        print("keras-nanguard: interrupted; no partial file was left.", file=sys.stderr)
         return 130
 
 
@@ -61,7 +62,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _what_failed(error: OSError) -> str:
-    """Return one sentence about a file of the user's that could not be opened or written."""
+    """Return one sentence about a file that could not be read or written."""
     reason = " ".join(str(error.strerror or error).split()).rstrip(".")
     return f"{error.filename} cannot be written or read: {reason}." if error.filename else f"{reason}."
 
@@ -70,11 +71,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     root = argparse.ArgumentParser(
         prog="keras-nanguard",
-        description="Guards Keras 3 training against NaN and Inf: looks into models, files and policies.",
+        description="Guards Keras 3 training against NaN and Inf: checks models, files and policies.",
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
-    root.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _demo, _completion):
         add(commands)
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the installed version; looking it up is left until it is asked for."""
+    """Prints the installed version, which is looked up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
@@ -95,25 +96,26 @@ class _Version(argparse.Action):
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, says: str, run: command_functions.Command
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, run: command_functions.Command
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.", epilog=_EXIT_CODES, allow_abbrev=False)
+    description = f"{summary[0].upper()}{summary[1:]}."
+    command = commands.add_parser(name, help=summary, description=description, epilog=_EXIT_CODES, allow_abbrev=False)
     command.set_defaults(run=run, command=command)
     return command
 
 
 def _scan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "find NaN, Inf and values out of range in model files, without building the model"
-    command = _command(commands, "scan", says, command_functions.scan)
+    summary = "find NaN, Inf and values out of range in model files, without building the model"
+    command = _command(commands, "scan", summary, command_functions.scan)
     command.add_argument("paths", nargs="+", metavar="FILE", help=_FILES)
-    command.add_argument("--notes", action="store_true", help="list harmless oddities too, such as kernels that are all zero")
+    command.add_argument("--notes", action="store_true", help="also list harmless observations, such as kernels of zeros")
     _limits(command)
     _json(command)
 
 
 def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "replace the bad values of a model file, and nothing else, in a new file"
-    command = _command(commands, "repair", says, command_functions.repair)
+    summary = "replace the bad values of a model file, and nothing else, in a new file"
+    command = _command(commands, "repair", summary, command_functions.repair)
     command.add_argument("path", metavar="FILE", help=_FILES)
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.EXT)")
     for name, default, kinds in (
@@ -121,96 +123,96 @@ def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         ("weights", "keep", ("initial", "zeros", "ones", "source", "keep")),
     ):
         command.add_argument(f"--{name}", choices=kinds, help=f"what replaces bad {name} (default: {default})")
-    command.add_argument("--slots", choices=("reset", "source", "keep"), help="what is done about bad optimizer slots (default: reset)")
-    command.add_argument("--source", metavar="FILE", help="good file of the same model; with it, statistics and weights default to source")
+    command.add_argument("--slots", choices=("reset", "source", "keep"), help="what to do with bad optimizer slots (default: reset)")
+    command.add_argument("--source", metavar="FILE", help="good file of the same model; statistics and weights then default to source")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only variables whose path matches: '*bn*'")
     _limits(command)
-    command.add_argument("--in-place", action="store_true", help="replace the file; the old one stays as FILE.bak")
+    command.add_argument("--in-place", action="store_true", help="replace the file; the old one is kept as FILE.bak")
     command.add_argument("--dry-run", action="store_true", help="list what would change and write nothing")
-    command.add_argument("--overwrite", action="store_true", help="replace the output where it exists")
-    command.add_argument("--seed", type=int, metavar="NUMBER", help="seed for weights that --weights initial draws")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    command.add_argument("--seed", type=int, metavar="NUMBER", help="seed for the weights of --weights initial")
     _json(command)
 
 
 def _recalibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "estimate the statistics of BatchNormalization anew from data, in a new file"
-    command = _command(commands, "recalibrate", says, command_functions.recalibrate)
-    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
+    summary = "re-estimate the statistics of BatchNormalization from data, in a new file"
+    command = _command(commands, "recalibrate", summary, command_functions.recalibrate)
+    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file with the inputs (x)")
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.keras)")
     command.add_argument("--batches", type=int, metavar="NUMBER", help="number of batches to run (default: all)")
-    command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="rows in a batch (default: 32)")
+    command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="number of rows per batch (default: 32)")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only layers whose path matches: '*bn*'")
-    command.add_argument("--overwrite", action="store_true", help="replace the output where it exists")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
     _json(command)
 
 
 def _lint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "look for numeric hazards in a model before it is trained"
-    command = _command(commands, "lint", says, command_functions.lint)
-    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
-    command.add_argument("--data", metavar="FILE", help="an .npz file with inputs (x) and targets (y) to look at too")
-    command.add_argument("--ignore", action="append", metavar="RULE", default=[], help="leave a rule out")
+    summary = "check a model for numeric hazards before it is trained"
+    command = _command(commands, "lint", summary, command_functions.lint)
+    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model")
+    command.add_argument("--data", metavar="FILE", help="an .npz file with inputs (x) and targets (y) to check, too")
+    command.add_argument("--ignore", action="append", metavar="RULE", default=[], help="disable a rule")
     _json(command)
 
 
 def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad"
-    command = _command(commands, "diagnose", says, command_functions.diagnose)
-    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file with the whole model")
+    summary = "find the first layer of a model with bad outputs on a batch, in inference and in training mode, and why"
+    command = _command(commands, "diagnose", summary, command_functions.diagnose)
+    command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file: inputs (x), targets (y)")
     command.add_argument("--rows", type=int, default=32, metavar="NUMBER", help="number of rows of the data to run (default: 32)")
     _json(command)
 
 
 def _check_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "check a policy and say in sentences what it will do, and what in it has no effect"
-    command = _command(commands, "check-policy", says, command_functions.check_policy)
+    summary = "check a policy, and explain what it will do and which parts of it have no effect"
+    command = _command(commands, "check-policy", summary, command_functions.check_policy)
     command.add_argument("policy", metavar="POLICY", help="a .toml, .yaml or .json file, or the name of a preset")
-    command.add_argument("--model", metavar="FILE", help=f"a file of the model that it is for, to compare names with: {_FILES}")
+    command.add_argument("--model", metavar="FILE", help=f"a file of the model, to check names against: {_FILES}")
     _json(command)
 
 
 def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "run the bad step of an incident's bundle again and say why it is bad"
-    command = _command(commands, "replay", says, command_functions.replay)
-    command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident, as Incident.bundle names it")
-    command.add_argument("--model", metavar="FILE", help="a .keras file, where the bundle holds no configuration")
-    own = "module with the classes and functions of your own that the model is made of; it is imported"
+    summary = "run the bad step of an incident bundle again and diagnose it"
+    command = _command(commands, "replay", summary, command_functions.replay)
+    command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident: Incident.bundle")
+    command.add_argument("--model", metavar="FILE", help="a .keras file, if the bundle contains no configuration")
+    own = "module to import with custom classes and functions of the model"
     command.add_argument("--import", dest="own", metavar="MODULE", action="append", default=[], help=own)
     modes = command.add_mutually_exclusive_group()
     for mode in ("eager", "graph", "xla"):
-        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"run it in {mode} mode")
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"run the step in {mode} mode")
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
-    command.add_argument("--device", metavar="NAME", help="where to run: CPU:0, GPU:0")
-    command.add_argument("--plain", action="store_true", help="only run the step, without the trials in which one thing is changed")
+    command.add_argument("--device", metavar="NAME", help="device to run on: CPU:0, GPU:0")
+    command.add_argument("--plain", action="store_true", help="only run the step, without counterfactuals")
     _json(command)
 
 
 def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "list the incidents of a guarded run"
-    command = _command(commands, "report", says, command_functions.report)
+    summary = "list the incidents of a guarded run"
+    command = _command(commands, "report", summary, command_functions.report)
     kinds = "the directory that was given to NanGuard, a .json or .jsonl file of guard.report, or a bundle"
     command.add_argument("path", metavar="REPORT", help=kinds)
-    command.add_argument("-o", "--output", metavar="FILE", help="write it as .md, .html, .json or .jsonl instead of printing it")
+    command.add_argument("-o", "--output", metavar="FILE", help="write a .md, .html, .json or .jsonl file instead of printing")
     _json(command)
 
 
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "train a small network on data with five broken images, with and without the guard, and without the five"
-    _command(commands, "demo", says, command_functions.demo)
+    summary = "train a small network on data with five corrupted images, with and without the guard, and without the five"
+    _command(commands, "demo", summary, command_functions.demo)
 
 
 def _completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    says = "print a completion script: source <(keras-nanguard completion bash)"
-    command = _command(commands, "completion", says, lambda given: command_functions.completion(given, parser()))
+    summary = "print a completion script: source <(keras-nanguard completion bash)"
+    command = _command(commands, "completion", summary, lambda given: command_functions.completion(given, parser()))
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def _limits(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=float, metavar="NUMBER", help="magnitude that no value may exceed")
-    says = "magnitude that no moving statistic may exceed (default: 1e6)"
-    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=says)
+    summary = "magnitude that no moving statistic may exceed (default: 1e6)"
+    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=summary)
 
 
 def _json(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Reports as tables on a terminal. Names from files are shown as plain text: nothing in them is taken for markup."""
+"""Reports as tables on a terminal. Names from files are plain text, never markup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tables:
         self._console = console or Console()
 
     def scan(self, report: ScanReport, notes: bool) -> None:
-        """Print what a scan found, worst first."""
+        """Print the result of a scan, worst first."""
         wanted = ("error", "warning", "note") if notes else ("error", "warning")
         rows = [
             (entry, found) for layer in report.layers for entry in layer.variables for found in entry.problems if found.severity in wanted
@@ -54,7 +54,7 @@ class Tables:
         self._line(report.headline(), "green" if report.clean else "bold red")
 
     def repair(self, report: RepairReport) -> None:
-        """Print what a repair did and what it left alone."""
+        """Print the changes of a repair, and the variables that it did not change."""
         table = Table("variable", "", "what was done", box=None, pad_edge=False, header_style="bold")
         for change in report.changes[:_MAX_ROWS]:
             table.add_row(Text(change.path), Text(change.status, style=_STYLES[change.status]), Text(change.detail))
@@ -67,7 +67,7 @@ class Tables:
 
     def lint(self, report: LintReport) -> None:
         """Print the hazards of a model, worst first."""
-        table = Table("hazard", "where", "what was seen", "what to do", box=None, pad_edge=False, header_style="bold")
+        table = Table("hazard", "where", "observation", "remedy", box=None, pad_edge=False, header_style="bold")
         for hazard in report.hazards:
             code = Text(hazard.code, style=_STYLES[hazard.severity])
             table.add_row(code, Text(hazard.path), Text(hazard.detail), Text(hazard.fix))

@@ -1,4 +1,4 @@
-"""Messages of Python functions in the words of the command line: `overwrite=True` becomes `--overwrite`."""
+"""Translation of messages of Python functions for the command line: `overwrite=True` becomes `--overwrite`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["in_options", "option_words"]
 _VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
 
 _ELSEWHERE = {"custom_objects": "--import"}
-"""Arguments of Python functions whose option has another name."""
+"""Options whose name differs from that of the argument."""
 
 
 def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the options of a command by the names of the arguments of Python that they stand for; `""` for what has no dashes."""
+    """Return the options of a command by the names of the Python arguments; `""` for positional arguments."""
     found = {}
     for action in command._actions:
         if action.dest not in ("help", "mode"):
@@ -25,16 +25,16 @@ def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:
-    """Return a message with its `argument=value` written as the option and its value.
+    """Return a message with each `argument=value` replaced by the option and its value.
 
     Args:
         text: the message.
-        options: as `option_words` returns them.
+        options: the options, from `option_words`.
     """
     if not options:
         return text
 
-    def said(match: re.Match[str]) -> str:
+    def option_of(match: re.Match[str]) -> str:
         option, value = options[match[1]], match[2]
         if value == "True":
             return option
@@ -44,4 +44,4 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
         return f"{option} {plain}" if option else value
 
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    return re.sub(rf"(?<![\w-])({names}){_VALUE}", said, text)
+    return re.sub(rf"(?<![\w-])({names}){_VALUE}", option_of, text)

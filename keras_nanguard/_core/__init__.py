@@ -1,1 +1,1 @@
-"""What every other package shares: records, errors, the definition of finite, whole files. Imports neither Keras nor a backend."""
+"""Shared by all other packages: records, errors, the definition of "finite", atomic files. Imports neither Keras nor a backend."""

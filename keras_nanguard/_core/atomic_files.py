@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside and renamed, brought to the disk, and checked when read.
+"""Atomic files: written under a temporary name, synced, renamed, and checked against a checksum when read.
 
 Imports no backend.
 """
@@ -19,7 +19,7 @@ from keras_nanguard._core.errors import FileFormatError
 __all__ = ["beside", "fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
 
 BESIDE = ".unfinished-"
-"""Start of the name of everything that is being written, or being removed."""
+"""Prefix of the names of files and folders that are being written or removed."""
 
 
 def fingerprint(path: Path) -> str:
@@ -32,7 +32,7 @@ def fingerprint(path: Path) -> str:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have the contents of a file, or the names in a folder, on the disk before going on."""
+    """Sync the contents of a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,7 +41,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def put(finished: Path, path: Path) -> None:
-    """Give a finished file or folder its name, and have that name on the disk."""
+    """Move a finished file or folder to its final path, and sync the folder that contains it."""
     os.replace(finished, path)
     if os.name != "nt":  # which opens no folder
         flush_to_disk(path.parent)
@@ -49,7 +49,7 @@ def put(finished: Path, path: Path) -> None:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Give the name under which a file or folder is to be written; it gets its own when the block ends, and is removed on an error."""
+    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed on an error."""
     unfinished = path.with_name(f"{BESIDE}{os.getpid()}-{path.name}")
     _discard(unfinished)
     try:
@@ -67,8 +67,8 @@ def _discard(path: Path) -> None:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object with a checksum of itself, in one piece."""
-    text = json.dumps({**data, "sha256": _seal(data)}, indent=1, allow_nan=False)
+    """Write a JSON object with its checksum, atomically."""
+    text = json.dumps({**data, "sha256": _checksum(data)}, indent=1, allow_nan=False)
     with beside(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -79,23 +79,23 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object that `write_json` has written.
 
     Raises:
-        FileFormatError: if it is missing, cut short or changed.
+        FileFormatError: if it is missing, truncated or modified.
     """
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict) or data.pop("sha256", None) != _seal(data):
-        raise FileFormatError(f"{path} is not as it was written: its checksum does not fit")
+    if not isinstance(data, dict) or data.pop("sha256", None) != _checksum(data):
+        raise FileFormatError(f"{path} was modified or damaged: its checksum does not match")
     return data
 
 
-def _seal(data: Mapping[str, Any]) -> str:
+def _checksum(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def remove(path: Path) -> None:
-    """Remove a folder such that it is never half there under its own name; of a link to one, the link alone."""
+    """Remove a folder atomically, by renaming it first; of a symbolic link remove only the link."""
     unfinished = path.with_name(BESIDE + path.name)
     if path.is_symlink():
         path.unlink()
@@ -106,6 +106,6 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that died has left unfinished."""
+    """Remove the unfinished files and folders of a process that died."""
     for path in folder.glob(BESIDE + "*"):
         _discard(path)

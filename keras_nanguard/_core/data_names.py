@@ -1,22 +1,22 @@
-"""What the arrays of a batch are called: by the place they have in it, and as the user calls them. Level 0: imports no backend."""
+"""Names of the arrays of a batch: paths within the batch, and the names that the user knows. Imports no backend."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["input_names", "named", "shown"]
+__all__ = ["argument_path", "input_names", "named"]
 
-OF_KERAS = ("keras_tensor", "input_layer")
-"""How the names begin that Keras gives to inputs that have none."""
+GENERATED_PREFIXES = ("keras_tensor", "input_layer")
+"""Prefixes of the names that Keras generates for inputs without a name."""
 
 ROLES = {"inputs": "x", "targets": "y"}
-"""Arguments of `fit`, by the role of what they hold."""
+"""Arguments of `fit`, by the role of their arrays."""
 
 
 def input_names(model: Any) -> tuple[str, ...]:
-    """Return the name of each `keras.Input` of a functional model, `""` where the user gave none; none for other models."""
+    """Return the name of each `keras.Input` of a functional model, `""` for generated names; `()` for other models."""
     names = [str(getattr(tensor, "name", "")) for tensor in getattr(model, "inputs", None) or ()]
-    return tuple("" if name.startswith(OF_KERAS) else name for name in names)
+    return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
 
 
 def named(path: str, names: tuple[str, ...]) -> str:
@@ -26,7 +26,7 @@ def named(path: str, names: tuple[str, ...]) -> str:
     return f"{role}/{names[number]}" if role in ("inputs", "x") and number < len(names) and names[number] else path
 
 
-def shown(path: str) -> str:
-    """Return the path of an array of the batch as `fit` names it: `x`, `x/age`, `y`."""
+def argument_path(path: str) -> str:
+    """Return the path of an array of the batch by the arguments of `fit`: `x`, `x/age`, `y`."""
     role, slash, rest = path.partition("/")
     return ROLES.get(role, role) + slash + rest

@@ -1,7 +1,7 @@
-"""Every error of the library, and the one sentence form they share.
+"""The errors of the library, and the form of their messages.
 
-A message says what was expected, what was received and what to do, in that order (Keras' own convention).
-Level 0: imports no backend.
+A message says what was expected, what was received and what to do, in this order (the convention of Keras).
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def expected(what: str, received: object, remedy: str) -> str:
 
 
 def no_model(received: object, command: str) -> GuardError:
-    """Return the error for something that is no model.
+    """Return the error for an argument that is not a model.
 
     Args:
-        received: what it is.
-        command: the command of the command line that takes the path of a model, with `{path}` in its place.
+        received: the argument.
+        command: the command of `keras-nanguard` that accepts the path of a model, with the placeholder `{path}`.
     """
     if isinstance(received, (str, os.PathLike)):
         path = os.fspath(received)
@@ -47,18 +47,18 @@ class NanGuardError(Exception):
 
 
 class GuardError(NanGuardError, ValueError):
-    """The guard was given something it cannot guard (no compiled model, no optimizer, a wrong argument)."""
+    """The guard was given something that it cannot guard (an uncompiled model, no optimizer, a wrong argument)."""
 
 
 class GuardInUseError(GuardError):
-    """One guard was handed to two fits that run at the same time."""
+    """One guard was passed to two fits that run at the same time."""
 
 
 class PolicyError(NanGuardError, ValueError):
     """A policy is not valid.
 
     Attributes:
-        problems: every problem found, each with its path. Empty where there is no document to find any in.
+        problems: every problem found, each with its path. Empty where there is no document.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()):
@@ -67,23 +67,23 @@ class PolicyError(NanGuardError, ValueError):
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """The same as `problems`."""
+        """Alias of `problems`."""
         return self.problems
 
 
 class FileFormatError(NanGuardError, ValueError):
-    """A file is missing, truncated, of another format, or hostile."""
+    """A file is missing, truncated, malicious or of another format."""
 
 
 class BundleError(FileFormatError):
-    """An incident bundle cannot be read or is refused as unsafe."""
+    """An incident bundle cannot be read, or is rejected as unsafe."""
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):
-    """Raised by the action `raise_error`. The message is the line of the incident: what, where, why, and what to do.
+    """Raised by the action `raise_error`. The message is that of the incident: what, where, why, and what to do.
 
     Attributes:
-        incident: the `Incident`, complete.
+        incident: the complete `Incident`.
     """
 
     def __init__(self, message: str, incident: object = None):
@@ -92,4 +92,4 @@ class NonFiniteError(NanGuardError, FloatingPointError):
 
 
 for _error in (NanGuardError, GuardError, GuardInUseError, PolicyError, FileFormatError, BundleError, NonFiniteError):
-    _error.__module__ = "keras_nanguard.errors"  # where users catch them, and where a pickle of one looks for its class
+    _error.__module__ = "keras_nanguard.errors"  # the public module, which pickle stores

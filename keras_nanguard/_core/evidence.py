@@ -1,4 +1,4 @@
-"""What a diagnosis is decided from: measured facts as plain values. Pure; imports no backend."""
+"""The evidence of a diagnosis: measured facts as plain values. Imports no backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 COMPILE_LOSS = "compile_loss"
-"""Frame of Keras' sum over the losses given to `compile`."""
+"""Name of the frame in which Keras sums the losses given to `compile`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Operand:
     """One float input of an operation.
 
     Attributes:
-        max_abs: its largest finite magnitude, 0.0 where it holds no finite number.
-        zero: whether it holds a zero.
-        negative: whether it holds a finite number below zero.
+        max_abs: its largest finite magnitude, 0.0 if no entry is finite.
+        zero: whether it contains a zero.
+        negative: whether it contains a finite negative number.
         dtype: its dtype.
-        tiny: whether it holds numbers so small that dividing by them overflows.
-        infinite: whether it holds NaN or Inf.
-        holds: which of NaN, Inf and -Inf it holds, in words.
-        whole: whether it holds nothing else.
+        tiny: whether it contains numbers so small that division by them overflows.
+        infinite: whether it contains NaN or Inf.
+        holds: which of NaN, Inf and -Inf it contains, in words.
+        whole: whether it contains nothing else.
     """
 
     max_abs: float
@@ -53,26 +53,26 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The operation that made the first NaN or Inf that reached a bad result.
+    """The operation that produced the first NaN or Inf that reached a bad result.
 
     Attributes:
-        order: number of the operation within the step.
-        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` where it was there before the step computed.
-        op: type of the operation in the backend's words (`"Exp"`), or the name of what it came from.
+        order: index of the operation within the step.
+        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` where the value existed before the step.
+        op: type of the operation as the backend names it (`"Exp"`), or the name of the source.
         phase: `"forward"`, `"loss"`, `"backward"`, `"update"` or `"other"`; `"slope"` where forward and backward pass cannot be
-            told apart.
+            distinguished.
         frames: what was running, outermost first: paths of layers, names of losses.
         culprit: path of the layer or name of the loss to blame, `""` where none was running.
         layer_class: class of that layer or loss.
         nan: NaN entries of its result.
         inf: infinite entries of its result.
-        size: all entries of its result.
+        size: number of entries of its result.
         operands: its float inputs.
         dtype: dtype of its result.
-        rows: rows of the batch with a bad entry; empty where the result has no rows or all of them are bad.
+        rows: rows of the batch with a bad entry; empty where the result has no rows or every row is bad.
         all_rows: whether every row is bad.
-        variables: paths of the variables that it takes in as they are.
-        line: source line of the user's own code, `""` where there is none.
+        variables: paths of the variables that it reads directly.
+        line: source line in the user's code, `""` where there is none.
     """
 
     order: int
@@ -102,10 +102,10 @@ class Spread:
         max_abs: largest magnitude.
         mean: mean.
         std: standard deviation.
-        constant: number of features that have one value in all rows.
+        constant: number of features with the same value in all rows.
         features: number of features.
         outliers: rows whose largest magnitude is far above that of the others.
-        integer: whether its dtype is an integer one.
+        integer: whether its dtype is an integer dtype.
     """
 
     name: str
@@ -134,10 +134,10 @@ class TargetFault:
 
     Attributes:
         loss: name of the loss.
-        output: name of the output, `""` where there is one only.
+        output: name of the output, `""` where there is only one.
         rows: rows of the batch.
         words: what is wrong, as a clause: `"class index 12 with 10 classes"`.
-        fatal: whether the loss must come out wrong or non-finite by it, not only mean something else.
+        fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
     """
 
     loss: str
@@ -174,18 +174,18 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How loss, gradient norm and weights went before the step.
+    """The history of loss, gradient norm and weights before the step.
 
     Attributes:
-        steps: good steps that are remembered, and so judged.
-        loss: last loss over the first ones; 1.0 where that cannot be said.
-        norm: last gradient norm over the first ones.
-        weights: norm of all trainable weights over what it was at the start, 1.0 where that is not known.
-        largest_weight: largest magnitude among them now.
-        largest_weight_before: what it was at the start.
+        steps: number of good steps in the history.
+        loss: ratio of the last loss to the first ones; 1.0 where it is not defined.
+        norm: ratio of the last gradient norm to the first ones.
+        weights: ratio of the norm of all trainable weights to that at the start, 1.0 where it is not known.
+        largest_weight: their largest magnitude now.
+        largest_weight_before: their largest magnitude at the start.
         losses: the last few losses.
         norms: the last few gradient norms.
-        jump: the largest factor between the loss of two steps that follow each other, and the step of it.
+        jump: the largest rise of the loss over its lowest value before, as a factor, and the step of it.
     """
 
     steps: int = 0
@@ -199,16 +199,16 @@ class Growth:
     jump: tuple[float, int] = (1.0, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; numbers are strings, as JSON has no infinity."""
+        """Return plain JSON values; numbers are strings, because JSON has no infinity."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: [str(v) for v in value] if isinstance(value, tuple) else str(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Growth:
-        """Return what `to_dict` was given.
+        """Rebuild it from `to_dict()`.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is not of that form.
+            KeyError, TypeError, ValueError: if it does not have that form.
         """
         factor, step = given["jump"]
         lists = {name: tuple(float(v) for v in given[name]) for name in ("losses", "norms")}
@@ -219,18 +219,18 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """The hyper-parameters that can go wrong.
+    """The hyperparameters of an optimizer.
 
     Attributes:
         name: name of its class.
-        learning_rate: its rate now.
-        epsilon: as set, `None` where it has none.
-        epsilon_in_dtype: what remains of it in the dtype of the weights.
+        learning_rate: its present learning rate.
+        epsilon: as configured, `None` where it has none.
+        epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.
         clips: whether it clips gradients.
         momentum: its momentum, 0.0 where it has none.
-        scaled: whether a `LossScaleOptimizer` is around it.
-        settings: name and value of each other hyper-parameter that is in use, by Keras' names.
+        scaled: whether a `LossScaleOptimizer` wraps it.
+        settings: name and value of each other hyperparameter that is in use, by Keras' names.
     """
 
     name: str
@@ -245,12 +245,12 @@ class OptimizerFacts:
 
     @property
     def shrinks(self) -> float:
-        """By what weight decay alone multiplies the weights in one step; beyond -1 they grow by it."""
+        """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes them grow."""
         return 1.0 - self.learning_rate * dict(self.settings).get("weight_decay", 0.0)
 
 
 BACKWARD = ("backward", "slope")
-"""Phases of a `Origin` in which a gradient is computed."""
+"""Phases of an `Origin` in which a gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class Evidence:
         step: number of the step.
         refused: whether it was refused.
         sites: sites and kinds of the findings, in causal order, as `"loss:nonfinite"`.
-        value: the number that the first finding tells, such as the loss of a spike.
+        value: the value of the first finding, such as the loss of a spike.
         state: paths of variables that were bad before the step, with their roles.
         state_fresh: whether they were bad before training began.
         inputs_bad: bad arrays among the inputs.
@@ -273,30 +273,30 @@ class Evidence:
         replay: `"bad"`, `"finite"`, `"failed"`, or `""` where there was none.
         replay_error: the exception of a failed replay.
         mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
-        same_mode: what came of a replay in that mode.
+        same_mode: result of a replay in that mode.
         first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`, `"slots"`.
-        first_path: the variable there, where it has one.
-        birth: where the first bad value was born.
+        first_path: path of the variable there, if any.
+        origin: the operation that produced the first bad value.
         loss_parts: name and value of each part of the loss.
-        float32: what came of a replay in float32: `"finite"`, `"bad"` or `""`.
-        rescaled: what came of a replay with inputs and targets scaled to unit size.
-        at_start: what came of a replay with the first state in place of this one.
-        without_rows: what came of a replay without `rows`.
-        unscaled: what came of a replay with a loss scale of 1.
+        float32: result of a replay in float32: `"finite"`, `"bad"` or `""`.
+        rescaled: result of a replay with inputs and targets scaled to unit magnitude.
+        at_start: result of a replay with the initial state in place of this one.
+        without_rows: result of a replay without `rows`.
+        unscaled: result of a replay with a loss scale of 1.
         inference: whether outputs in inference mode are finite.
-        training: the same in training mode, where both were looked at.
+        training: the same in training mode, where both were measured.
         rows: rows to blame.
         count: number of rows of the batch.
         low_precision: lowest float dtype that a layer computes in.
-        growth: the history.
+        growth: the history before the step.
         optimizers: the optimizers.
-        objective: words and value of each loss weight and regularizer that is far from the usual.
+        objective: name and value of each loss weight and regularizer of unusual size.
         gradient_norm: global gradient norm of the step, NaN where it is not known.
-        written: whether the bad weights or slots cannot have been made by the update, whose numbers are all moderate.
+        written: whether the update cannot have produced the bad weights or slots, because all of its numbers are moderate.
         loss_scale: the loss scale, `None` where there is none.
-        loss_scale_start: the loss scale that the optimizer begins with.
+        loss_scale_start: the initial loss scale of the optimizer.
         table: one row for each call of a layer.
-        notes: what else was seen, as sentences.
+        notes: further observations, as sentences.
     """
 
     step: int = 0

@@ -1,10 +1,10 @@
-"""The one definition of "finite": counts, and sums that are finite exactly when what they sum over is.
+"""The one definition of "finite": counts, and sums that are finite exactly when all of their terms are.
 
-A sum (or a sum of squares) of finite numbers is finite unless it overflows; a sum with one NaN or Inf in it never is:
-NaN and Inf absorb every addition, and Inf - Inf is NaN. So one pass that reads a tensor once, with no comparison and no
-temporary, tells whether a precise look is needed. ``max(|x|)`` would not do: several backends drop NaN there.
+A sum (or a sum of squares) of finite numbers is finite unless it overflows; a sum with a NaN or Inf among its terms never
+is: NaN and Inf absorb every addition, and Inf - Inf is NaN. So one pass that reads a tensor once, with no comparison and
+no temporary, decides whether exact counts are needed. ``max(|x|)`` is not suitable: several backends drop NaN there.
 
-The host's half, in NumPy. Each backend has the same two sums in its own idiom beside its transaction.
+This is the NumPy implementation for the host. Each backend implements the same two sums beside its transaction.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FLOATS = frozenset(
 
 
 _NATIVE = frozenset("fdbBhHiIlLqQ?")
-"""Type codes of the dtypes in which NumPy can count as they are."""
+"""Type codes of the dtypes that NumPy supports without conversion."""
 
 _SMALL = 4096
-"""Entries up to which comparing each of them is faster than setting up a dot product."""
+"""Number of entries up to which comparing each of them is faster than a dot product."""
 
 _WORDS = 256
-"""Columns of the table of a fingerprint."""
+"""Number of columns of the table of a fingerprint."""
 
 
 def is_float(dtype: Any) -> bool:
@@ -45,9 +45,9 @@ def is_float(dtype: Any) -> bool:
 
 
 def widen(array: Any) -> np.ndarray[Any, Any]:
-    """Return the array in a dtype in which NumPy can count: ml_dtypes (bfloat16, float8) and float16 as float32."""
+    """Return the array in a dtype that NumPy computes with: ml_dtypes (bfloat16, float8) and float16 as float32."""
     known: np.ndarray[Any, Any] = np.asarray(array)
-    if known.dtype.char in _NATIVE:  # NumPy's own, whose long names take it longer than their numbers
+    if known.dtype.char in _NATIVE:  # a type code is faster to read than the name of the dtype
         return known
     if known.dtype.kind == "V" or known.dtype == np.float16 or known.dtype.name.startswith(("bfloat", "float8")):
         return known.astype(np.float32)
@@ -77,16 +77,16 @@ def counts(array: Any) -> tuple[int, int, int]:
 
 
 def largest(array: Any) -> float:
-    """Return the largest magnitude of an array that is finite, 0 for one that is empty or no float."""
+    """Return the largest magnitude of a finite array, 0 if it is empty or not of a float dtype."""
     array = widen(array)
     return float(np.max(np.abs(array))) if array.dtype.kind in "fc" and array.size else 0.0
 
 
 def fingerprint(array: Any) -> np.ndarray[Any, Any]:
-    """Return a few numbers that stay as they are only while every bit of the array does.
+    """Return a checksum that changes when any bit of the array changes.
 
-    The bits are laid out as a table of integers and added up by rows and by columns, which takes 0.4% of the room of a copy. The
-    sums cannot overflow in a way that matters, and a change of less than four entries cannot leave both as they were.
+    The bits are arranged as a table of integers and summed by rows and by columns, which takes 0.4% of the memory of a copy.
+    Integer overflow of the sums is harmless, and no change of less than four entries leaves both sums unchanged.
     """
     flat = np.ravel(array)
     words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 8)}"))

@@ -1,6 +1,6 @@
-"""What the last steps measured, kept for the day when something goes wrong. Pure; imports no backend.
+"""The measurements of the last steps, stored for the diagnosis of a later incident. Imports no backend.
 
-Pushing costs a store into a list. All arithmetic waits until an incident asks for it.
+Pushing is one store into a list. All arithmetic is deferred until an incident needs it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from keras_nanguard._core import finiteness
 
 __all__ = ["JUMP", "RISE", "History", "Measured", "magnitudes", "sizes"]
 
-KEPT = 128
-"""Steps that are remembered; a power of two."""
+CAPACITY = 128
+"""Number of steps that are stored; a power of two."""
 
 JUMP = 20.0
-"""Rise of the loss over its lowest value before, from which one look shows that the network has died of it."""
+"""Rise of the loss over its lowest value before, above which one check of dead units is conclusive."""
 
 RISE = 3.0
-"""Rise of the loss from which it is worth a look; after a rise below `JUMP` two looks in a row have to show the same, of
-kernels that have moved before."""
+"""Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to agree, for kernels that
+have changed before."""
 
-_EXACT = 1e-20
-"""A sum of squares between this and its inverse has neither overflowed in float32 nor lost what matters."""
+_MIN_EXACT = 1e-20
+"""A sum of squares between this and its inverse has neither overflowed nor underflowed in float32."""
 
-FIRST = 5
-"""Steps from which the magnitude at the start is taken."""
+START_STEPS = 5
+"""Number of steps from which the initial magnitude is taken."""
 
 
 class Measured(NamedTuple):
-    """What one good step measured."""
+    """The measurements of one good step."""
 
     step: int
     loss: float
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class History:
-    """A ring of what good steps measured, and the very first of them.
+    """A ring buffer of the measurements of good steps, and the first few of them.
 
     Attributes:
         weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
@@ -57,44 +57,44 @@ class History:
     __slots__ = ("_first", "_ring", "weights")
 
     def __init__(self) -> None:
-        self._ring: list[tuple[int, float, float, float] | None] = [None] * KEPT
+        self._ring: list[tuple[int, float, float, float] | None] = [None] * CAPACITY
         self._first: list[tuple[int, float, float, float]] = []
         self.weights: dict[int, tuple[float, float]] = {}
 
     def push(self, step: int, loss: float, squares: float, scale: float) -> None:
-        """Remember one good step: its loss, half the sum of squares of its gradients, its loss scale.
+        """Store one good step: its loss, half the sum of squares of its gradients, its loss scale.
 
         This runs in every step.
         """
-        entry = self._ring[step & (KEPT - 1)] = (step, loss, squares, scale)
-        if step < FIRST:
+        entry = self._ring[step & (CAPACITY - 1)] = (step, loss, squares, scale)
+        if step < START_STEPS:
             self._first.append(entry)
 
     def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
-        """Note how large these weights were at the start, while the first snapshot is still there."""
+        """Store the initial magnitude of these weights, while the first snapshot is still available."""
         first = next((s for s in snapshots if s.step == 0), None)
         if first is not None and not self.weights:
             known = [(id(v), first.value(v)) for v in weights]
             self.weights = {key: sizes(array) for key, array in known if array is not None}
 
     def before(self, step: int) -> list[Measured]:
-        """Return what is remembered of the steps before this one, oldest first."""
+        """Return the stored steps before this one, oldest first."""
         return [Measured(*entry) for entry in self._entries(step)]
 
     def _entries(self, step: int) -> list[tuple[int, float, float, float]]:
-        """Return the same as it is kept, for what looks at it again and again."""
+        """Return the same as plain tuples, for callers that run often."""
         return sorted([e for e in self._ring if e is not None and e[0] < step])
 
     def first(self, step: int) -> list[Measured]:
-        """Return the first good steps, as far as they lie before this one."""
-        return [Measured(*entry) for entry in self._first[:FIRST] if entry[0] < step]
+        """Return the first good steps before this one."""
+        return [Measured(*entry) for entry in self._first[:START_STEPS] if entry[0] < step]
 
     def jump(self, step: int) -> tuple[float, int]:
-        """Return the largest rise of the loss over its lowest value before, and the step of it."""
+        """Return the largest rise of the loss over its lowest value before, and the step where it occurred."""
         best, low = (1.0, 0), math.inf
         entries = self._entries(step)
         oldest = entries[0][0] if entries else step
-        for number, loss, _, _ in [*(e for e in self._first[:FIRST] if e[0] < oldest), *entries]:
+        for number, loss, _, _ in [*(e for e in self._first[:START_STEPS] if e[0] < oldest), *entries]:
             size = abs(loss)
             if not 0.0 < size < math.inf:  # neither NaN nor zero
                 continue
@@ -105,15 +105,15 @@ class History:
         return best
 
     def zeros(self, step: int, count: int) -> bool:
-        """Whether each of the last steps, so many, had a loss and no gradient at all."""
-        last = self._ring[(step - 1) & (KEPT - 1)]
-        if last is not None and last[0] == step - 1 and last[2] != 0.0:  # as a rule
+        """Whether each of the last `count` steps had a nonzero loss and a gradient of exactly zero."""
+        last = self._ring[(step - 1) & (CAPACITY - 1)]
+        if last is not None and last[0] == step - 1 and last[2] != 0.0:  # the usual case
             return False
         entries = self._entries(step)[-count:]
         return len(entries) == count and all(squares == 0.0 and loss != 0.0 for _, loss, squares, _ in entries)
 
     def moving(self, step: int) -> bool:
-        """Whether the last step still had a gradient: what stands still then does so alone."""
+        """Whether the last step had a nonzero gradient."""
         entries = self._entries(step)
         return bool(entries) and entries[-1][2] > 0.0
 
@@ -127,7 +127,7 @@ def sizes(array: np.ndarray[Any, Any]) -> tuple[float, float]:
         flat = wide.ravel()
         largest = float(max(abs(flat.max()), abs(flat.min()))) if flat.dtype.kind == "f" else float(np.abs(flat).max())
         squares, unit = float(np.vdot(flat, flat).real), 1.0
-        if not _EXACT < squares < 1.0 / _EXACT and 0.0 < largest < math.inf:
+        if not _MIN_EXACT < squares < 1.0 / _MIN_EXACT and 0.0 < largest < math.inf:
             scaled, unit = flat / largest, largest
             squares = float(np.vdot(scaled, scaled).real)
     norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf

@@ -1,7 +1,6 @@
-"""The records that cross every seam: site -> verdict -> incident -> decision -> outcome.
+"""The records that all parts exchange: site -> verdict -> incident -> decision -> outcome.
 
-All of them are frozen, hold only plain Python values and print as JSON with a format number.
-Level 0: imports no backend.
+All of them are frozen, contain only plain Python values and convert to JSON with a format version. Imports no backend.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.errors import FileFormatError, expected
 
 __all__ = [
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Number of the JSON form of an `Incident`; raised whenever a reader of the old form would misread the new one."""
+"""Version of the JSON format of an `Incident`; incremented whenever a reader of the old format would misread the new one."""
 
 SITES = (
     "inputs",
@@ -45,15 +44,15 @@ SITES = (
     "validation",
     "predictions",
 )
-"""Where trouble shows, in causal order: what stands earlier can cause what stands later, never the reverse."""
+"""Where a check can fail, in causal order: an earlier site can be the cause of a later one, never the reverse."""
 
 KINDS = ("nonfinite", "explosion", "spike", "out_of_range", "collapse", "stuck")
-"""What the trouble is.
+"""The kinds of findings.
 
-`nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows or that it grew by orders
-of magnitude over steps. `spike`: one finite jump. `out_of_range`: outside the limits that the policy sets. `collapse`:
-a loss scale at which nothing can be learned. `stuck`: a value that has to move and does not (BatchNorm statistics,
-dead gradients).
+`nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows, or grown by orders of
+magnitude over steps. `spike`: one finite jump. `out_of_range`: outside the limits of the policy. `collapse`: a loss
+scale at which nothing can be learned. `stuck`: a value that should change and does not (BatchNorm statistics, zero
+gradients).
 """
 
 CAUSES = (
@@ -86,10 +85,10 @@ class Finding:
     Attributes:
         site: one of `SITES`.
         kind: one of `KINDS`.
-        path: Keras path of the layer or variable, name of the loss or metric, or `""` where the site has one place only.
+        path: Keras path of the layer or variable, name of the loss or metric, or `""` where the site is a single value.
         nan: number of NaN entries, or `None` where they were not counted.
         inf: number of +Inf and -Inf entries, or `None` where they were not counted.
-        size: number of entries looked at, or `None` where they were not counted.
+        size: number of entries, or `None` where they were not counted.
         value: the offending number (a loss, a norm, a scale), or `None`.
     """
 
@@ -106,7 +105,7 @@ class Finding:
         _one_of(self.kind, KINDS, "kind")
 
     def __str__(self) -> str:
-        """Return it in words: `gradients of dense/kernel: 96 of 96 NaN`."""
+        """Return it in words: `gradients of dense/kernel: 96 NaN of 96`."""
         where = f"{self.site} of {self.path}" if self.path else self.site
         if self.site in ("inputs", "targets") and self.path:
             where = f"{self.site} {self.path}"
@@ -122,14 +121,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis:
-    """Why a step went bad, with the evidence that decided it.
+    """The cause of a bad step, with the evidence for it.
 
     Attributes:
         cause: one of `CAUSES`.
         culprit: Keras path of the layer or variable, or the name of the loss.
         samples: row indices within the batch, most suspicious first; empty where no row is to blame.
-        evidence: sentences, each something that was measured.
-        advice: sentences, each something to do next.
+        evidence: sentences, each an observation or a measurement.
+        advice: sentences, each a recommendation.
         confidence: between 0.0 and 1.0.
     """
 
@@ -145,25 +144,25 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """Cause and culprit in a few words, data by the name that `fit` gives it: `input_nonfinite in 'x'`."""
+        """Cause and culprit in a few words, data by the argument of `fit`: `input_nonfinite in 'x'`."""
         return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
 
     @property
     def culprit_shown(self) -> str:
-        """The culprit as the user calls it: data by the name that `fit` gives it."""
-        return shown(self.culprit) if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else self.culprit
+        """The culprit by the name that the user knows: data by the argument of `fit`."""
+        return argument_path(self.culprit) if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else self.culprit
 
     @property
     def headline(self) -> str:
-        """Cause, place and rows in one sentence."""
+        """Cause, place and samples in one sentence."""
         words = f"Cause: {self.place}"
         if self.samples:
-            shown = ", ".join(str(s) for s in self.samples[:5]) + (", ..." if len(self.samples) > 5 else "")
-            words += f", at {'index' if len(self.samples) == 1 else 'indices'} {shown} of the batch"
+            indices = ", ".join(str(s) for s in self.samples[:5]) + (", ..." if len(self.samples) > 5 else "")
+            words += f", at {'index' if len(self.samples) == 1 else 'indices'} {indices} of the batch"
         return f"{words}."
 
     def __str__(self) -> str:
-        """Return it on several lines: the cause, what was seen, what to do."""
+        """Return it on several lines: the cause, the evidence, the advice."""
         return "\n".join([self.headline, *(f"  seen: {text}" for text in self.evidence), *(f"  do:   {text}" for text in self.advice)])
 
     def __repr__(self) -> str:
@@ -173,13 +172,13 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
-    """What the policy chose, as data.
+    """The decision of the policy, as data.
 
     Attributes:
         rule: name of the rule that fired, `""` where none did.
-        actions: the actions in order, each a plain mapping with the key `action` and its parameters.
+        actions: the actions in order, each a plain mapping of `action` and its parameters.
         reason: one sentence.
-        terminal: whether training ends with this decision.
+        terminal: whether it ends training.
     """
 
     rule: str = ""
@@ -196,7 +195,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one action: `status` is `"done"` or `"skipped"`, `detail` says what was done or why it was not."""
+    """The result of one action: `status` is `"done"` or `"skipped"`, `detail` says what was done or why it was not."""
 
     action: str
     status: str
@@ -214,22 +213,22 @@ class Outcome:
 class Incident:
     """The frozen record of one step whose verdict is bad.
 
-    `print(incident)` shows the line that is printed while training runs. It counts steps, epochs and batches from 1, as the
-    progress bar of Keras does; the attributes count from 0, as the arguments of Keras' callbacks do.
+    `print(incident)` shows the line that is printed during training. It counts steps, epochs and batches from 1, like the
+    progress bar of Keras; the attributes count from 0, like the arguments of Keras' callbacks.
 
     Attributes:
         step: train batches since this fit began, from 0 (exact also inside `steps_per_execution`).
         epoch: epoch number, from 0.
         batch: batch within the epoch, from 0.
         findings: every bad site, in causal order.
-        refused: True where the step did not commit, False where the trouble was seen in a committed state.
-        values: what the step measured: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist).
-        diagnosis: why, or `None` where no diagnosis was made.
-        decision: what the policy chose.
-        outcomes: what came of each action.
+        refused: True if the step did not commit, False if the finding is in a committed state.
+        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist).
+        diagnosis: the diagnosis, or `None` where none was made.
+        decision: the decision of the policy.
+        outcomes: the result of each action.
         bundle: folder from which the step can be replayed, or `None`.
-        replicas: numbers of the replicas that saw something bad, where a strategy trains on several; else empty.
-        committed: how many good steps had committed in this fit when it happened, or `None` where that is not known.
+        replicas: indices of the replicas with findings, where a strategy trains on several; else empty.
+        committed: number of steps that had committed in this fit before it, or `None` where that is not known.
     """
 
     step: int
@@ -258,12 +257,12 @@ class Incident:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The names of the actions that were done, but for leaving the step out and telling of it."""
+        """The names of the actions that were done, other than `skip` and `warn`."""
         return tuple(o.action for o in self.outcomes if o.status == "done" and o.action not in ("skip", "warn"))
 
     @property
     def moment(self) -> str:
-        """When it happened, in words that count from 1: `step 6 (epoch 1, batch 6)`, `in predict`, `before the first step`."""
+        """When it happened, counted from 1: `step 6 (epoch 1, batch 6)`, `in predict`, `before the first step`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
@@ -275,19 +274,19 @@ class Incident:
         return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
 
     def __str__(self) -> str:
-        """Return the line that is printed for it; what was done is part of it, and the advice where it is the user's turn."""
+        """Return the line that is printed for it, with the outcomes, and with the advice where the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
-        parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'trouble'}{also}."]
+        parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
-            parts += [self.diagnosis.headline, *(self.diagnosis.advice if self._asks else ())]
+            parts += [self.diagnosis.headline, *(self.diagnosis.advice if self._needs_user else ())]
         parts += [f"-> {o}." for status in ("done", "skipped") for o in self.outcomes if o.status == status and str(o) != "warn"]
         return " ".join(parts)
 
     @property
-    def _asks(self) -> bool:
-        """Whether only the user can go on from here: training ends, or a result is bad, about which nothing is done."""
-        ends = self.decision is not None and self.decision.terminal
-        return ends or bool({"validation", "predictions"} & set(self.sites))
+    def _needs_user(self) -> bool:
+        """Whether the user has to act: training ends, or a result of `evaluate` or `predict` is bad."""
+        terminal = self.decision is not None and self.decision.terminal
+        return terminal or bool({"validation", "predictions"} & set(self.sites))
 
     def __repr__(self) -> str:
         cause = f", cause={self.diagnosis.cause!r}" if self.diagnosis is not None else ""

@@ -1,4 +1,4 @@
-"""What one step tells the host: a row of numbers for every step, a report for a refused one.
+"""What one step reports to the host: a row of numbers for every step, and a report for a refused one.
 
 Pure Python and NumPy; the backends fill these in.
 """
@@ -15,43 +15,43 @@ from keras_nanguard._core.incident import Finding
 __all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
 
 PERIOD = 1 << 23
-"""The inner step is told modulo this number, which float32 holds exactly however long a run is."""
+"""The inner step number is reported modulo this number, so that float32 represents it exactly in runs of any length."""
 
 
 def logged_losses(logs: Any) -> dict[str, Any]:
-    """Return the logs that are losses, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
+    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else `*loss`."""
     if not isinstance(logs, dict):
         return {}
     return {k: v for k, v in logs.items() if str(k) == "loss"} or {k: v for k, v in logs.items() if str(k).endswith("loss")}
 
 
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the outputs that a call of `Model.compute_loss` was given, `None` where there are none."""
+    """Return `y_pred` of a call of `Model.compute_loss`, `None` where there is none."""
     names = ("x", "y", "y_pred", "sample_weight", "training")
     return {**dict(zip(names, args)), **kwargs}.get("y_pred")
 
 
 def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the flat outputs of a model, each with the name that Keras gives it."""
+    """Return the flat outputs of a model with their names in Keras."""
     names = getattr(model, "output_names", None) or []
     return [(str(names[i]) if i < len(names) else f"output_{i}", output) for i, output in enumerate(outputs)]
 
 
 class Verdict(NamedTuple):
-    """The numbers of one step; a sum that is not finite says that something below it is not.
+    """The numbers of one step; a sum that is not finite has at least one term that is not.
 
-    It leaves the compiled step as one row of numbers in this order, and is a record from there on.
+    The compiled step returns it as one row of numbers in this order; the host uses it as a record.
 
     Attributes:
         refused: whether the step was refused.
         loss: its loss.
-        gradients: half the sum of squares of all gradients, scaled by the loss scale, if any.
+        gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if any.
         statistics: the sum over the statistics that the forward pass wrote.
         weights, slots: the sums over weights and slots after the update, 0 where they were not read.
         scale: the loss scale, 1 where there is none.
-        step: the number of the step modulo `PERIOD`, counted on the accelerator, only where one execution runs several steps.
+        step: the step number modulo `PERIOD`, counted on the accelerator, where one execution runs several steps.
         halted: whether it was refused because an earlier step of the same execution left a bad state behind, or because the host
-            had something to do first about the step before it.
+            first had to handle the previous step.
     """
 
     refused: bool
@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Verdict:
-        """Read the row of numbers that left a step."""
+        """Return the verdict of a row of numbers of a step."""
         refused, loss, gradients, statistics, weights, slots, scale, step, halted = row
         return cls(refused > 0, loss, gradients, statistics, weights, slots, scale, int(step), halted > 0)
 
@@ -78,23 +78,23 @@ class Verdict(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether nothing that the step looked at is bad."""
+        """Whether every number that the step checked is finite."""
         total = self.loss + self.gradients + self.statistics + self.weights + self.slots
         return math.isfinite(total) and self.scale_is_valid
 
     @property
     def poisoned(self) -> bool:
-        """Whether the step committed and left weights or slots behind that are not finite."""
+        """Whether the step committed non-finite weights or slots."""
         return not (self.refused or math.isfinite(self.weights + self.slots))
 
     @property
     def scale_is_valid(self) -> bool:
-        """Whether the loss scale can scale anything: finite and above 0."""
+        """Whether the loss scale is usable: finite and positive."""
         return math.isfinite(self.scale) and self.scale > 0
 
     @property
     def only_gradients(self) -> bool:
-        """Whether nothing but the gradients is bad, which is what an ordinary float16 overflow looks like."""
+        """Whether only the gradients are bad, as in an ordinary float16 overflow."""
         return (
             self.refused
             and not math.isfinite(self.gradients)
@@ -105,20 +105,20 @@ class Verdict(NamedTuple):
 
 
 FIELDS = Verdict._fields
-"""The order of the numbers in the row in which a verdict leaves a step."""
+"""The order of the numbers in the row that a step returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a refused step kept: counts for each place it looked at, and the batch.
+    """The report of a refused step: counts for each variable, gradient and array that it checked, and the batch.
 
     Attributes:
         verdict: the row of that step.
-        rows: `(site, path)` of each place.
-        counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each place.
-        batch: the arguments of the step as they went in (nested as they were), or `None` where they were not kept.
-        replicas: the replicas that saw something bad, where there are several.
-        late: whether what is bad is the state, and the step before left it so.
+        rows: `(site, path)` of each.
+        counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
+        batch: the arguments of the step, with their nesting, or `None` where they were not stored.
+        replicas: the replicas with findings, where there are several.
+        left_by_previous: whether the bad values are in the state, and the previous step left them there.
     """
 
     verdict: Verdict
@@ -129,7 +129,7 @@ class Report:
     left_by_previous: bool = False
 
     def findings(self) -> list[Finding]:
-        """One finding for each bad place; a sum that overflowed although every entry is finite is an explosion."""
+        """Return one finding per bad row; a sum that overflowed although every entry is finite is an explosion."""
         found = [
             Finding(site, "nonfinite", path, int(nan), int(inf), int(size))
             for (site, path), (nan, inf, size) in zip(self.rows, self.counts)

@@ -1,1 +1,1 @@
-"""Why a step went bad: run it again on its untouched state, see where NaN and Inf are born, decide by what is seen."""
+"""Diagnosis: replay a refused step on its unchanged state, find the origin of NaN and Inf, and decide the cause from the evidence."""

@@ -1,23 +1,23 @@
-"""What to do about a cause, in sentences that fit the program at hand. Pure."""
+"""Advice for each cause, in sentences specific to the program. Pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 
-from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.causes import Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
 
 __all__ = ["ADVICE", "advice"]
 
-STEEP = 1e15
-"""Gradient norm from which the squares in an optimizer come near to overflowing."""
+MAX_NORM = 1e15
+"""Gradient norm above which the squares in an optimizer may overflow."""
 
 
 def advice(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
-    """Return what to do next."""
+    """Return the advice for a conclusion."""
     return tuple(dict.fromkeys(ADVICE[verdict.cause](e, verdict)))
 
 
@@ -26,7 +26,7 @@ def _name(verdict: Conclusion, otherwise: str) -> str:
 
 
 def _data(verdict: Conclusion, otherwise: str) -> str:
-    return f"{shown(verdict.culprit)!r}" if verdict.culprit else otherwise
+    return f"{argument_path(verdict.culprit)!r}" if verdict.culprit else otherwise
 
 
 def _rate(e: Evidence) -> str:
@@ -34,7 +34,7 @@ def _rate(e: Evidence) -> str:
 
 
 def _hint(e: Evidence) -> str:
-    """Return what to do about the operation that made the bad value, or about the layer whose one it is."""
+    """Return the advice for the operation that produced the bad value, or for the layer that contains it."""
     origin = e.origin
     return (HINTS.get(origin.op) or HINTS.get(origin.layer_class, "")) if origin is not None else ""
 
@@ -46,9 +46,9 @@ def _clause(e: Evidence) -> str:
 def _forward(e: Evidence, v: Conclusion) -> Iterator[str]:
     yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
     if kind(e.origin) in ("exp", "overflow") and not _hint(e):
-        yield "Bound what goes into it: normalise before it, or use a saturating activation."
+        yield "Bound its input: normalize before it, or use a saturating activation."
     if v.samples and e.without_rows == "finite":
-        yield f"Look at {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
+        yield f"Check {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
 
 
 def _loss(e: Evidence, v: Conclusion) -> Iterator[str]:
@@ -63,8 +63,8 @@ HINTS = {
     "RealDiv": "divide by maximum(x, epsilon), or use keras.ops.divide_no_nan.",
     "Sqrt": "take sqrt(maximum(x, 0) + epsilon).",
     "Rsqrt": "add an epsilon before rsqrt.",
-    "Reciprocal": "add an epsilon to what is divided by, or guard both sides of the `where`.",
-    "SqrtGrad": "add an epsilon inside the square root: its slope at 0 is infinite.",
+    "Reciprocal": "add an epsilon to the denominator, or guard both branches of the `where`.",
+    "SqrtGrad": "add an epsilon inside the square root: its derivative at 0 is infinite.",
     "RsqrtGrad": "add an epsilon inside the rsqrt.",
     "Pow": "keep the base above 0, or add an epsilon to it.",
     "Softmax": "make sure that each row has at least one entry that is not masked.",
@@ -73,43 +73,43 @@ HINTS = {
     "Atanh": "clip its argument to the open interval from -1 to 1.",
     "Xlogy": "keep its second argument above 0.",
     "Xdivy": "keep its second argument away from 0.",
-    "Cast": "what it casts is beyond the range of the lower dtype.",
+    "Cast": "its input exceeds the range of the lower dtype.",
 }
 
 
 def _rescale(e: Evidence, v: Conclusion) -> Iterator[str]:
     if v.because == "constant":
-        yield f"Drop features that never change before {_name(v, 'Normalization')}: it divides by their deviation, which is 0."
+        yield f"Drop constant features before {_name(v, 'Normalization')}: it divides by their standard deviation, which is 0."
         return
     constant = any(part.constant for part in e.inputs)
-    drop = ", and drop features that never change" if constant else ""
-    yield f"Scale {_data(v, 'the data')} to about unit deviation (keras.layers.Normalization, adapted to the data){drop}."
+    drop = ", and drop constant features" if constant else ""
+    yield f"Scale {_data(v, 'the data')} to about unit standard deviation (keras.layers.Normalization, adapted to the data){drop}."
 
 
 def _gradient(e: Evidence, v: Conclusion) -> Iterator[str]:
-    yield f"The value of {_name(v, 'the loss')} is finite, its slope is not{_clause(e)}"
-    yield "With `where`, put a safe value into the unused branch before the function, not after it: 0 times Inf is NaN."
+    yield f"The value of {_name(v, 'the loss')} is finite, its gradient is not{_clause(e)}"
+    yield "With `where`, put a safe value into the unused branch before the function is applied, not after: 0 times Inf is NaN."
 
 
 def _diverged(e: Evidence, v: Conclusion) -> Iterator[str]:
     for o in e.optimizers:
         if abs(o.shrinks) > 1.0:
             decay = dict(o.settings)["weight_decay"]
-            yield f"Lower weight_decay={decay:g}: times the learning rate of {o.learning_rate:g} it has to stay far below 1."
+            yield f"Lower weight_decay={decay:g}: its product with the learning rate of {o.learning_rate:g} has to stay far below 1."
     for words, _ in e.objective:
         yield f"{words} multiplies the gradients: lower it."
     if v.because == "recurrence" and not e.growth.steps and e.origin is not None and e.origin.phase == "forward":
-        yield f"Nothing has been learned yet: use a bounded activation (tanh) in {_name(v, 'the layer')}, or smaller initial weights."
-        yield "Scale the inputs to about unit deviation, or make the sequences shorter."
+        yield f"Training has not started to learn: use a bounded activation (tanh) in {_name(v, 'the layer')}, or smaller initial weights."
+        yield "Scale the inputs to about unit standard deviation, or shorten the sequences."
         return
-    yield f"Lower the learning rate (try {_rate(e)}), or warm it up."
+    yield f"Lower the learning rate (try {_rate(e)}), or use a warmup."
     if not any(o.clips for o in e.optimizers):
         yield "Clip the gradients: global_clipnorm=1.0 in the optimizer."
-    yield "Scale inputs and targets to about unit deviation, and check activations and initial weights."
+    yield "Scale inputs and targets to about unit standard deviation, and check activations and initial weights."
 
 
 def _dtype(e: Evidence) -> str:
-    """Return the low dtype in which the value went bad."""
+    """Return the low-precision dtype of the bad value."""
     own = e.origin.dtype if e.origin is not None else ""
     return own if own in ("float16", "bfloat16") else e.low_precision or "float16"
 
@@ -117,16 +117,16 @@ def _dtype(e: Evidence) -> str:
 def _overflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
     layer = _name(v, "the layer")
     if _dtype(e) == "bfloat16":
-        yield f"Let {layer} compute in float32 (dtype='float32'), in which the same step is finite."
+        yield f"Let {layer} compute in float32 (dtype='float32'), where the same step is finite."
         return
-    yield f"Let {layer} compute in float32 (dtype='float32'), or keep what it computes below 65504, the largest float16."
+    yield f"Let {layer} compute in float32 (dtype='float32'), or keep its values below 65504, the largest float16."
     yield "bfloat16 has the range of float32."
 
 
 def _underflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
     layer = _name(v, "the layer")
     if _dtype(e) == "bfloat16":
-        yield f"Let {layer} compute in float32 (dtype='float32'): bfloat16 keeps about three digits, so small differences become 0."
+        yield f"Let {layer} compute in float32 (dtype='float32'): bfloat16 has about three digits, so small differences become 0."
         return
     scaled = any(o.scaled for o in e.optimizers)
     if v.because == "dead" and scaled:
@@ -134,22 +134,22 @@ def _underflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
     elif v.because == "dead":
         yield f"Use the policy mixed_float16, whose LossScaleOptimizer keeps gradients above 0, or let {layer} compute in float32."
     else:
-        yield f"Let {layer} compute in float32 (dtype='float32'): what is below 6e-8 is 0 in float16, an epsilon as well."
+        yield f"Let {layer} compute in float32 (dtype='float32'): values below 6e-8 are 0 in float16, and so is a small epsilon."
 
 
 def _optimizer(e: Evidence, v: Conclusion) -> Iterator[str]:
     rates = [o.learning_rate for o in e.optimizers if not math.isfinite(o.learning_rate)]
-    yield from (f"The learning rate is {rate}: mend the schedule that gives it." for rate in rates)
+    yield from (f"The learning rate is {rate}: fix the schedule that returns it." for rate in rates)
     if rates:
         return
     yield from (f"Raise epsilon in {o.name}{_epsilon(o)}." for o in e.optimizers if not o.epsilon_in_dtype and o.epsilon is not None)
     yield from (f"Lower weight_decay in {o.name}." for o in e.optimizers if abs(o.shrinks) > 1.0)
     half = any(o.dtype == "float16" for o in e.optimizers)
-    steep = not e.gradient_norm < (256.0 if half else STEEP)
+    steep = not e.gradient_norm < (256.0 if half else MAX_NORM)
     if steep and not any(o.clips for o in e.optimizers):
         yield f"Clip the gradients (global_clipnorm=1.0): their squares overflow above {'256 in float16' if half else '1.8e19'}."
     if not steep and all(o.epsilon is None or o.epsilon_in_dtype for o in e.optimizers):
-        yield "Check the hyper-parameters of the optimizer, which the evidence names, and any code that writes its slots."
+        yield "Check the hyperparameters of the optimizer, listed in the evidence, and any code that writes its slots."
 
 
 def _epsilon(o: OptimizerFacts) -> str:
@@ -160,17 +160,17 @@ def _epsilon(o: OptimizerFacts) -> str:
 
 def _scale(e: Evidence, v: Conclusion) -> Iterator[str]:
     if v.because == "scale_high":
-        yield "Start from a LossScaleOptimizer with the default initial_scale of 2**15: at a scale of 1 the same step is finite."
+        yield "Use a LossScaleOptimizer with the default initial_scale of 2**15: at a scale of 1 the same step is finite."
         return
     yield (
-        "Find what overflows at every scale (see the evidence), then start from a LossScaleOptimizer with the "
+        "Find what overflows at every scale (see the evidence), then use a LossScaleOptimizer with the "
         "default initial_scale of 2**15."
     )
 
 
 ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     "input_nonfinite": lambda e, v: iter(
-        (f"Clean {_data(v, 'the inputs')}: find where its NaN or Inf come from (missing values, division, parsing).",)
+        (f"Clean {_data(v, 'the inputs')}: find where its NaN or Inf comes from (missing values, division, parsing).",)
     ),
     "target_nonfinite": lambda e, v: iter(
         (f"Clean {_data(v, 'the targets')}, or leave those rows out with a sample weight of 0 *and* a finite target.",)
@@ -192,7 +192,7 @@ ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     "optimizer_domain": _optimizer,
     "state_nonfinite": lambda e, v: iter(
         (
-            f"Find what writes to {_name(v, 'the state')} beside the optimizer: a callback, or code of your own."
+            f"Find what writes to {_name(v, 'the state')} besides the optimizer: a callback, or your own code."
             if v.because == "written"
             else f"{_name(v, 'The state')} was bad before the step: load a good file, or use keras_nanguard.repair; "
             "keras_nanguard.scan lists every bad value.",
@@ -200,30 +200,30 @@ ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     ),
     "batchnorm_statistics": lambda e, v: iter(
         (
-            "Estimate the moving statistics anew with keras_nanguard.recalibrate(model, data), or repair them; "
+            "Re-estimate the moving statistics with keras_nanguard.recalibrate(model, data), or repair them; "
             "a momentum nearer to 0.9 follows the data faster.",
         )
     ),
     "training_flag": lambda e, v: iter(
-        (f"Call the model with training=True in the training loop; {_name(v, 'BatchNormalization')} never moved.",)
+        (f"Call the model with training=True in the training loop; {_name(v, 'BatchNormalization')} never changed.",)
     ),
     "spike": lambda e, v: iter(
         (
-            f"Look at {f'{at_rows(v.samples)} of the batch' if v.samples else 'the batch'} of this step"
+            f"Check {f'{at_rows(v.samples)} of the batch' if v.samples else 'the batch'} of this step"
             + ("." if any(o.clips for o in e.optimizers) else "; clip gradients (global_clipnorm=1.0) or lower the rate."),
         )
     ),
     "transient": lambda e, v: iter(
         (
-            "The same step on the same state came out finite: check the hardware, and race conditions in the input "
-            "pipeline; run with deterministic operations.",
+            "The same step on the same state was finite: check the hardware, and the input pipeline for race conditions; "
+            "run with deterministic operations.",
         )
     ),
     "unknown": lambda e, v: iter(
         (
-            "Run keras_nanguard.diagnose(model, x, y) on this batch; with NanGuard(directory=...) the step is kept, and "
-            "keras_nanguard.replay runs it again in other modes.",
+            "Run keras_nanguard.diagnose(model, x, y) on this batch; with NanGuard(directory=...) the step is saved, and "
+            "keras_nanguard.replay replays it in other modes.",
         )
     ),
 }
-"""What to do, by cause; every cause has its entry."""
+"""Advice by cause; every cause has an entry."""

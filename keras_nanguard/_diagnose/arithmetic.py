@@ -1,4 +1,4 @@
-"""Whether an optimizer's own arithmetic can have made a number that is not finite, or something else wrote it."""
+"""Whether the update of an optimizer can have produced a non-finite number, or other code wrote it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from keras_nanguard._keras import variables as keras_variables
 __all__ = ["must_stay_finite"]
 
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
-"""Optimizers of Keras whose update is made of sums, products and roots of gradient, slots and weight, and divides, if at
-all, by `epsilon` plus something that is not negative (keras/src/optimizers, `update_step` of each)."""
+"""Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and weight, and divides only by
+`epsilon` plus a nonnegative number (keras/src/optimizers, `update_step` of each)."""
 
 MODERATE = 1e15
-"""Numbers up to this size, and a rate up to `FASTEST`, divided by `SMALLEST` at the least, stay below 1e30 in every term of
-these updates: far from the largest float32, 3.4e38."""
+"""With numbers up to this size, a rate up to `MAX_RATE` and an epsilon of at least `MIN_EPSILON` every term of these updates
+stays below 1e30, far from the largest float32, 3.4e38."""
 
-FASTEST, SMALLEST = 1e3, 1e-12
+MAX_RATE, MIN_EPSILON = 1e3, 1e-12
 
 
 def must_stay_finite(
     optimizers: Sequence[Any], facts: Sequence[OptimizerFacts], variables: Sequence[Any], norm: float
 ) -> bool:
-    """Return whether no step of these optimizers can end in NaN or Inf, given numbers of this size.
+    """Return whether no step of these optimizers can produce NaN or Inf, given numbers of this size.
 
     Args:
         optimizers: the optimizers.
-        facts: their hyper-parameters, in the same order.
-        variables: weights and slots as they are now; entries that are not finite are what is in question, and are left out.
+        facts: their hyperparameters, in the same order.
+        variables: weights and slots with their present values; non-finite entries are ignored.
         norm: global gradient norm of the step.
     """
     if not (norm <= MODERATE and all(_known(keras_optimizers.inner(o), f) for o, f in zip(optimizers, facts))):
@@ -47,8 +47,8 @@ def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
         type(optimizer).__module__.startswith("keras.")
         and facts.name in KNOWN
         and facts.dtype in ("float32", "float64")
-        and abs(facts.learning_rate) <= FASTEST
-        and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= SMALLEST)
+        and abs(facts.learning_rate) <= MAX_RATE
+        and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)
         and all(isinstance(beta, (int, float)) and 0.0 <= beta < 1.0 for beta in betas)
     )
 

@@ -1,4 +1,4 @@
-"""From evidence to cause. Pure: a list of rules in causal order, the first that applies decides; else `unknown`."""
+"""From evidence to cause: a list of rules in causal order, of which the first that applies decides; else `unknown`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_nanguard._core.history import JUMP, RISE
 __all__ = ["RULES", "Conclusion", "decide", "grown", "kind"]
 
 EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
-"""Operations that overflow from moderate numbers."""
+"""Operations that overflow for moderate operands."""
 
 _DIVISIONS = ("RealDiv", "Div", "TruncateDiv", "FloorDiv", "FloorMod", "Xdivy", "Reciprocal", "Inv")
 _ROOTS = ("Sqrt", "Rsqrt", "SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad")
@@ -21,22 +21,22 @@ _ANGLES = ("Acos", "Asin", "Acosh", "Atanh", "Atan2", "Sin", "Cos", "Tan", "Erfi
 _MATRICES = ("Cholesky", "MatrixInverse", "MatrixDeterminant", "LogMatrixDeterminant", "MatrixSolve", "Svd", "Qr")
 
 POLES = frozenset((*_DIVISIONS, *_ROOTS, *_LOGARITHMS, *_ANGLES, *_MATRICES, "Softmax", "LogSoftmax"))
-"""Operations with points at which they have no finite value."""
+"""Operations with points at which their value is not finite."""
 
 RECURRENT = frozenset({"LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "StackedRNNCells"})
 RECURRENT |= {"LSTMCell", "GRUCell", "SimpleRNNCell"}
 
-OUTGROWN = 20.0
-"""Growth of the norm of all weights since the start from which they are part of the trouble."""
+MIN_WEIGHT_GROWTH = 20.0
+"""Growth of the norm of all weights since the start above which it contributes to the failure."""
 
-HUGE = 1e4
-"""Magnitude from which inputs or targets alone explain that the first steps blow up."""
+HUGE_DATA = 1e4
+"""Magnitude above which inputs or targets alone explain a divergence in the first steps."""
 
-LARGE = 1e3
-"""Magnitude from which it is worth a trial whether they explain it."""
+LARGE_DATA = 1e3
+"""Magnitude above which a trial is made whether they explain it."""
 
-BEFORE = 1e3
-"""Rise of the loss in the steps before a jump from which the jump is part of a divergence."""
+MIN_RISE_BEFORE_JUMP = 1e3
+"""Rise of the loss before a jump above which the jump is part of a divergence."""
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
@@ -44,7 +44,7 @@ SCALE_TOO_HIGH = 2.0**24
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, where, how sure, and by which rule."""
+    """A cause, with its place, its confidence, and the rule that decided."""
 
     cause: str
     culprit: str = ""
@@ -63,7 +63,7 @@ def decide(evidence: Evidence) -> Conclusion:
 
 
 def kind(origin: Origin | None) -> str:
-    """Return how a value went bad: `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`, or `""`."""
+    """Return how the value became non-finite: `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`, or `""`."""
     if origin is None or origin.source != "operation":
         return ""
     largest = max((o.max_abs for o in origin.operands), default=0.0)
@@ -71,7 +71,7 @@ def kind(origin: Origin | None) -> str:
         below = origin.operands[1]
         return "pole" if below.zero or below.tiny or largest < _large(origin.dtype) else "overflow"
     if origin.op == "Pow":
-        if largest >= _large(origin.dtype):  # a square, as PyTorch calls it
+        if largest >= _large(origin.dtype):  # a square, which PyTorch reports as Pow
             return "overflow"
         base = origin.operands[0] if origin.operands else None
         return "exp" if base is not None and base.max_abs > 50.0 else "pole"
@@ -89,9 +89,9 @@ def _large(dtype: str) -> float:
 
 
 def grown(e: Evidence, factor: float = 1e3) -> bool:
-    """Whether loss, gradients or weights have grown over the steps before."""
+    """Whether loss, gradients or weights have grown over the previous steps."""
     growth = e.growth
-    return growth.steps >= 1 and (growth.weights >= OUTGROWN or growth.loss >= factor or growth.norm >= factor)
+    return growth.steps >= 1 and (growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor)
 
 
 def _culprit(e: Evidence) -> str:
@@ -103,7 +103,7 @@ def _culprit(e: Evidence) -> str:
 
 def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
-        read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a mark of NaN, taken for a number
+        read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a NaN marker that was read as a number
         return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
     path, _ = e.state[0]
     only_statistics = all(r == "statistics" for _, r in e.state)
@@ -114,7 +114,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
 
 
 def _modes(e: Evidence) -> Conclusion | None:
-    """Inference goes bad where training does not: what only inference reads is the moving statistics."""
+    """Inference is not finite while training is: only inference reads the moving statistics."""
     origin = e.origin
     if origin is None or e.inference != "bad" or e.training != "finite":
         return None
@@ -123,8 +123,8 @@ def _modes(e: Evidence) -> Conclusion | None:
     return Conclusion("batchnorm_statistics", origin.culprit, confidence=0.9, because="modes")
 
 
-def _told_by_monitors(e: Evidence) -> Conclusion | None:
-    """Finite trouble: what the kind of the findings says by itself."""
+def _monitors(e: Evidence) -> Conclusion | None:
+    """Findings in committed steps, whose kind alone decides the cause."""
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
@@ -147,14 +147,14 @@ def _told_by_monitors(e: Evidence) -> Conclusion | None:
         return Conclusion("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
         rows = _outliers(e)
-        if e.growth.jump[0] >= BEFORE and not rows:
+        if e.growth.jump[0] >= MIN_RISE_BEFORE_JUMP and not rows:
             return Conclusion("divergence", e.first_path, confidence=0.8, because="explosion")
         return Conclusion("spike", e.first_path, rows, confidence=0.8, because="spike")
     return None
 
 
 def _outliers(e: Evidence) -> tuple[int, ...]:
-    """Return the rows of the batch that stand out, where they are few."""
+    """Return the outliers among the rows of the batch, if they are few."""
     parts = [part for part in (*e.inputs, *e.targets) if not part.integer]
     rows = tuple(dict.fromkeys(row for part in parts for row in part.outliers))
     return rows if len(rows) <= e.count / 4 else ()
@@ -222,7 +222,7 @@ def _transient(e: Evidence) -> Conclusion | None:
 def _low_precision(e: Evidence) -> Conclusion | None:
     if not e.low_precision or e.float32 != "finite" or e.first in ("weights", "slots"):
         return None
-    if kind(e.origin) in ("overflow", "exp") and e.growth.weights >= OUTGROWN:
+    if kind(e.origin) in ("overflow", "exp") and e.growth.weights >= MIN_WEIGHT_GROWTH:
         return None
     underflow = kind(e.origin) == "pole" and e.first != "gradients"
     if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
@@ -248,31 +248,31 @@ def _divergence(e: Evidence) -> Conclusion | None:
     how, growth = kind(e.origin), e.growth
     exploded = e.origin is None and "gradients:explosion" in e.sites
     if how == "pole":
-        far = growth.weights >= 1e3 or (growth.weights >= OUTGROWN and max(growth.loss, growth.norm) >= 1e3)
+        far = growth.weights >= 1e3 or (growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3)
         blown = far
     elif how == "exp":
-        blown = growth.steps >= 1 and (growth.weights >= OUTGROWN or (growth.weights >= 2.0 and grown(e)))
+        blown = growth.steps >= 1 and (growth.weights >= MIN_WEIGHT_GROWTH or (growth.weights >= 2.0 and grown(e)))
     else:
         blown = (how == "overflow" or exploded) and grown(e)
     if not blown and not _moved_too_far(e):
         return None
-    if _normalised(e):
-        return Conclusion("input_scale", _normalised(e), (), 0.8, "constant")
-    if e.rescaled == "finite" and _magnitude(e) >= LARGE:
+    if _normalized(e):
+        return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
+    if e.rescaled == "finite" and _magnitude(e) >= LARGE_DATA:
         return Conclusion("input_scale", _largest(e), (), 0.75, "rescaled")
     return Conclusion("divergence", _culprit(e) or e.first_path, confidence=0.85, because="growth")
 
 
 def _moved_too_far(e: Evidence) -> bool:
-    """Whether the first steps moved the weights to where the whole batch overflows, which it did not at the start."""
+    """Whether the first steps moved the weights so far that the whole batch overflows, which it did not initially."""
     few = e.without_rows == "finite" and len(e.rows) <= e.count / 4
     return e.at_start == "finite" and e.growth.weights >= 1.5 and kind(e.origin) in ("exp", "overflow") and not few
 
 
-def _normalised(e: Evidence) -> str:
-    """Return the path of a Normalization layer that makes huge numbers, as it does of features that never change."""
+def _normalized(e: Evidence) -> str:
+    """Return the path of a Normalization layer with huge outputs, which constant features cause."""
     rows = [row for row in e.table if row.layer_class == "Normalization"]
-    return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE), "")
+    return next((row.path for row in rows if max(-row.minimum, row.maximum) >= HUGE_DATA), "")
 
 
 def _magnitude(e: Evidence) -> float:
@@ -284,14 +284,14 @@ def _largest(e: Evidence) -> str:
 
 
 def _input_scale(e: Evidence) -> Conclusion | None:
-    """Nothing has grown yet, and the data alone is what is large or constant."""
+    """Nothing has grown yet, and the data alone is large or constant."""
     how = kind(e.origin)
     exploded = e.origin is None and "gradients:explosion" in e.sites
-    if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE:
+    if (how == "overflow" or exploded) and not grown(e) and _magnitude(e) >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.inputs, *e.targets) if s.outliers), ())
         return Conclusion("input_scale", _largest(e), e.rows or outliers, 0.85, "huge")
-    if (how == "overflow" or exploded) and _normalised(e):
-        return Conclusion("input_scale", _normalised(e), (), 0.8, "constant")
+    if (how == "overflow" or exploded) and _normalized(e):
+        return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
     origin = e.origin
     if how == "pole" and origin is not None and origin.layer_class == "Normalization" and origin.phase == "forward":
         return Conclusion("input_scale", origin.culprit, e.rows, 0.85, "constant")
@@ -308,7 +308,7 @@ def _recurrence(e: Evidence) -> Conclusion | None:
 
 
 def _exploded(e: Evidence) -> Conclusion | None:
-    """Every gradient is finite, and so large that the sum of their squares is not."""
+    """Every gradient is finite, but the sum of their squares overflows."""
     if e.first != "gradients" or e.origin is not None or e.replay != "bad":
         return None
     return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
@@ -329,11 +329,11 @@ def _domain(e: Evidence) -> Conclusion | None:
 
 
 def _masked(e: Evidence, origin: Origin) -> bool:
-    """Whether the bad value is masked away on the way to the loss (the branch of a `where` not taken), not so in the gradient."""
+    """Whether the bad value is masked in the loss (the unused branch of a `where`), but not in the gradient."""
     return e.first == "gradients" and origin.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
 
 
-def _outside(e: Evidence) -> Conclusion | None:
+def _committed_growth(e: Evidence) -> Conclusion | None:
     if e.replay == "" and not e.refused and grown(e) and any("nonfinite" in s for s in e.sites):
         return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
     return None
@@ -342,7 +342,7 @@ def _outside(e: Evidence) -> Conclusion | None:
 RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
     _bad_state,
     _modes,
-    _told_by_monitors,
+    _monitors,
     _transient,
     _batch,
     _targets,
@@ -354,6 +354,6 @@ RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
     _recurrence,
     _exploded,
     _domain,
-    _outside,
+    _committed_growth,
 )
 """The rules in causal order."""

@@ -1,4 +1,4 @@
-"""From evidence to the diagnosis that a user reads. Pure."""
+"""From evidence to the diagnosis that the user reads. Pure functions."""
 
 from __future__ import annotations
 

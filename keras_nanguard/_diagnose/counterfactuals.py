@@ -1,7 +1,7 @@
-"""Counterfactuals: the steps up to a bad one, run again as they were and with one thing changed each time.
+"""Counterfactuals: the steps up to a bad one, rerun unchanged and with one change at a time.
 
-What cures it tells the cause apart from what was merely there: a divergence that a tenth of the rate cures is a rate too
-high, one that only float32 cures is a dtype too small, one that goes when three rows go is three rows.
+The change that cures a failure identifies its cause: a divergence that a tenth of the learning rate cures is due to the
+rate, one that only float32 cures to the dtype, one that disappears without three rows to these rows.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.precision import in_float32, lowest
-from keras_nanguard._diagnose.trials import standardised
+from keras_nanguard._diagnose.trials import standardized
 from keras_nanguard._diagnose.words import at_rows
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Anew", "tried"]
+__all__ = ["Rerun", "counterfactual_results"]
 
-ALONE = 10
-"""Steps on the bad batch alone, where no batches before it are known."""
+STEPS_ALONE = 10
+"""Number of steps on the bad batch alone, where no earlier batches are known."""
 
-GROWN = 10.0
-"""How many times larger the last loss has to be than the first to be told as growing."""
+MIN_GROWTH = 10.0
+"""Factor of the last loss over the first above which it is reported as growing."""
 
 
 @dataclass(frozen=True)
-class Anew:
-    """From where, and over which data, the steps are run again.
+class Rerun:
+    """The initial state and the batches of the steps to rerun.
 
     Attributes:
-        start: puts the model into the state to begin with.
-        before: the arguments of the steps before the bad one; none where they are not known.
-        batch: those of the bad step.
-        rows: rows of its batch that are blamed.
-        since: number of the first step after the state to begin with.
-        exact: whether no step between that state and the bad one is missing.
+        start: sets the model to the initial state.
+        before: the arguments of the steps before the bad one; empty where they are not known.
+        batch: the arguments of the bad step.
+        rows: rows of its batch that are to blame.
+        since: index of the first step after the initial state.
+        exact: whether no step between the initial state and the bad one is missing.
     """
 
     start: Callable[[], None]
@@ -52,68 +52,68 @@ class Anew:
     since: int = 0
     exact: bool = False
 
-    def course(self) -> str:
-        """Return in words which steps are run."""
+    def description(self) -> str:
+        """Return in words which steps are rerun."""
         if not self.before:
-            return f"{ALONE} steps on the batch"
-        missing = "" if self.exact else ", others left out that are not known any more"
+            return f"{STEPS_ALONE} steps on the batch"
+        missing = "" if self.exact else ", without steps that are no longer known"
         start = f"before step {self.since + 1}" if self.since else "before the first step"
         return f"the {len(self.before) + 1} steps from the state {start}{missing}"
 
 
-def tried(step: ReplayableStep, anew: Anew) -> Iterator[tuple[str, str]]:
-    """Yield `(what was changed, what came of it)`, and at the end which of the changes cure it."""
+def counterfactual_results(step: ReplayableStep, rerun: Rerun) -> Iterator[tuple[str, str]]:
+    """Yield `(change, result)` of each rerun, and at the end which changes cure the failure."""
     cures: list[str] = []
-    yield "as it was", f"{anew.course()}: {_outcome(step, anew)[1]}"
-    for change, (cured, told) in _changes(step, anew):
+    yield "unchanged", f"{rerun.description()}: {_outcome(step, rerun)[1]}"
+    for change, (cured, result) in _changes(step, rerun):
         cures += [change] * cured
-        yield change, told
-    yield "what cures it", "; ".join(cures) or "nothing of this"
+        yield change, result
+    yield "cured by", "; ".join(cures) or "none of these changes"
 
 
 Outcome = tuple[bool, str]
-"""Whether all came out well, and what came of it in words."""
+"""Whether the rerun is healthy, and its result in words."""
 
 
-def _changes(step: ReplayableStep, anew: Anew) -> Iterator[tuple[str, Outcome]]:
+def _changes(step: ReplayableStep, rerun: Rerun) -> Iterator[tuple[str, Outcome]]:
     with _rates(step, 0.1):
-        yield "with a tenth of the learning rate", _outcome(step, anew)
+        yield "with a tenth of the learning rate", _outcome(step, rerun)
     with _clipped(step):
-        yield "with gradients clipped to a global norm of 1", _outcome(step, anew)
+        yield "with gradients clipped to a global norm of 1", _outcome(step, rerun)
     if lowest(step.model):
         with in_float32(step.model, step.variables(), step.optimizers):
-            yield "in float32", _outcome(step, anew)
-    if anew.rows and len(anew.rows) < batches.row_count(anew.batch):
-        yield f"without {at_rows(anew.rows)}", _outcome(step, anew, last=lambda batch: batches.without(batch, anew.rows))
-    scaled = "with inputs and targets scaled to unit deviation"
-    yield scaled, _outcome(step, anew, each=lambda batch: batches.mapped(batch, standardised))
+            yield "in float32", _outcome(step, rerun)
+    if rerun.rows and len(rerun.rows) < batches.row_count(rerun.batch):
+        yield f"without {at_rows(rerun.rows)}", _outcome(step, rerun, last=lambda batch: batches.without(batch, rerun.rows))
+    scaled = "with inputs and targets scaled to unit standard deviation"
+    yield scaled, _outcome(step, rerun, each=lambda batch: batches.mapped(batch, standardized))
 
 
 def _outcome(
     step: ReplayableStep,
-    anew: Anew,
+    rerun: Rerun,
     each: Callable[[Any], Any] = lambda batch: batch,
     last: Callable[[Any], Any] = lambda batch: batch,
 ) -> Outcome:
-    """Run the steps, with every batch and the last one changed like this."""
-    whole = [*anew.before, anew.batch] if anew.before else [anew.batch] * ALONE
+    """Rerun the steps, with `each` applied to every batch and `last` to the bad one."""
+    sequence = [*rerun.before, rerun.batch] if rerun.before else [rerun.batch] * STEPS_ALONE
     losses: list[float] = []
     with preserved(step.variables()):
-        anew.start()
-        for number, batch in enumerate(whole, 1):
+        rerun.start()
+        for number, batch in enumerate(sequence, 1):
             batch = each(batch)
-            losses.append(step.train(last(batch) if number == len(whole) or not anew.before else batch))
+            losses.append(step.train(last(batch) if number == len(sequence) or not rerun.before else batch))
             if not math.isfinite(losses[-1]):
-                return False, f"the loss goes bad at step {number} of {len(whole)}"
+                return False, f"the loss is not finite at step {number} of {len(sequence)}"
         bad = _bad_weight(step)
     if bad:
-        return False, f"the loss stays finite, and {bad} goes bad"
-    grown = abs(losses[-1]) > GROWN * abs(losses[0]) + 1e-12
-    return not grown, f"the loss {'grows' if grown else 'stays finite, and goes'} from {losses[0]:.3g} to {losses[-1]:.3g}"
+        return False, f"the loss stays finite, but {bad} does not"
+    grown = abs(losses[-1]) > MIN_GROWTH * abs(losses[0]) + 1e-12
+    return not grown, f"the loss {'grows' if grown else 'stays finite,'} from {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
 def _bad_weight(step: ReplayableStep) -> str:
-    """Return the path of the first weight that is not finite, `""` where all are."""
+    """Return the path of the first weight that is not finite, `""` if all are finite."""
     weights = TrainState.of(step.model, step.optimizers).trainable
     return next((str(v.path) for v in weights if not finiteness.is_finite(keras_variables.view(v))), "")
 

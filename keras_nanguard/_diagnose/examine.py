@@ -1,4 +1,4 @@
-"""`diagnose`: what is wrong with a model that already misbehaves, without training it."""
+"""`diagnose`: examines a model on one batch without training it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Examination", "diagnose"]
 
-FAR = 1e3
-"""Factor between a moving variance and that of the batch from which the two have nothing to do with each other."""
+MAX_VARIANCE_RATIO = 1e3
+"""Factor between a moving variance and that of the batch above which the moving variance is wrong."""
 
-STRAY = 30.0
-"""Deviations between a moving mean and that of the batch from which the two have nothing to do with each other."""
+MAX_MEAN_DEVIATIONS = 30.0
+"""Distance between a moving mean and that of the batch, in standard deviations, above which the moving mean is wrong."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What `diagnose` found.
+    """The result of `diagnose`.
 
     Attributes:
-        diagnosis: cause, culprit, rows, evidence and advice; cause `unknown` with no culprit where nothing is wrong.
-        inference: a row for each layer call in inference mode.
+        diagnosis: cause, culprit, rows, evidence and advice; cause `unknown` with no culprit if nothing is wrong.
+        inference: one row per layer call in inference mode.
         training: the same in training mode.
-        step: what a train step on the batch comes to: `"finite"`, `"bad"`, `"failed"`, or `""` where none was tried.
-        error: what could not be run, and the exception that it raised; `""` where everything could.
+        step: result of a train step on the batch: `"finite"`, `"bad"`, `"failed"`, or `""` if none was run.
+        error: what could not be run, and the exception that it raised; `""` if everything could.
     """
 
     diagnosis: Diagnosis
@@ -58,15 +58,15 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether outputs are finite in both modes, and the train step is, and no statistics are far off.
+        """Whether outputs in both modes and the train step are finite, and no moving statistics are wrong.
 
-        What could not be run is not healthy.
+        A model that could not be run is not healthy.
         """
         bad = self.first_bad("inference") or self.first_bad("training") or self.step == "bad"
         return self.diagnosis.cause == "unknown" and not (bad or self.error)
 
     def first_bad(self, mode: str) -> str:
-        """Return the path of the first layer whose output is not finite in this mode, `""` where all are."""
+        """Return the path of the first layer whose output is not finite in this mode, `""` if all are finite."""
         return next((row.path for row in getattr(self, mode) if not row.finite), "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Examination:
         d = self.diagnosis
         what = "Nothing bad was found." if self.healthy else d.headline
         if self.error and d.cause == "unknown":
-            what = f"Nothing can be said: {self.error}."
+            what = f"No diagnosis is possible: {self.error}."
         lines = [what, *(f"  seen: {text}" for text in d.evidence)]
         lines += [f"  seen: {self.error[0].upper()}{self.error[1:]}."] if self.error and d.cause != "unknown" else []
         lines += [f"  do:   {text}" for text in d.advice] if not self.healthy else []
@@ -88,23 +88,23 @@ class Examination:
         return "\n".join([*lines, *tables])
 
 
-@np.errstate(all="ignore")  # what is looked at is not finite
+@np.errstate(all="ignore")  # the data is not finite
 def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
-    """Find the first bad layer of a model on a batch, in inference and in training mode, and why it is bad.
+    """Find the first layer of a model whose output on a batch is not finite, in inference and in training mode, and why.
 
-    Nothing of the model is changed: weights, statistics, optimizer and seeds are what they were before.
+    The model is not changed: weights, statistics, optimizer and seeds are the same afterwards.
 
     Args:
         model: a built Keras model.
-        x: inputs, as for `model.predict`; one batch of them.
-        y: targets; with them, and a compiled model, a train step is tried too.
+        x: one batch of inputs, as for `model.predict`.
+        y: targets; if given, and if the model is compiled, a train step is run, too.
         sample_weight: weights of the rows.
 
     Returns:
-        What was found; print it.
+        The result; print it.
 
     Raises:
-        GuardError: if it is no Keras model.
+        GuardError: if `model` is not a Keras model.
 
     Example:
 
@@ -148,23 +148,23 @@ class _Examiner:
             verdict.culprit,
             verdict.samples,
             sentences(evidence, verdict),
-            self._advised(evidence, verdict) if evidence.first or evidence.state or far or error else (),
+            self._advice(evidence, verdict) if evidence.first or evidence.state or far or error else (),
             verdict.confidence,
         )
         return Examination(found, inference.rows, training.rows, step.word if step is not None else "", error)
 
     def _error(self, inference: ReplayResult, training: ReplayResult, step: ReplayResult | None) -> str:
-        """Return which of the runs could not be made, and why: the first of them."""
+        """Return which of the runs raised an exception, and the exception: the first of them."""
         runs = {"the forward pass in inference mode": inference, "the forward pass in training mode": training, "a train step": step}
         failed = [f"{what} raised {_plain(run.error)}" for what, run in runs.items() if run is not None and run.error]
         return failed[0] if failed else ""
 
-    def _advised(self, evidence: Evidence, verdict: Conclusion) -> tuple[str, ...]:
+    def _advice(self, evidence: Evidence, verdict: Conclusion) -> tuple[str, ...]:
         if verdict.cause != "unknown" or not evidence.replay_error:
             return advice(evidence, verdict)
         taken = [tuple(tensor.shape) for tensor in getattr(self.model, "inputs", None) or ()]
         shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
-        return (f"Give it one batch, x and y as fit takes them{shapes}.",)
+        return (f"Pass one batch, x and y as for fit{shapes}.",)
 
     def _evidence(
         self,
@@ -214,7 +214,7 @@ class _Examiner:
         return target_fault(self.model, targets, widths)
 
     def _step(self) -> ReplayResult | None:
-        """Try a train step on the batch."""
+        """Run a train step on the batch."""
         if not self.trains:
             return None
         return self._as_step().run(self.batch, observe=True, update=True)
@@ -230,13 +230,13 @@ class _Examiner:
             return "finite" if all(self._forward(mode)[0].finite for mode in (False, True)) else "bad"
 
     def _forward(self, training: bool) -> tuple[ReplayResult, list[str]]:
-        """Run the forward pass once in one mode; returns what it came to, and which statistics are far off."""
+        """Run the forward pass once in one mode; return its result, and sentences about wrong moving statistics."""
         origins = origins_of(self.batch, self.train_state.everything)
         instrument = current.replay().Instrument(self.model, origins)
         layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
         with preserved([*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]):
-            for layer in layers if training else ():  # which a pass in training mode does not read, and adds to
+            for layer in layers if training else ():  # a pass in training mode does not read them, and adds to them
                 keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
                 keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
             try:
@@ -254,7 +254,7 @@ class _Examiner:
 
 
 def _plain(error: str) -> str:
-    """Return the text of an exception on one line, without the colours and the arguments that Keras adds."""
+    """Return the text of an exception on one line, without the colors and the arguments that Keras adds."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", error).partition("Arguments received by")[0]
     return plain_text(" ".join(text.split())).rstrip(".")
 
@@ -265,9 +265,9 @@ def _moments(layer: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> list[str]:
-    """Return a sentence where the moving statistics have nothing to do with those of the batch.
+    """Return a sentence if the moving statistics are far from those of the batch.
 
-    A pass in training mode has just added the batch's own statistics to zeros.
+    A pass in training mode has just added the statistics of the batch to zeros.
     """
     share = 1.0 - float(layer.momentum)
     (mean, variance), (own_mean, own_variance) = before, _moments(layer)
@@ -277,12 +277,13 @@ def _far(layer: Any, before: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) 
     with np.errstate(all="ignore"):
         ratio = np.maximum(variance, 1e-12) / own_variance
         away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
-    wrong = (ratio > FAR) | (ratio < 1 / FAR) & (own_variance > FAR * layer.epsilon) | (away > STRAY)
+    collapsed = (ratio < 1 / MAX_VARIANCE_RATIO) & (own_variance > MAX_VARIANCE_RATIO * layer.epsilon)
+    wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
         return []
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
     return [
-        f"{layer.moving_variance.path} is far from the batch's own: channel {worst} has moving mean {mean[worst]:.3g} "
+        f"{layer.moving_variance.path} is far from the statistics of the batch: channel {worst} has moving mean {mean[worst]:.3g} "
         f"and variance {variance[worst]:.3g}, the batch {own_mean[worst]:.3g} and {own_variance[worst]:.3g} "
         f"({int(wrong.sum())} of {wrong.size} channels)."
     ]

@@ -1,4 +1,4 @@
-"""Facts beside the step itself: how the fit went so far, its optimizers, and targets its losses do not accept."""
+"""Facts besides the step itself: the history of the fit, its optimizers, and targets that its losses do not accept."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from keras_nanguard._keras import variables as keras_variables
 __all__ = ["growth", "loss_names", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
 RECENT = 5
-"""The last steps that are shown, and from which the magnitude before the incident is taken."""
+"""Number of last steps that are reported, and from which the magnitude before the incident is taken."""
 
 SETTINGS = (
     *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon", "clipnorm", "clipvalue", "global_clipnorm"),
     "gradient_accumulation_steps",
 )
-"""Hyper-parameters of Keras' optimizers that are named beside the rate, those of them that are in use."""
+"""Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
 
 UNUSUAL = 100.0
-"""Factor from which a weight of a loss is named."""
+"""Factor above which, or below whose inverse, a loss weight is reported."""
 
 PROBABILITIES = (
     "categorical_crossentropy",
@@ -43,13 +43,13 @@ PROBABILITIES = (
 
 
 def growth(history: History, step: int, own: tuple[float, float], weights: Sequence[Any]) -> Growth:
-    """Return how loss, gradient norm and weights went before a step.
+    """Return the history of loss, gradient norm and weights before a step.
 
     Args:
-        history: what is remembered.
+        history: the measurements of the last steps.
         step: the step.
         own: loss and gradient norm of the step itself, as far as they are finite.
-        weights: the trainable weights as they are now.
+        weights: the trainable weights, with their present values.
     """
     entries, first = history.before(step), history.first(step)
     losses = [e.loss for e in entries if math.isfinite(e.loss)]
@@ -78,9 +78,9 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
 
 
 def _factor(first: list[float], last: list[float]) -> float:
-    """Return how many times the first values the last ones have grown to: the smallest of the first ones counts.
+    """Return the growth factor from the first values to the last ones, relative to the smallest of the first ones.
 
-    A run that blows up at once has no healthy start; its first step is its smallest.
+    A run that diverges at once has no healthy start; its first step is its smallest.
     """
     if not first or not last:
         return 1.0
@@ -89,7 +89,7 @@ def _factor(first: list[float], last: list[float]) -> float:
 
 
 def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
-    """Return the hyper-parameters that can go wrong; `committed` tells that the step in question has been counted."""
+    """Return the hyperparameters of the optimizers; `committed`: the step in question has already been counted."""
     rates = [keras_optimizers.rate_before(o) if committed else keras_optimizers.learning_rate(o) for o in optimizers]
     return tuple(_facts(keras_optimizers.inner(o), rate, keras_optimizers.is_loss_scaled(o)) for o, rate in zip(optimizers, rates))
 
@@ -98,9 +98,9 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
-    kept = None
+    rounded = None
     if epsilon is not None:
-        kept = float(np.asarray(epsilon, np.float16)) if dtype == "float16" else float(np.float32(epsilon))
+        rounded = float(np.asarray(epsilon, np.float16)) if dtype == "float16" else float(np.float32(epsilon))
     clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "clipvalue", "global_clipnorm"))
     settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
     known = {name: float(value) for name, value in settings.items() if isinstance(value, (int, float)) and value}
@@ -108,7 +108,7 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
         name=type(optimizer).__name__,
         learning_rate=rate,
         epsilon=None if epsilon is None else float(epsilon),
-        epsilon_in_dtype=kept,
+        epsilon_in_dtype=rounded,
         dtype=dtype,
         clips=clips,
         momentum=known.get("momentum", 0.0),
@@ -118,7 +118,7 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
 
 
 def objective(model: Any) -> tuple[tuple[str, float], ...]:
-    """Return in words what multiplies the loss far more or less than usual: loss weights and regularizers, with their values."""
+    """Return loss weights and regularizers of unusual size, in words, with their values."""
     found = [(f"The loss weight of {name!r}", weight) for name, weight in keras_losses.loss_weights(model)]
     found = [(words, weight) for words, weight in found if not 1 / UNUSUAL < abs(weight) < UNUSUAL]
     for layer in keras_layers.layers_of(model):
@@ -137,7 +137,7 @@ def loss_names(model: Any) -> list[str]:
 
 
 def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]) -> TargetFault | None:
-    """Return the first fault of the targets, given the arrays and the width of each output."""
+    """Return the first problem of the targets, given the arrays and the width of each output."""
     entries = keras_losses.losses_by_output(model)
     if len(entries) != len(targets):
         entries = entries[:1] if len(targets) == 1 else []
@@ -151,14 +151,14 @@ def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Se
 
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
-    """Return the fault that a negative loss is evidence of, where no loss of the model can be negative."""
+    """Return the problem of the targets that a negative loss implies, where no loss of the model can be negative."""
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
     if not all(_kinds(loss) & set(PROBABILITIES) for loss in entries):
         return None
     lowest = min(losses)
-    words = f"something else than probabilities: the loss, which cannot be negative then, is {lowest:.3g}"
+    words = f"values that are not probabilities (with probabilities the loss cannot be negative, and it is {lowest:.3g})"
     return TargetFault(str(entries[0].name), "", (), words)
 
 
@@ -177,7 +177,7 @@ def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[in
     elif kinds & set(PROBABILITIES):
         wrong = (wide < 0) | (wide > 1)
         if wrong.any():
-            return _rows(wrong), f"{wide[wrong].flat[0]:g} where a probability from 0 to 1 belongs", True
+            return _rows(wrong), f"{wide[wrong].flat[0]:g} instead of a probability from 0 to 1", True
         smoothing = getattr(loss, "label_smoothing", 0.0)
         if isinstance(smoothing, (int, float)) and not 0.0 <= smoothing <= 1.0:
             return (), f"label_smoothing={smoothing:g}, which makes negative probabilities", True
@@ -185,12 +185,12 @@ def _fault(loss: Any, array: np.ndarray[Any, Any], width: int) -> tuple[tuple[in
         wrong = wide < (0 if "mean_squared_logarithmic_error" not in kinds else -1)
         if wrong.any():
             shown = wide[wrong].flat[0]
-            return _rows(wrong), f"{shown:g} where {min(kinds)} takes no negative number", False
+            return _rows(wrong), f"the negative number {shown:g}", False
     return None
 
 
 def _kinds(loss: Any) -> set[str]:
-    """Return the names under which Keras knows this loss: of its class's function and of the function it wraps."""
+    """Return the names of this loss in Keras: that of its class in snake case, and that of the function it wraps."""
     names = {keras_layers.snake_case(type(loss).__name__), str(getattr(getattr(loss, "fn", None), "__name__", ""))}
     return {name for name in names if name}
 

@@ -1,4 +1,4 @@
-"""A line that says what takes its time, printed while it does."""
+"""A line that announces a slow operation while it runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from keras_nanguard._backends import processes
 __all__ = ["SLOW", "when_slow"]
 
 SLOW = 1.0
-"""Seconds after which a diagnosis is announced."""
+"""Seconds after which a slow operation is announced."""
 
 
 @contextlib.contextmanager
 def when_slow(text: str) -> Iterator[None]:
-    """Print a line if what runs inside takes longer than `SLOW` seconds; nothing where the text is `""`."""
+    """Print a line if the context takes longer than `SLOW` seconds; nothing if the text is `""`."""
     if not text:
         yield
         return
-    interactive = keras.config.is_interactive_logging_enabled()  # which Keras keeps for each thread
+    interactive = keras.config.is_interactive_logging_enabled()  # Keras stores it per thread
 
     def announce() -> None:
         (keras.config.enable_interactive_logging if interactive else keras.config.disable_interactive_logging)()

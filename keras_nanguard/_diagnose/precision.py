@@ -1,4 +1,8 @@
-"""The same model in float32, for the time of one replay: policies and variables are exchanged and then put back."""
+"""The same model in float32 during one replay: dtype policies and variables are replaced and then restored.
+
+Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables, losses and symbolic tensors.
+`tests/diagnosis/test_internals.py` fails when a release of Keras removes one of them.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +31,18 @@ def lowest(model: Any, layers: list[Any] | None = None) -> str:
 
 @contextlib.contextmanager
 def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Iterator[None]:
-    """Let the model compute in float32, with variables that hold the same values in float32.
+    """Make the model compute in float32, with float32 copies of its variables.
 
     Args:
         model: the model.
-        variables: every variable of the step; those of a low dtype are exchanged.
+        variables: every variable of the step; those of a low dtype are replaced.
         optimizers: the optimizers of the step.
     """
     undo: list[tuple[Any, str, Any]] = []
     twins: list[tuple[Any, Any]] = []
     try:
         for layer in keras_layers.layers_of(model):
-            keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
+            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, undo)
         for tensor in keras_layers.symbolic_inputs(model):
             keras_layers.exchange(tensor, "_dtype", "float32", undo)
         for loss in keras_losses.losses_of(model):
@@ -52,7 +56,7 @@ def in_float32(model: Any, variables: list[Any], optimizers: list[Any]) -> Itera
                 keras_layers.exchange(variable, "_dtype", "float32", undo)
                 twins.append((native, twin))
         for optimizer in optimizers:
-            keras_optimizers.know_twins(optimizer, twins, undo)
+            keras_optimizers.register_twins(optimizer, twins, undo)
         yield
     finally:
         for target, name, value in reversed(undo):

@@ -1,4 +1,4 @@
-"""An exception that the backend raised inside of a step: what it says about the data, read off its message."""
+"""Diagnosis of an exception that the backend raised in a step, from its message."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CALLED = re.compile(r"when calling (\w+)\.call\(\)")
 
 
 def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Finding, Diagnosis] | None:
-    """Return the finding and the diagnosis that an exception stands for, `None` where it is about something else.
+    """Return the finding and the diagnosis for an exception, `None` if it is not about the data or a numeric domain.
 
     Args:
         model: the model whose step raised it.
         error: the exception.
-        batch: the arguments of the step, where they are known.
+        batch: the arguments of the step, if they are known.
     """
     message = str(error)
     if (bound := OUT_OF_BOUNDS.search(message)) is not None:
@@ -60,21 +60,21 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Find
 
 
 def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
-    """Return the diagnosis of a step that ends in an exception when it is run again, where that says what it is about.
+    """Return the diagnosis of a step whose replay raises an exception, `None` where the exception has none.
 
     Args:
         model: the model.
-        evidence: what the replay came to.
+        evidence: the evidence, with the result of the replay.
         report: has the `batch`.
     """
     if evidence.replay != "failed":
         return None
-    told = explained(model, RuntimeError(evidence.replay_error), report.batch)
-    return told[1] if told is not None else None
+    found = explained(model, RuntimeError(evidence.replay_error), report.batch)
+    return found[1] if found is not None else None
 
 
 def _class(model: Any, value: int, batch: Any) -> tuple[Finding, Diagnosis]:
-    """A class index that PyTorch names without its place: the targets of the batch tell it."""
+    """A class index that PyTorch reports without its row: the row is searched in the targets of the batch."""
     shapes = keras_layers.output_shapes(model)
     high = int(shapes[0][-1] or 0) if len(shapes) == 1 and shapes[0] else 0
     return _label(model, _class_indices(batch), value, 0, high)
@@ -86,7 +86,7 @@ def _class_indices(batch: Any) -> list[int]:
 
 
 def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
-    """An index beyond a table, of which PyTorch tells neither: the only table and the batch do."""
+    """An index beyond an embedding table, of which PyTorch reports neither: both are searched in the model and the batch."""
     tables = [layer for layer in keras_layers.layers_of(model) if getattr(layer, "input_dim", None) and hasattr(layer, "embeddings")]
     high = int(tables[0].input_dim) if len(tables) == 1 else 0
     arrays = [p.array for p in batches.parts(batch) if p.role == "inputs"] if batch is not None else []
@@ -95,7 +95,7 @@ def _lookup(model: Any, batch: Any) -> tuple[Finding, Diagnosis]:
         if len(wrong):
             return _index(model, int(wrong[0][0]), int(array[tuple(wrong[0])]), high)
     culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
-    seen = (f"An index was looked up in a table that has no such entry{f' ({high} entries)' if high else ''}.",)
+    seen = (f"An index is beyond the end of an embedding table{f' of {high} entries' if high else ''}.",)
     do = ("Make input_dim of the Embedding larger than the largest index, or map unknown ones.",)
     return Finding("inputs", "out_of_range"), Diagnosis("forward_domain", culprit, (), seen, do, 0.9)
 
@@ -111,7 +111,7 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
         culprit,
         rows,
         (
-            f"The targets hold the class index {value}; the model has {high} classes, from {low} to {high - 1}.",
+            f"The targets contain the class index {value}; the model has {high} classes, from {low} to {high - 1}.",
             "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead.",
         ),
         (f"Give {culprit!r} class indices from {low} to {high - 1}, or make the last layer wider.",),
@@ -120,7 +120,7 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
 
 
 def _labels_per_row(model: Any) -> int:
-    """Return how many labels one row of the batch has, 0 where that is not known."""
+    """Return the number of labels per row of the batch, 0 where it is not known."""
     shapes = keras_layers.output_shapes(model)
     if len(shapes) != 1:
         return 0
@@ -137,7 +137,7 @@ def _index(model: Any, row: int, value: int, high: int) -> tuple[Finding, Diagno
         "forward_domain",
         culprit,
         (row,),
-        (f"An index {value} was looked up in a table of {high} entries, with indices from 0 to {high - 1}.",),
+        (f"The index {value} is outside of an embedding table of {high} entries, with indices from 0 to {high - 1}.",),
         (f"Make input_dim of {culprit or 'the Embedding'!r} larger than the largest index, or map unknown ones.",),
         0.95,
     )
@@ -155,13 +155,13 @@ def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
         culprit,
         (),
         (f"The backend raised: {words}." + (f" The operation was {node[2]}." if node is not None else ""),),
-        ("A matrix that is decomposed or inverted needs a small multiple of the identity added to it before.",),
+        ("Add a small multiple of the identity to a matrix before decomposing or inverting it.",),
         0.95,
     )
 
 
 def _called(model: Any, message: str) -> Any:
-    """Return the only layer of the class that Keras says was being called, `None` where that is not known."""
+    """Return the only layer of the class that Keras reports as being called, `None` where that is not known."""
     words = CALLED.search(message)
     layers = [layer for layer in keras_layers.layers_of(model)[1:] if words is not None and type(layer).__name__ == words[1]]
     return layers[0] if len(layers) == 1 else None

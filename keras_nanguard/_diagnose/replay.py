@@ -1,4 +1,4 @@
-"""`replay`: runs the bad step of a bundle again, under the mode, dtype and device that one asks for."""
+"""`replay`: runs the bad step of a bundle again, in a chosen mode, dtype and on a chosen device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._diagnose import bundle as _bundle
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.counterfactuals import Anew, tried
+from keras_nanguard._diagnose.counterfactuals import Rerun, counterfactual_results
 from keras_nanguard._diagnose.facts import objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Trials
@@ -39,15 +39,15 @@ MODES = ("eager", "graph", "xla")
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of running a step again.
+    """The result of a replay.
 
     Attributes:
         incident: the incident of the bundle.
-        mode: how the step was run.
+        mode: the mode in which the step was run.
         result: `"bad"`, `"finite"` or `"failed"`.
-        diagnosis: the diagnosis made anew.
+        diagnosis: the diagnosis of the replay.
         layers: a row for each layer call.
-        counterfactuals: `(what was changed, what came of it)`.
+        counterfactuals: `(change, result)` of each rerun.
     """
 
     incident: Incident
@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def reproduced(self) -> bool:
-        """Whether the step went bad again."""
+        """Whether the step was bad again."""
         return self.result == "bad"
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Replay:
         return f"Replay({self.result!r}, {self.diagnosis!r})"
 
     def __str__(self) -> str:
-        what = {"bad": "goes bad again", "finite": "comes out finite", "failed": "cannot be run"}[self.result]
-        lines = [f"{self.incident.moment.capitalize()}, run again ({self.mode}), {what}.", str(self.diagnosis)]
+        what = {"bad": "is bad again", "finite": "is finite", "failed": "cannot be run"}[self.result]
+        lines = [f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r}, {what}.", str(self.diagnosis)]
         lines += [f"  {change}: {outcome}." for change, outcome in self.counterfactuals]
         return "\n".join([*lines, "", table(self.layers)])
 
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-@np.errstate(all="ignore")  # what is looked at is not finite
+@np.errstate(all="ignore")  # the data is not finite
 def replay(
     bundle: str | Path,
     model: Any = None,
@@ -102,27 +102,27 @@ def replay(
     counterfactuals: bool = False,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> Replay:
-    """Run the bad step of a bundle again and find out anew why it is bad.
+    """Run the bad step of a bundle again, and diagnose it.
 
     Args:
         bundle: folder of the bundle, as `Incident.bundle` names it.
-        model: a compiled model, or the path of a `.keras` file; by default it is made from the bundle's configuration.
+        model: a compiled model, or the path of a `.keras` file; by default it is created from the configuration in the bundle.
             Its weights are set to those of the bundle.
         mode: `"eager"`, `"graph"` or `"xla"`; on JAX both of the latter are XLA, and PyTorch has only the first.
-        dtype: `"float32"` computes everything in it; `None` as it was.
-        device: where to run, in the backend's words (`"CPU:0"`, `"GPU:0"`); `None` where the backend likes.
-        counterfactuals: run the steps up to the bad one again, from a snapshot, each time with one thing changed, and
-            tell which change cures it. Where the bundle holds no steps before it (they are kept where training had
-            diverged), a few steps on its batch alone. Costs six times as many steps, eagerly.
-        custom_objects: classes and functions of your own that the model is made of, by name, as
-            `keras.saving.load_model` takes them; not needed for those that are registered with Keras.
+        dtype: `"float32"` to compute everything in float32; `None`: unchanged.
+        device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
+        counterfactuals: rerun the steps up to the bad one from a snapshot, with one change at a time, and report which
+            changes cure the failure. If the bundle contains no earlier steps (it contains them where training had
+            diverged), a few steps on its batch alone are run. Costs six times as many steps, eagerly.
+        custom_objects: custom classes and functions of the model by name, as for `keras.saving.load_model`; not needed
+            for those that are registered with Keras.
 
     Returns:
-        What came of it; print it.
+        The result; print it.
 
     Raises:
-        BundleError: if the bundle cannot be read, is hostile, or does not fit the model.
-        GuardError: if an argument is of no use.
+        BundleError: if the bundle cannot be read, is unsafe, or does not match the model.
+        GuardError: if an argument is invalid.
     """
     if mode not in MODES:
         raise GuardError(expected(f"mode to be one of {', '.join(MODES)}", f"mode={mode!r}", "Choose one."))
@@ -140,7 +140,7 @@ def replay(
         if dtype == "float32":
             stack.enter_context(in_float32(model, step.variables(), step.optimizers))
         run, evidence = _run(found, step, batch, mode)
-        cures = tuple(tried(step, _anew(found, step, batch))) if counterfactuals else ()
+        cures = tuple(counterfactual_results(step, _rerun_of(found, step, batch))) if counterfactuals else ()
     diagnosis = raised.by_replay(model, evidence, found) or conclude(evidence)
     return Replay(found.incident, mode, run.word, diagnosis, run.rows, cures)
 
@@ -149,16 +149,16 @@ def _tensors(batch: Any) -> Any:
     return keras.tree.map_structure(lambda a: None if a is None else current.replay().tensor(a), batch)
 
 
-def _anew(found: _bundle.Bundle, step: ReplayableStep, batch: Any) -> Anew:
-    """Return from where and over which batches the steps up to the bad one are run again."""
-    told, start = found.about.get("before") or {}, found.start or found.state
-    return Anew(
+def _rerun_of(found: _bundle.Bundle, step: ReplayableStep, batch: Any) -> Rerun:
+    """Return the initial state and the batches of the steps up to the bad one."""
+    before, start = found.about.get("before") or {}, found.start or found.state
+    return Rerun(
         start=lambda: _write_state(start, TrainState.of(step.model, step.optimizers).everything),
         before=[_tensors(args) for args in found.before],
         batch=batch,
         rows=tuple(found.incident.diagnosis.samples) if found.incident.diagnosis else (),
-        since=int(told.get("snapshot", 0)),
-        exact=bool(told.get("exact")),
+        since=int(before.get("snapshot", 0)),
+        exact=bool(before.get("exact")),
     )
 
 
@@ -171,21 +171,21 @@ def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] 
         if model is None and found.model:
             return keras.models.model_from_json(found.model, own)
     except Exception as error:
-        raise BundleError(f"The model cannot be made: {_why_not(error)}") from error
+        raise BundleError(f"The model cannot be created: {_reason(error)}") from error
     if model is None:
         raise BundleError("The bundle has no configuration of its model. Pass the model, or the path of a .keras file.")
     return model
 
 
-def _why_not(error: Exception) -> str:
-    """Return why Keras could not make the model, and what to do: its own messages carry the whole configuration."""
+def _reason(error: Exception) -> str:
+    """Return why Keras could not create the model, and a remedy: its own messages contain the whole configuration."""
     if missing := re.search(r"Could not locate (class|function) '([^']+)'", str(error)):
         word, name = missing[1], plain_text(missing[2])
         return (
-            f"its {word} {name!r} is your own, and is not known here. Pass custom_objects={{{name!r}: {name}}} or the model "
+            f"its custom {word} {name!r} is not known here. Pass custom_objects={{{name!r}: {name}}} or the model "
             f"itself; on the command line, --import the module that defines {name}."
         )
-    remedy = "A model with Python code in it is not run from a file; pass the model itself."
+    remedy = "A model that contains Python code is not created from a file; pass the model itself."
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
 
@@ -204,9 +204,9 @@ def _prepared(found: _bundle.Bundle, model: Any) -> ReplayableStep:
 
 
 def _write_state(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequence[Any]) -> None:
-    """Give the variables the values of a bundle.
+    """Assign the values of a bundle to the variables.
 
-    A variable that came into being in the bad step itself (a slot, in the first step) is in no bundle, and is left.
+    A variable that the bad step itself created (a slot, in the first step) is in no bundle, and stays unchanged.
     """
     for variable, array in _pairs(state, variables):
         if tuple(array.shape) != tuple(variable.shape):
@@ -221,7 +221,7 @@ def _pairs(state: Sequence[tuple[str, np.ndarray[Any, Any]]], variables: Sequenc
     unique = len(by_path) == len(state) and len(paths) == len(variables)
     if unique and (set(by_path) <= paths or paths <= set(by_path)):
         return [(v, by_path[v.path]) for v in variables if v.path in by_path]
-    found, rest = [], deque(state)  # one path for several slots, as the lowest Keras names them
+    found, rest = [], deque(state)  # in Keras 3.6 several slots have the same path
     for variable in variables:
         if rest and (variable.path, tuple(variable.shape)) == (rest[0][0], rest[0][1].shape):
             found.append((variable, rest.popleft()[1]))
@@ -247,15 +247,15 @@ def _run(found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str) -> 
         low_precision=lowest(step.model),
     )
     first = found.start and not (found.about.get("before") or {}).get("snapshot")
-    trials = Trials(step, batch, evidence, _Start(found.start) if first else None)
+    trials = Trials(step, batch, evidence, _InitialState(found.start) if first else None)
     evidence = trials.carried_out()
     if mode == "eager":
         return trials.run, evidence
     return current.compiled_replay().run_compiled(step, batch, jit=mode == "xla"), evidence
 
 
-class _Start:
-    """The first state of a bundle, in the form of a snapshot."""
+class _InitialState:
+    """The initial state of a bundle, with the interface of a snapshot."""
 
     def __init__(self, arrays: Sequence[tuple[str, np.ndarray[Any, Any]]]):
         self._arrays = dict(arrays)

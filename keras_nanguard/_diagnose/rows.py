@@ -10,16 +10,16 @@ from keras_nanguard._backends.shared.replay import ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 
-__all__ = ["bisected", "seen"]
+__all__ = ["bad_rows", "bisected"]
 
-TRIALS = 16
-"""Replays that the search for a row may cost."""
+MAX_TRIALS = 16
+"""Maximum number of replays in the search for a row."""
 
 
-def seen(run: ReplayResult, count: int) -> tuple[int, ...]:
-    """Return the rows that a replay shows to be bad, none where all of them are.
+def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
+    """Return the rows that are bad in a replay, none if all of them are.
 
-    The birth itself tells best; then what each loss gave for each row; then the model's outputs.
+    The origin of the bad value is the most precise; then the loss values per sample; then the outputs of the model.
     """
     origin: Origin | None = run.origin
     if origin is not None and origin.rows:
@@ -36,12 +36,12 @@ def seen(run: ReplayResult, count: int) -> tuple[int, ...]:
 
 
 def bisected(count: int, suspects: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the rows without which the step is healthy, where few are to blame; none where that cannot be said.
+    """Return the rows without which the step is finite, if few are to blame; none where that is not known.
 
     Args:
         count: number of rows.
-        suspects: rows that stand out, tried first.
-        is_bad: runs the step on these rows only and tells whether it goes bad.
+        suspects: outliers, tried first.
+        is_bad: runs the step on these rows only and returns whether it is bad.
     """
     everything = list(range(count))
     if 0 < len(suspects) <= max(1, count // 4):
@@ -49,7 +49,7 @@ def bisected(count: int, suspects: Sequence[int], is_bad: Callable[[Sequence[int
         if rest and not is_bad(rest):
             return tuple(suspects)
     trials, rows = 1, everything
-    while len(rows) > 1 and trials < TRIALS:
+    while len(rows) > 1 and trials < MAX_TRIALS:
         left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         bad_left, bad_right = is_bad(left), is_bad(right)
         trials += 2

@@ -1,4 +1,4 @@
-"""The experiments on one refused step: each answers one question, and is made only where its answer can decide."""
+"""The trials on one refused step: each answers one question, and runs only where its answer can decide the cause."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.evidence import Evidence, Spread
 from keras_nanguard._diagnose import rows
-from keras_nanguard._diagnose.causes import HUGE, LARGE, grown, kind
+from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, grown, kind
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Trials", "standardised", "with_names"]
+__all__ = ["Trials", "standardized", "with_names"]
 
 TRIAL_STEPS = 6
-"""Steps of the trial that begins anew with scaled data."""
+"""Number of steps of the trial that restarts with scaled data."""
 
 EARLY = 50
-"""Step up to which trouble can be one of the first steps."""
+"""Step up to which a failure counts as one of the first steps."""
 
 
 class Trials:
     """The replays of one refused step.
 
     Args:
-        step: the step, on the state that it began with.
+        step: the step, on the state before it.
         batch: its arguments.
-        evidence: what is known without a replay.
+        evidence: the evidence that needs no replay.
         start: a snapshot of the state before the first step, `None` where there is none.
     """
 
@@ -48,33 +48,33 @@ class Trials:
         self.run = ReplayResult()
 
     def carried_out(self) -> Evidence:
-        """Return the evidence with what the replays showed."""
-        return with_names(self._carried_out(), self.step.model)
+        """Run the trials and return the evidence with their results."""
+        return with_names(self._run_trials(), self.step.model)
 
-    def _carried_out(self) -> Evidence:
+    def _run_trials(self) -> Evidence:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
         if processes.count() > 1 and current.host().SPREADS_ARRAYS:
-            self._add(notes=(f"The step runs in {processes.count()} processes, so it was not run again by one of them.",))
+            self._add(notes=(f"The step runs in {processes.count()} processes, so one of them alone cannot replay it.",))
             return self.evidence
         run = self._replayed()
-        self._look_at_targets(run)
+        self._check_targets(run)
         if run.error or run.finite:
             return self.evidence
         self._rerun_in_float32()
         self._rerun_unscaled()
         self._find_rows(run)
-        self._replay_at_start(run)
+        self._rerun_at_start(run)
         self._rerun_in_inference(run)
-        self._begin_anew_with_scaled_data()
+        self._restart_with_scaled_data()
         return self.evidence
 
     def _add(self, **found: Any) -> None:
         self.evidence = dataclasses.replace(self.evidence, **found)
 
     def look_at_batch(self) -> None:
-        """Note what the batch holds."""
+        """Add the facts about the batch to the evidence."""
         self._add(
             count=batches.row_count(self.batch),
             inputs_bad=batches.bad(self.batch, ("inputs",)),
@@ -84,7 +84,7 @@ class Trials:
         )
 
     def _replayed(self) -> ReplayResult:
-        """Run the step again eagerly; where that comes out finite, in the mode it was compiled in."""
+        """Replay the step eagerly; if that is finite, replay it in the mode in which it was compiled."""
         run = self.step.run(self.batch, observe=True, update=True)
         self.note(run, "replay")
         if run.finite and self.evidence.mode != "eager":
@@ -97,8 +97,8 @@ class Trials:
             self._add(same_mode="finite")
         return run
 
-    def _again(self, batch: Any) -> ReplayResult:
-        """Run the step once more, without its updates and unobserved, in the way that costs least."""
+    def _rerun(self, batch: Any) -> ReplayResult:
+        """Run the step once more, without updates and observation, in the fastest mode."""
         if current.compiled_replay().is_compiled(self.step):
             run: ReplayResult = current.compiled_replay().run_compiled(self.step, batch, jit=True)
             if not run.error:
@@ -106,7 +106,7 @@ class Trials:
         return self.step.run(batch)
 
     def note(self, run: ReplayResult, replay: str) -> None:
-        """Note what a replay came to, under the name `replay` where it is the first."""
+        """Add the result of a replay to the evidence, under the name `replay` if it is the first."""
         self.run = run
         self._add(
             **({replay: run.word} if replay else {}),
@@ -119,7 +119,7 @@ class Trials:
             outputs=tuple(batches.spread(name, array) for name, array in run.outputs),
         )
 
-    def _look_at_targets(self, run: ReplayResult) -> None:
+    def _check_targets(self, run: ReplayResult) -> None:
         arrays = [p.array for p in batches.parts(self.batch) if p.role == "targets"]
         shapes = [array.shape for _, array in run.outputs] or keras_layers.output_shapes(self.step.model)
         widths = [int(shape[-1] or 0) if shape else 0 for shape in shapes]
@@ -142,8 +142,8 @@ class Trials:
         count = batches.row_count(self.batch)
         if grown(self.evidence) and kind(run.origin) != "pole":
             return
-        found = rows.seen(run, count)
-        if self.evidence.replay == "finite":  # only the compiled step goes bad, and these trials run eagerly
+        found = rows.bad_rows(run, count)
+        if self.evidence.replay == "finite":  # only the compiled step is bad, and these trials run eagerly
             self._add(rows=found)
             return
         known = tuple(dict.fromkeys(row for part in (*self.evidence.inputs_bad, *self.evidence.targets_bad) for row in part.rows))
@@ -154,7 +154,7 @@ class Trials:
             suspects = self._outliers()
             found = rows.bisected(count, suspects, self._bad_without(count))
         if found:
-            without = self._again(batches.without(self.batch, found)).word if len(found) < count else ""
+            without = self._rerun(batches.without(self.batch, found)).word if len(found) < count else ""
             self._add(rows=found, without_rows=without)
 
     def _may_be_rows(self, count: int) -> bool:
@@ -166,9 +166,9 @@ class Trials:
         return tuple(dict.fromkeys(row for spread in spreads for row in spread.outliers))
 
     def _bad_without(self, count: int) -> Callable[[Sequence[int]], bool]:
-        def is_bad(kept: Sequence[int]) -> bool:
-            others = [row for row in range(count) if row not in set(kept)]
-            return not self._again(batches.without(self.batch, others)).finite
+        def is_bad(chosen: Sequence[int]) -> bool:
+            others = [row for row in range(count) if row not in set(chosen)]
+            return not self._rerun(batches.without(self.batch, others)).finite
 
         return is_bad
 
@@ -182,45 +182,45 @@ class Trials:
         with preserved(self.step.variables()):
             try:
                 outputs = self.step.model(data[0], training=False)
-            except Exception:  # noqa: BLE001  a model of the user's own need not take this call
+            except Exception:  # noqa: BLE001  a custom model need not accept this call
                 return
         bad = any(n or i for n, i, _ in _counts(outputs))
         self._add(inference="bad" if bad else "finite")
 
-    def _replay_at_start(self, run: ReplayResult) -> None:
-        """Run the batch with the first state: do the first steps make it overflow, or does it do so by itself?"""
+    def _rerun_at_start(self, run: ReplayResult) -> None:
+        """Run the batch on the initial state: does it overflow there, too, or only after the first steps?"""
         e = self.evidence
         if e.inputs_bad or e.targets_bad or self.start is None:
             return
         if not 0 < e.step <= EARLY or kind(run.origin) not in ("exp", "overflow") or grown(e):
             return
         with preserved(self.step.variables()):
-            self._put_back(self.start)
-            self._add(at_start=self._again(self.batch).word)
+            self._restore(self.start)
+            self._add(at_start=self._rerun(self.batch).word)
 
-    def _put_back(self, snapshot: Any) -> None:
+    def _restore(self, snapshot: Any) -> None:
         for variable in self.train_state.restorable:
             value = snapshot.value(variable)
             if value is not None:
                 keras_variables.write(variable, value)
 
-    def _begin_anew_with_scaled_data(self) -> None:
-        """Train a few steps from the first state on this batch, as it is and scaled: does the scale make it blow up?"""
+    def _restart_with_scaled_data(self) -> None:
+        """Train a few steps from the initial state on this batch, unchanged and scaled: does the scale cause the divergence?"""
         e = self.evidence
         largest = max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)
         first = self.start
-        if first is None or e.step > EARLY or largest < LARGE or kind(e.origin) == "pole" or not grown(e):
+        if first is None or e.step > EARLY or largest < LARGE_DATA or kind(e.origin) == "pole" or not grown(e):
             return
         plain = self._trained(first, self.batch)
-        scaled = self._trained(first, batches.mapped(self.batch, standardised))
-        cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE and scaled < plain / 1e3)
+        scaled = self._trained(first, batches.mapped(self.batch, standardized))
+        cured = (plain >= 1e2 and scaled < 1e1) or (largest >= HUGE_DATA and scaled < plain / 1e3)
         self._add(rescaled="finite" if cured else "bad")
 
     def _trained(self, snapshot: Any, batch: Any) -> float:
-        """Return how many times the loss grows over a few steps from a snapshot, infinite where it overflows."""
+        """Return the factor by which the loss grows over a few steps from a snapshot, infinite if it overflows."""
         first = last = math.nan
         with preserved(self.step.variables()):
-            self._put_back(snapshot)
+            self._restore(snapshot)
             for _ in range(TRIAL_STEPS):
                 last = self.step.train(batch)
                 first = last if math.isnan(first) else first
@@ -230,7 +230,7 @@ class Trials:
 
 
 def with_names(evidence: Evidence, model: Any) -> Evidence:
-    """Return the evidence with the names of the model's inputs in place of their numbers, where the user gave them names."""
+    """Return the evidence with the names of the model's inputs in place of their indices, where the user named them."""
     names = input_names(model)
     if not any(names):
         return evidence
@@ -245,8 +245,8 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
     )
 
 
-def standardised(role: str, value: Any) -> Any:
-    """Return floats with mean 0 and deviation 1 in each feature; targets only where they are large."""
+def standardized(role: str, value: Any) -> Any:
+    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are large."""
     array = finiteness.widen(keras_variables.dense(value))
     if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
         return value

@@ -1,11 +1,11 @@
-"""The evidence of a verdict in sentences, with the user's own names in them; steps count from 1, rows are indices. Pure."""
+"""Evidence as sentences for the user; steps count from 1, rows are indices. Pure functions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from keras_nanguard._core.data_names import shown
+from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.causes import Conclusion
@@ -17,7 +17,7 @@ PHASES = {
     "forward": "in the forward pass",
     "loss": "in the loss",
     "backward": "in the backward pass",
-    "slope": "on the way to the gradient",
+    "slope": "in the forward or backward pass",
     "update": "in the optimizer's update",
     "other": "in the step",
 }
@@ -33,48 +33,48 @@ SITES = {
 
 
 def sentences(e: Evidence, verdict: Conclusion) -> tuple[str, ...]:
-    """Return what was measured, most telling first."""
+    """Return the evidence as sentences, the most relevant first."""
     return tuple(dict.fromkeys(text for part in _PARTS for text in part(e, verdict)))
 
 
 def _state(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.state:
-        shown = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
+        listed = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
         more = f" and {len(e.state) - 4} more" if len(e.state) > 4 else ""
-        when = " before the first step" if e.state_fresh else " before this step already" if e.refused else ""
-        yield f"{shown}{more}: NaN or Inf{when}."
+        when = " before the first step" if e.state_fresh else " already before this step" if e.refused else ""
+        yield f"{listed}{more}: NaN or Inf{when}."
 
 
-def _born(e: Evidence, verdict: Conclusion) -> Iterator[str]:
+def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.origin is not None:
-        yield _birth(e.origin)
+        yield _origin_sentence(e.origin)
     if e.first:
         path = f" ({e.first_path})" if e.first_path else ""
-        again = "Run again on the untouched state, the step goes bad again, in"
-        reached = again if e.replay and e.refused else "It reaches" if e.replay else "The step left it in"
+        reproduced = "A replay on the unchanged state reproduces it, in"
+        reached = reproduced if e.replay and e.refused else "It reaches" if e.replay else "The step left it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
-        yield f"With these gradients, rates, weights and slots the arithmetic of {names} stays finite: it was there before the step."
+        yield f"With these gradients, rates, weights and slots the update of {names} stays finite: it was there before the step."
     if verdict.cause == "gradient_domain" and e.origin is not None and e.origin.phase in ("forward", "loss"):
-        yield "That value is masked away before the loss, as in the branch of a `where` that is not taken; its gradient is not."
+        yield "The value is masked before the loss, as in the unused branch of a `where`; its gradient is not masked."
     if e.first == "gradients" and e.origin is None and e.replay == "bad":
         yield "Every gradient is finite, and so large that the sum of their squares overflows float32."
     kinds = dict(site.partition(":")[::2] for site in e.sites)
     if kinds.get("gradients") == "stuck":
-        moved = f"{e.first_path} and most other kernels stand still, bit for bit, although the loss is not at rest."
-        yield moved if e.first_path else "For many steps every gradient has been exactly 0, although there is a loss."
+        unchanged = f"{e.first_path} and most other kernels no longer change, bit for bit, although the loss does."
+        yield unchanged if e.first_path else "For many steps every gradient has been exactly 0, although the loss is not."
     if kinds.get("statistics") == "spike" and e.value is not None:
-        yield f"{e.first_path} has leapt to {e.value:.3g}, more than a thousand times what it was a few steps before."
+        yield f"{e.first_path} has jumped to {e.value:.3g}, more than a thousand times its value a few steps before."
     if kinds.get("loss") == "spike" and e.value is not None:
         yield f"The loss jumped to {e.value:.3g}."
     if kinds.get("statistics") == "stuck":
-        yield f"{e.first_path} holds its initial values, although the layer's own weights have moved."
+        yield f"{e.first_path} still has its initial values, although the weights of its layer have changed."
 
 
-def _birth(origin: Origin) -> str:
+def _origin_sentence(origin: Origin) -> str:
     if origin.source == "batch":
-        return f"The bad value comes with the batch, from {shown(origin.op)!r}."
+        return f"The bad value comes from the batch, in {argument_path(origin.op)!r}."
     if origin.source == "variable":
         return f"The bad value is read from the variable {origin.op}."
     what = _counts(origin)
@@ -84,7 +84,7 @@ def _birth(origin: Origin) -> str:
     given = f" from {finite}operands ({taken})" if taken else ""
     line = f", at {origin.line}" if origin.line else ""
     name = origin.op or "An operation"
-    return f"{name}{where} made {what}{given}, {PHASES.get(origin.phase, 'in the step')}{line}."
+    return f"{name}{where} produced {what}{given}, {PHASES.get(origin.phase, 'in the step')}{line}."
 
 
 def _counts(origin: Origin) -> str:
@@ -94,31 +94,31 @@ def _counts(origin: Origin) -> str:
 
 def _operand(operand: Operand) -> str:
     if operand.whole or not operand.max_abs:
-        held = ' and '.join(filter(None, ('zeros' * operand.zero, operand.holds)))
-        return f"nothing but {held}" if held else 'no values'
-    words = (("zeros", operand.zero), ("negative values", operand.negative), (operand.holds, operand.infinite))
-    holds = [word for word, has in words if has and word]
+        values = ' and '.join(filter(None, ('zeros' * operand.zero, operand.holds)))
+        return f"only {values}" if values else 'no values'
+    kinds = (("zeros", operand.zero), ("negative values", operand.negative), (operand.holds, operand.infinite))
+    holds = [name for name, present in kinds if present and name]
     return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {' and '.join(holds)}" if holds else "")
 
 
 def _data(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     for part in (*e.inputs_bad, *e.targets_bad):
         counts = " and ".join(f"{n} {word}" for n, word in ((part.nan, "NaN"), (part.inf, "Inf")) if n)
-        yield f"{shown(part.name)!r} holds {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
+        yield f"{argument_path(part.name)!r} contains {counts}{f', in {at_rows(part.rows)}' if part.rows else ''}."
     if e.target_fault is not None:
         output = f" of output {e.target_fault.output!r}" if e.target_fault.output else ""
         rows = f" in {at_rows(e.target_fault.rows)}" if e.target_fault.rows else ""
-        yield f"The targets{output} hold {e.target_fault.words}{rows}, which {e.target_fault.loss} does not accept."
+        yield f"The targets{output} contain {e.target_fault.words}{rows}, which {e.target_fault.loss} does not accept."
     for spread in (*e.inputs, *e.targets):
         if spread.max_abs >= 100.0 and not spread.integer:
             yield _spread(spread)
 
 
 def _spread(spread: Spread) -> str:
-    stand = "stands" if len(spread.outliers) == 1 else "stand"
-    out = f"; {at_rows(spread.outliers)} {stand} out" if spread.outliers else ""
-    numbers = f"magnitudes up to {spread.max_abs:.3g}, mean {spread.mean:.3g}, deviation {spread.std:.3g}"
-    return f"{shown(spread.name)!r}: {numbers}{out}."
+    verb = "is an outlier" if len(spread.outliers) == 1 else "are outliers"
+    outliers = f"; {at_rows(spread.outliers)} {verb}" if spread.outliers else ""
+    numbers = f"magnitudes up to {spread.max_abs:.3g}, mean {spread.mean:.3g}, standard deviation {spread.std:.3g}"
+    return f"{argument_path(spread.name)!r}: {numbers}{outliers}."
 
 
 def at_rows(rows: Sequence[int]) -> str:
@@ -130,60 +130,57 @@ def at_rows(rows: Sequence[int]) -> str:
 def _history(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     g = e.growth
     if g.losses and (max(g.loss, g.norm) >= 10.0 or verdict.cause in ("divergence", "spike")):
-        went = ", ".join(f"{value:.3g}" for value in g.losses)
-        if g.steps == 1:
-            yield f"In the step before, the loss was {went}."
-        else:
-            last = f", in the last {len(g.losses)}" if len(g.losses) < g.steps else ""
-            yield f"Over the {g.steps} steps before{last}, the loss went {went}."
+        losses = ", ".join(f"{value:.3g}" for value in g.losses)
+        last = f"the last {len(g.losses)} of " if len(g.losses) < g.steps else ""
+        yield f"In {last}the {f'{g.steps} steps' if g.steps > 1 else 'step'} before, the loss was {losses}."
     factors = {"the loss": g.loss, "the gradient norm": g.norm}
-    grown = [f"{what} has grown {factor:.3g} times" for what, factor in factors.items() if factor > 1.5]
+    grown = [f"{what} has grown by a factor of {factor:.3g}" for what, factor in factors.items() if factor > 1.5]
     if grown and max(g.loss, g.norm) >= 10.0:
         text = " and ".join(grown)
         yield f"{text[0].upper()}{text[1:]} since the first steps."
     if 3.0 <= g.weights < math.inf:
         yield (
-            f"The weights have grown {g.weights:.3g} times since the start (largest {g.largest_weight_before:.3g}, "
+            f"The weights have grown by a factor of {g.weights:.3g} since the start (largest {g.largest_weight_before:.3g}, "
             f"now {g.largest_weight:.3g})."
         )
     if g.jump[0] >= JUMP:
-        yield f"At step {g.jump[1] + 1} the loss had jumped to {g.jump[0]:.3g} times its lowest value before."
+        yield f"At step {g.jump[1] + 1} the loss jumped to {g.jump[0]:.3g} times its lowest earlier value."
 
 
-def _reruns(e: Evidence, verdict: Conclusion) -> Iterator[str]:
-    told = {
-        "float32": ("In float32 the same step", e.float32),
-        "unscaled": ("With a loss scale of 1 the same step", e.unscaled),
-        "rescaled": ("Begun anew with inputs and targets scaled to unit deviation, training", e.rescaled),
-        "start": ("With the weights of the first step the same batch", e.at_start),
-        "rows": (f"Without {at_rows(e.rows)} the same step", e.without_rows),
-        "inference": ("In inference mode the forward pass", e.inference),
-        "training": ("In training mode the forward pass", e.training),
-    }
-    for words, result in told.values():
+def _rerun_results(e: Evidence, verdict: Conclusion) -> Iterator[str]:
+    reruns = (
+        ("In float32 the same step", e.float32),
+        ("With a loss scale of 1 the same step", e.unscaled),
+        ("Restarted with inputs and targets scaled to unit standard deviation, training", e.rescaled),
+        ("With the initial weights the same batch", e.at_start),
+        (f"Without {at_rows(e.rows)} the same step", e.without_rows),
+        ("In inference mode the forward pass", e.inference),
+        ("In training mode the forward pass", e.training),
+    )
+    for change, result in reruns:
         if result in ("finite", "bad"):
-            yield f"{words} {'is finite' if result == 'finite' else 'goes bad as well'}."
+            yield f"{change} is {'finite' if result == 'finite' else 'bad as well'}."
     if e.replay == "finite":
-        yield "Run again eagerly, the step comes out finite."
+        yield "An eager replay of the step is finite."
     if e.same_mode:
-        what = {"finite": "comes out finite", "bad": "goes bad again", "failed": "cannot be run"}.get(e.same_mode, "")
-        yield f"Run again in the mode it was compiled in ({e.mode}), the step {what}."
+        what = {"finite": "is finite", "bad": "is bad again", "failed": "cannot be run"}.get(e.same_mode, "")
+        yield f"A replay in the mode of the step ({e.mode}) {what}."
     if e.replay_error and e.refused:
-        yield f"Run again, the step raised {plain_text(' '.join(e.replay_error.split()))}"
+        yield f"The replay of the step raised {plain_text(' '.join(e.replay_error.split()))}"
 
 
 def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
-    told = verdict.cause in ("divergence", "optimizer_domain", "spike", "input_scale")
+    relevant = verdict.cause in ("divergence", "optimizer_domain", "spike", "input_scale")
     for facts in e.optimizers:
-        if told or not math.isfinite(facts.learning_rate):
+        if relevant or not math.isfinite(facts.learning_rate):
             yield _settings(facts)
-        if told and abs(facts.shrinks) > 1.0:
-            yield f"By weight decay alone each step of {facts.name} multiplies the weights by {facts.shrinks:.3g}."
+        if relevant and abs(facts.shrinks) > 1.0:
+            yield f"Weight decay alone multiplies the weights by {facts.shrinks:.3g} in each step of {facts.name}."
         if verdict.cause == "optimizer_domain" and facts.epsilon == 0.0:
-            yield f"epsilon=0 in {facts.name}: where a gradient is 0, 0 is divided by 0."
+            yield f"epsilon=0 in {facts.name}: where a gradient is 0, the update divides 0 by 0."
         if facts.epsilon and facts.epsilon_in_dtype is not None and facts.epsilon_in_dtype < facts.epsilon / 2:
-            yield f"epsilon={facts.epsilon:g} is {facts.epsilon_in_dtype:g} in {facts.dtype}, the dtype of the weights."
-    for words, value in e.objective if told else ():
+            yield f"epsilon={facts.epsilon:g} rounds to {facts.epsilon_in_dtype:g} in {facts.dtype}, the dtype of the weights."
+    for words, value in e.objective if relevant else ():
         yield f"{words} is {value:g}."
     if verdict.cause == "optimizer_domain" and math.isfinite(e.gradient_norm):
         yield f"The gradient norm of this step was {e.gradient_norm:.3g}."
@@ -192,7 +189,7 @@ def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
 
 
 def _settings(facts: OptimizerFacts) -> str:
-    """Return the hyper-parameters of an optimizer by Keras' names, with their values."""
+    """Return the hyperparameters of an optimizer by Keras' names, with their values."""
     named = [("learning_rate", facts.learning_rate), *facts.settings]
     text = ", ".join(f"{name}={value:.4g}" for name, value in named)
     return f"{facts.name} has {text}" + ("." if facts.clips else ", and no clipping.")
@@ -204,18 +201,18 @@ def _layers(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"The first layer whose output is not finite is {first.path!r}."
     for name, value in e.loss_parts if len(e.loss_parts) > 1 else ():
         if value != value or abs(value) == float("inf"):
-            yield f"Of the parts of the loss, {name} is {value}."
+            yield f"Among the parts of the loss, {name} is {value}."
 
 
 def _notes(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     yield from e.notes
 
 
-_PARTS = (_state, _born, _data, _history, _reruns, _optimizer, _layers, _notes)
+_PARTS = (_state, _origin, _data, _history, _rerun_results, _optimizer, _layers, _notes)
 
 
 def table(rows: Sequence[LayerRow]) -> str:
-    """Return the table of layers as text, one line for each call, the bad ones marked."""
+    """Return the table of layers as text, one line per call, the bad ones marked."""
     head = ("", "layer", "dtype", "min", "max", "mean", "zeros", "NaN", "+Inf", "-Inf", "of", "range")
     lines = [head, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

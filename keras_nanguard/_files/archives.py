@@ -1,7 +1,7 @@
-"""Reads zip archives: `.keras` files and `.npz` files, without unpacking what can be read in place.
+"""Reading of zip archives: `.keras` and `.npz` files, without unpacking what can be read in place.
 
-A member that is stored uncompressed (as Keras and `numpy.savez` do) is read where it lies; a compressed HDF5 member
-goes to an unnamed temporary file first, within limits. No pickle is ever loaded. Imports no backend.
+An uncompressed member (as Keras and `numpy.savez` write it) is read in place; a compressed HDF5 member
+is first unpacked to an unnamed temporary file, within limits. No pickle is ever loaded. Imports no backend.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from keras_nanguard._files.window import Window
 __all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
 
 WEIGHTS = "model.weights.h5"
-"""Name that Keras gives the weights within a `.keras` archive."""
+"""Name of the weights in a `.keras` archive."""
 
 _MAX_EXPANSION = 100
-"""A compressed member may grow so many times: the limit of Keras' own loader (`saving_lib`)."""
+"""Maximum expansion of a compressed member: the limit of Keras' own loader (`saving_lib`)."""
 
 _MAX_JSON = 32 << 20
-"""Bytes of JSON that are parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON of nothing but empty lists
-takes 25 times its size in memory."""
+"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON that consists of
+empty lists takes 25 times its size in memory."""
 
 _READ_BYTES = 4 << 20
 
-_UNNAMED = "layers go by their place in the file"
+_UNNAMED = "layers are named by their location in the file"
 
 
 def read_archive(path: str) -> Contents:
-    """Read what stands in a `.keras` or `.npz` archive.
+    """Read a `.keras` or `.npz` archive.
 
     Args:
         path: path of the archive.
@@ -55,7 +55,7 @@ def read_archive(path: str) -> Contents:
         Its contents, open until `close` is called.
 
     Raises:
-        FileFormatError: if the archive holds neither weights nor arrays, or is hostile.
+        FileFormatError: if the archive contains neither weights nor arrays, or is malicious.
     """
     with ExitStack() as stack:
         archive = stack.enter_context(zipfile.ZipFile(path))
@@ -81,7 +81,7 @@ def read_json(text: bytes, what: str, notes: list[str]) -> Any:
     try:
         return json.loads(text)
     except READ_FAULTS as error:
-        notes.append(f"{what} was not understood ({plain_text(error, 120)}): {_UNNAMED}.")
+        notes.append(f"{what} could not be parsed ({plain_text(error, 120)}): {_UNNAMED}.")
         return None
 
 
@@ -99,7 +99,7 @@ def _member_json(archive: zipfile.ZipFile, name: str, notes: list[str]) -> Any:
     try:
         info = archive.getinfo(name)
         if info.file_size > _MAX_JSON:
-            notes.append(f"{name} declares {info.file_size} bytes and was left out: {_UNNAMED}.")
+            notes.append(f"{name} declares {info.file_size} bytes and was skipped: {_UNNAMED}.")
             return None
         with archive.open(info) as member:
             return read_json(member.read(_MAX_JSON), name, notes)
@@ -124,11 +124,11 @@ def _window(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str, stack: E
 
 
 def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
-    """Return where a member's bytes begin: behind its local header, whose name and extra field vary in length."""
+    """Return the offset of a member's data: after its local header, whose name and extra field vary in length."""
     raw.seek(info.header_offset)
     header = raw.read(30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise FileFormatError(f"The archive's entry for {plain_text(info.filename)} points nowhere.")
+        raise FileFormatError(f"The archive's entry for {plain_text(info.filename)} points to no local header.")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     start = int(info.header_offset + 30 + name_length + extra_length)
     if start + info.file_size > os.fstat(raw.fileno()).st_size:
@@ -137,9 +137,9 @@ def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 
 def refuse_bomb(info: zipfile.ZipInfo) -> None:
-    """Raise a `FileFormatError` for a member that is encrypted or declares far more than it stores."""
+    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it stores."""
     if info.flag_bits & 1:
-        raise FileFormatError(f"{plain_text(info.filename)} is encrypted, which no Keras file is.")
+        raise FileFormatError(f"{plain_text(info.filename)} is encrypted; Keras files never are.")
     if info.file_size > BOMB_FLOOR and info.file_size > _MAX_EXPANSION * max(1, info.compress_size):
         raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
 
@@ -156,7 +156,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
         if dtype.kind == "V":
             raise ValueError(f"values of the unnamed kind {dtype}, which no reader can interpret")
         if min(shape, default=0) < 0 or size != info.file_size - offset:
-            raise ValueError(f"its header declares {size} bytes where {info.file_size - offset} stand")
+            raise ValueError(f"its header declares {size} bytes, but {info.file_size - offset} follow")
     except READ_FAULTS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=info.filename)
     except FileFormatError as error:
@@ -172,7 +172,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
 
 
 def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, order, dtype and length of the header, which NumPy reads as a literal of limited length."""
+    """Return shape, order, dtype and length of the header, which NumPy parses as a literal of limited length."""
     major, _ = npy.read_magic(member)
     if major == 1:
         shape, fortran, dtype = npy.read_array_header_1_0(member)

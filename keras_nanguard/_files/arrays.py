@@ -1,9 +1,8 @@
-"""Statistics of one array, taken in pieces: the counts from which every verdict on stored values follows.
+"""Statistics of one array, computed in pieces: the counts on which every judgement of stored values is based.
 
-NumPy only; level 0. A piece costs four passes over memory that is still in the cache (smallest, largest, sum,
-smallest magnitude). NumPy's `min` and `max` are documented to carry NaN through, and an infinity is the largest or
-smallest value there is, so a piece is finite exactly where both are: the precise counts are taken only where not.
-(This holds for NumPy; the same reduction inside XLA drops NaN and proves nothing there.)
+NumPy only. A piece takes four passes over cached memory (smallest, largest, sum, smallest magnitude). NumPy's `min` and
+`max` are documented to propagate NaN, and an infinity is the largest or smallest value, so a piece is finite if and only
+if both are: exact counts are taken only if they are not. (This holds for NumPy; the same reduction in XLA drops NaN.)
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = ["FLOAT16_MAX", "Scratch", "Statistics", "Tally", "blocks", "chunk_blo
 FLOAT16_MAX = 65504.0
 """Largest finite float16 (IEEE 754 binary16)."""
 
-_PIECE = 1 << 16
-"""Values looked at together: 256 KiB of float32, which stay in the second-level cache between the passes.
+_PIECE_VALUES = 1 << 16
+"""Number of values per piece: 256 KiB of float32, which stay in the second-level cache between the passes.
 
 Measured on 2**24 float32 values in memory: pieces of 2**14, 2**16, 2**18, 2**20 values run at 1.9, 3.3, 3.0, 2.9 GB/s.
 """
@@ -34,7 +33,7 @@ _SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What is in one array of floats.
+    """The statistics of one array of floats.
 
     Attributes:
         size: number of values (a complex value counts as two).
@@ -42,9 +41,9 @@ class Statistics:
         posinf: number of +Inf.
         neginf: number of -Inf.
         zeros: number of exact zeros, of either sign.
-        denormals: number of values below the smallest normal number of the array's own dtype, zeros left out.
+        denormals: number of nonzero values below the smallest normal number of the dtype of the array.
         beyond_float16: number of finite values above 65504 in magnitude.
-        beyond_limit: number of finite values above the given limit in magnitude; 0 where no limit was given.
+        beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was given.
         min: smallest finite value, or `None` where there is none.
         max: largest finite value, or `None` where there is none.
         mean: mean of the finite values (summed pairwise in at least float32), or `None` where there is none.
@@ -84,14 +83,14 @@ class Statistics:
 
 
 def named_dtype(name: str) -> np.dtype[Any] | None:
-    """Return the dtype of that name, those of `ml_dtypes` included, or `None` where there is none."""
+    """Return the dtype of a name, including those of `ml_dtypes`, or `None` if there is none."""
     try:
         return np.dtype(name)
     except TypeError:
         pass
     if not name.startswith(_SMALL_FLOATS):
         return None
-    import ml_dtypes  # only where needed: keeps `--help` and float32 files quick
+    import ml_dtypes  # only where needed, to keep `--help` and float32 files fast
 
     kind = getattr(ml_dtypes, name, None)
     return None if kind is None else np.dtype(kind)
@@ -99,7 +98,7 @@ def named_dtype(name: str) -> np.dtype[Any] | None:
 
 @cache
 def float_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a float or complex dtype (`"float32"`, `"bfloat16"`), or `None` for every other kind."""
+    """Return the name of a float or complex dtype (`"float32"`, `"bfloat16"`), or `None` for any other dtype."""
     name = str(dtype.name)
     if name.startswith(_SMALL_FLOATS) or (dtype.kind in "fc" and dtype.fields is None):
         return name
@@ -107,11 +106,11 @@ def float_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Cut an array into slabs that are contiguous in C order.
+    """Split an array into slabs that are contiguous in C order.
 
     Args:
         shape: shape of the array.
-        limit: largest number of values in a slab.
+        limit: maximum number of values in a slab.
 
     Returns:
         Iterator of indices that cover the array once, in order.
@@ -131,12 +130,12 @@ def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
 
 
 def chunk_blocks(shape: tuple[int, ...], chunk: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a chunked array along its chunks, so that no chunk is read twice.
+    """Split a chunked array along its chunks, so that no chunk is read twice.
 
     Args:
         shape: shape of the array.
         chunk: shape of a chunk.
-        limit: largest number of values in a block, unless one chunk has more.
+        limit: maximum number of values in a block, unless one chunk has more.
 
     Returns:
         Iterator of indices that cover the array once; they are not contiguous in C order.
@@ -156,7 +155,7 @@ def statistics(array: Any, limit: float | None = None) -> Statistics:
     """Return the statistics of an array in memory.
 
     Args:
-        array: anything NumPy can turn into an array of floats.
+        array: anything that NumPy can convert to an array of floats.
         limit: magnitude above which a finite value is counted as beyond the limit.
 
     Returns:
@@ -168,10 +167,10 @@ def statistics(array: Any, limit: float | None = None) -> Statistics:
 
 
 class Scratch:
-    """Two buffers that every piece reuses: fresh ones of this size cost more in page faults than the counting."""
+    """Two buffers that all pieces share: allocating new ones costs more in page faults than the counting."""
 
     def __init__(self) -> None:
-        self._buffers = (np.empty(_PIECE, np.uint64), np.empty(_PIECE, np.uint64))
+        self._buffers = (np.empty(_PIECE_VALUES, np.uint64), np.empty(_PIECE_VALUES, np.uint64))
 
     def take(self, which: int, dtype: type, size: int) -> NDArray[Any]:
         """Return one of the two buffers as `size` values of a type of at most 8 bytes."""
@@ -179,7 +178,7 @@ class Scratch:
 
 
 class Tally:
-    """Adds up pieces of one array.
+    """Accumulates the statistics of the pieces of one array.
 
     Example:
 
@@ -204,8 +203,8 @@ class Tally:
             flat = flat.view(flat.real.dtype)
         tiny = _smallest_normal(flat.dtype)
         with np.errstate(all="ignore"):
-            for start in range(0, flat.size, _PIECE):
-                self._add(flat[start : start + _PIECE], tiny)
+            for start in range(0, flat.size, _PIECE_VALUES):
+                self._add(flat[start : start + _PIECE_VALUES], tiny)
 
     def _add(self, flat: NDArray[Any], tiny: float) -> None:
         values = _widened(flat, self._scratch)
@@ -269,9 +268,9 @@ def _smallest_normal(dtype: np.dtype[Any]) -> float:
 
 
 def _near_zero(values: NDArray[Any], tiny: float, scratch: Scratch) -> tuple[int, int]:
-    """Return the number of zeros and of denormals, in one pass where there are neither.
+    """Return the number of zeros and of denormals, in one pass if there are neither.
 
-    Shifting the sign out of a float leaves an integer that grows with the magnitude.
+    Without its sign bit a float, read as an integer, grows with the magnitude.
     """
     if values.dtype.itemsize not in (4, 8):
         zeros = int(np.count_nonzero(values == 0))
@@ -303,11 +302,11 @@ def _widened(flat: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
 
 
 def _float16_widened(flat: NDArray[Any], scratch: Scratch) -> NDArray[Any]:
-    """Widen by moving bits, faster than NumPy's own conversion where the piece is finite.
+    """Convert by bit operations, which is faster than NumPy's conversion if the piece is finite.
 
     A float16 has 5 exponent and 10 mantissa bits with bias 15, a float32 8 and 23 with bias 127: sign-extended, shifted
-    left by 13 with the sign alone kept above the exponent, and multiplied by 2**112 (the difference of the biases) it
-    is exact, denormals included. Inf and NaN come out as 65536 and above; a piece that holds any goes the slow way.
+    left by 13 with only the sign above the exponent, and multiplied by 2**112 (the difference of the biases) it is exact,
+    also for denormals. Inf and NaN become 65536 and above; a piece with any of them is converted by NumPy.
     """
     bits = scratch.take(0, np.int32, flat.size)
     bits[...] = flat.view(np.int16)

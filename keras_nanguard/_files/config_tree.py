@@ -1,6 +1,6 @@
-"""Reads a model's configuration as data: which layer stands where, of which class, with which settings.
+"""The configuration of a model, read as data: the tree of layers with their classes and settings.
 
-Nothing is built from it and nothing in it is imported. Level 0.
+Nothing is built or imported from it. Imports no backend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["ConfigTree", "class_name", "optimizer_settings", "own_name", "settin
 
 
 def snake_case(name: str) -> str:
-    """Return a class name as Keras turns it into a group name (`keras.src.utils.naming.tosnake_case`)."""
+    """Return a class name in snake case, as Keras names groups (`keras.src.utils.naming.to_snake_case`)."""
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
@@ -61,7 +61,7 @@ def _indexed(settings: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, 
 
 
 def _is_layer(node: Any) -> bool:
-    """Return whether a piece of configuration is that of a layer, not of an operation such as `keras.ops.add`."""
+    """Return whether a node of the configuration is a layer, not an operation such as `keras.ops.add`."""
     if not isinstance(node, dict) or not isinstance(node.get("config"), dict):
         return False
     return not str(node.get("module", "")).startswith(("keras.ops", "keras.src.ops"))

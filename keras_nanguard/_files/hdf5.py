@@ -1,7 +1,7 @@
-"""Reads the arrays of an HDF5 file in pieces, and follows nothing that leads out of it.
+"""Reading of HDF5 files: their arrays in pieces, without following references out of the file.
 
-Links (soft, external), external storage and virtual datasets are named and not followed; a dataset that declares far
-more than it stores is not read (the limits of Keras' own loader). Imports no backend.
+Soft and external links, external storage and virtual datasets are reported and not followed; a dataset that declares far
+more data than it stores is not read (the limits of Keras' own loader). Imports no backend.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = ["SIGNATURE", "attribute_text", "open_hdf5", "stored_arrays"]
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _READ_BYTES = 4 << 20
-"""Bytes read at a time. A 256 MiB file read at 1.7, 2.2 and 3.2 GB/s in reads of 256 KiB, 1 MiB and 4 MiB."""
+"""Bytes per read. A 256 MiB file was read at 1.7, 2.2 and 3.2 GB/s in reads of 256 KiB, 1 MiB and 4 MiB."""
 
 _CHUNK_CACHE = 0
-"""Bytes of HDF5's chunk cache. Each open dataset has one of its own, and as each chunk is read once it would hold memory for nothing."""
+"""Size of the chunk cache of HDF5. Every open dataset has one, and it is useless because each chunk is read once."""
 
-_LARGEST_CHUNK = 256 << 20
-"""Bytes of a chunk, which HDF5 takes into memory as a whole; or four times the file, where that is more."""
+_MAX_CHUNK = 256 << 20
+"""Maximum size of a chunk, which HDF5 loads as a whole; or four times the size of the file, if that is more."""
 
 _MAX_CHUNKS = 1 << 20
-"""Chunks of a dataset in excess of one for each byte of the file; HDF5 looks each up, stored or not."""
+"""Maximum number of chunks of a dataset beyond one per byte of the file; HDF5 looks up each, stored or not."""
 
 _MAX_EXPANSION = 1000
-"""A dataset may declare so many times what it stores: the limit of Keras' own loader (`saving_lib`)."""
+"""Maximum ratio of declared to stored bytes of a dataset: the limit of Keras' own loader (`saving_lib`)."""
 
 _MAX_TEXT = 64 << 20
-"""Bytes of an attribute that are read; the configuration of a model of 10,000 layers takes about 15 MiB."""
+"""Maximum size of an attribute that is read; the configuration of a model of 10,000 layers takes about 15 MiB."""
 
-_DEEPEST = 128
-"""Groups within groups that are looked into; a nested Keras model takes about three a level."""
+_MAX_DEPTH = 128
+"""Maximum depth of nested groups; a nested Keras model takes about three per level."""
 
 
 def open_hdf5(source: str | Window) -> h5py.File:
@@ -57,8 +57,8 @@ def open_hdf5(source: str | Window) -> h5py.File:
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    access.set_cache(0, 521, _CHUNK_CACHE, 0.75)  # HDF5's own numbers but for the size
-    access.set_sieve_buf_size(0)  # else every open dataset keeps 64 KiB that a single read never needs
+    access.set_cache(0, 521, _CHUNK_CACHE, 0.75)  # the defaults of HDF5 except for the size
+    access.set_sieve_buf_size(0)  # otherwise every open dataset keeps 64 KiB that a single read never uses
     access.set_file_locking(False, True)
     name = b"window"
     if isinstance(source, Window):
@@ -69,14 +69,14 @@ def open_hdf5(source: str | Window) -> h5py.File:
 
 
 def attribute_text(node: Any, name: str) -> str | None:
-    """Return an attribute that holds one text, or `None` where it is missing or holds something else.
+    """Return an attribute that is a single string, or `None` if it is missing or something else.
 
     Args:
         node: a file, group or dataset, or its low-level identifier.
         name: name of the attribute.
 
     Returns:
-        The text. Read through h5py's low-level interface, which takes a third of the time.
+        The string, read through h5py's low-level interface, which takes a third of the time.
     """
     identifier = node.id if isinstance(node, h5py.HLObject) else node
     encoded = name.encode()
@@ -86,11 +86,11 @@ def attribute_text(node: Any, name: str) -> str | None:
         attribute = h5py.h5a.open(identifier, encoded)
         if attribute.shape != () or attribute.get_storage_size() > _MAX_TEXT:
             return None
-        held = np.empty((), attribute.dtype)
-        attribute.read(held)
+        buffer = np.empty((), attribute.dtype)
+        attribute.read(buffer)
     except READ_FAULTS:
         return None
-    value = held[()]
+    value = buffer[()]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     return value if isinstance(value, str) else None
@@ -100,24 +100,24 @@ def stored_arrays(file: h5py.File, raw: Window, packed: float = 1.0) -> tuple[li
     """List every array of an open file.
 
     Args:
-        file: the open file; it has to stay open for as long as pieces are read.
+        file: the open file; it has to stay open while pieces are read.
         raw: the same file as plain bytes, from which contiguous arrays are read.
-        packed: bytes that each byte of it takes on disk, below 1 where it was unpacked from a compressed archive.
+        packed: bytes on disk per byte of the file, below 1 if it was unpacked from a compressed archive.
 
     Returns:
-        The arrays in the order of the file, and the names that Keras wrote beside the variables, by group.
+        The arrays in the order of the file, and the layer names that Keras stored with the variables, by group.
     """
     links, trouble = _links(file)
     names: dict[str, str] = {}
     groups: dict[str, list[StoredArray]] = {}
     reader = _Reader(int(file.id.get_filesize()), raw if file.userblock_size == 0 else None, packed)
-    near, within = file.id, ""  # the group opened last: what follows stands in it, most of the time
+    near, within = file.id, ""  # the group opened last, which usually contains the next link
     for (key, refusal), (following, _) in itertools.pairwise([*links, ("", "")]):
         location = plain_text(key)
         group = location.rpartition("/")[0]
         variables = key == "vars" or key.endswith("/vars")
         if following.startswith(f"{key}/") and not variables:
-            continue  # a group on the way, of which nothing is needed
+            continue  # an intermediate group, from which nothing is needed
         if not key.startswith(within):
             near, within = file.id, ""
         node = refusal or _opened(near, key[len(within) :])
@@ -140,42 +140,42 @@ def _numbered(array: StoredArray) -> tuple[int, str]:
 
 
 def _links(file: h5py.File) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return every link once with the reason why it is not followed, and what cut the list short.
+    """Return every link once with the reason why it is not followed, if any, and why the list is incomplete, if it is.
 
-    HDF5 lists links without opening what they lead to, and enters a group once however many links lead to it.
+    HDF5 lists links without opening their targets, and enters a group once however many links lead to it.
     """
     found: list[tuple[str, str]] = []
     trouble: list[str] = []
     seen: set[Any] = set()
 
-    def meet(name: bytes, info: Any) -> bool | None:
+    def visit(name: bytes, info: Any) -> bool | None:
         key = name.decode("utf-8", "surrogateescape")
         if info.type != h5py.h5l.TYPE_HARD:
             found.append((key, "a soft or external link, which is not followed"))
         elif info.u not in seen:
             seen.add(info.u)
             found.append((key, ""))
-        if name.count(b"/") < _DEEPEST:
+        if name.count(b"/") < _MAX_DEPTH:
             return None
-        trouble.append(f"more than {_DEEPEST} groups within groups, at {plain_text(key, 80)}: the rest was not listed")
+        trouble.append(f"more than {_MAX_DEPTH} groups within groups, at {plain_text(key, 80)}: the rest was not listed")
         return True
 
     try:
-        file.id.links.visit(meet, info=True)
+        file.id.links.visit(visit, info=True)
     except READ_FAULTS as error:
         trouble.append(f"damaged ({plain_text(error, 120)}): the rest was not listed")
     return found, trouble
 
 
 def _opened(group: Any, key: str) -> Any:
-    """Return the low-level group or dataset within a group, or the reason why there is none."""
+    """Return the low-level group or dataset within a group, or the reason why it cannot be opened."""
     try:
         node = h5py.h5o.open(group, key.encode("utf-8", "surrogateescape"))
     except READ_FAULTS as error:
         return f"damaged ({plain_text(error, 120)})"
     if isinstance(node, (h5py.h5d.DatasetID, h5py.h5g.GroupID)):
         return node
-    return f"a {type(node).__name__}, which holds no values"
+    return f"a {type(node).__name__}, which contains no values"
 
 
 def _unread(key: str, reason: str, dtype: str = "?", shape: tuple[int, ...] = ()) -> StoredArray:
@@ -183,7 +183,7 @@ def _unread(key: str, reason: str, dtype: str = "?", shape: tuple[int, ...] = ()
 
 
 class _Reader:
-    """Makes stored arrays of the datasets of one file; they share one buffer."""
+    """Creates the stored arrays of the datasets of one file; they share one buffer."""
 
     def __init__(self, file_size: int, raw: Window | None, packed: float):
         self._buffer = np.empty(_READ_BYTES, np.uint8)
@@ -192,7 +192,7 @@ class _Reader:
         self._kinds: list[tuple[Any, np.dtype[Any], bool]] = []
 
     def stored_array(self, dataset: Any, key: str, location: str) -> StoredArray:
-        """Return the array that a dataset holds, or the reason why it is not read."""
+        """Return the array of a dataset, or the reason why it is not read."""
         try:
             shape = dataset.shape
             dtype, as_in_memory = self._kind(dataset)
@@ -222,10 +222,10 @@ class _Reader:
         return StoredArray(location, shown, shape, size, name is not None, "", pieces, key, stored=backed, whole=whole)
 
     def _kind(self, dataset: Any) -> tuple[np.dtype[Any], bool]:
-        """Return a dataset's dtype, and whether its values stand in the file as they do in memory.
+        """Return a dataset's dtype, and whether its values have the same layout in the file and in memory.
 
-        A file uses few types, and HDF5 compares two of them faster than h5py translates one. Keras saves bfloat16 as
-        two unnamed bytes and writes the name beside them.
+        A file uses few types, and HDF5 compares two of them faster than h5py converts one. Keras saves bfloat16 as
+        two unnamed bytes and stores the name in an attribute.
         """
         stored = dataset.get_type()
         found = next((kind for kind in self._kinds if stored.equal(kind[0])), None)
@@ -242,14 +242,14 @@ class _Reader:
         return dtype, as_in_memory
 
     def _judge(self, dataset: Any, size: int, itemsize: int, offset: int | None) -> tuple[str, tuple[int, ...] | None]:
-        """Return why a dataset is not read, and the shape of its chunks, `None` where it has none."""
+        """Return why a dataset is not read, if so, and the shape of its chunks, `None` if it has none."""
         most = max(BOMB_FLOOR, _MAX_EXPANSION * self._file_size)
         beyond = f"the file of {self._file_size} bytes declares more than {_MAX_EXPANSION} times that"
-        if offset is not None:  # one stretch of this file: it holds what it declares, or reading it fails
+        if offset is not None:  # contiguous in this file: it contains what it declares, or reading it fails
             return beyond if self._declared + size > most else "", None
         plan = dataset.get_create_plist()
         if plan.get_external_count():
-            return "its values stand in another file, which is not opened", None
+            return "its values are in another file, which is not opened", None
         layout, chunk = plan.get_layout(), None
         if layout == h5py.h5d.VIRTUAL:
             return "a virtual dataset, whose sources are not opened", None
@@ -259,7 +259,7 @@ class _Reader:
             return beyond, None
         if layout == h5py.h5d.CHUNKED:
             chunk = plan.get_chunk()
-            if math.prod(chunk) * itemsize > max(_LARGEST_CHUNK, 4 * self._file_size):
+            if math.prod(chunk) * itemsize > max(_MAX_CHUNK, 4 * self._file_size):
                 return f"one chunk declares {math.prod(chunk) * itemsize} bytes", None
             count = math.prod(-(-length // part) for length, part in zip(dataset.shape, chunk))
             if count > _MAX_CHUNKS + self._file_size:
@@ -267,7 +267,7 @@ class _Reader:
         return "", chunk
 
     def _contiguous(self, offset: int, size: int, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        """Read an array that stands in one stretch, past HDF5: 24 ms instead of 31 ms for the 170 MB of a ResNet101V2."""
+        """Read a contiguous array without HDF5: 24 ms instead of 31 ms for the 170 MB of a ResNet101V2."""
         for start in range(0, size, _READ_BYTES):
             target = self._buffer[: min(_READ_BYTES, size - start)]
             if self._raw is None or self._raw.read_at(offset + start, target) < target.size:
@@ -301,6 +301,6 @@ class _Reader:
 
 
 def _in_memory(dataset: Any, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Any]:
-    """Return the dtype that values take in memory, and the HDF5 type for it."""
+    """Return the dtype of the values in memory, and the HDF5 type for it."""
     native = dtype.newbyteorder("=") if dtype.kind in "fc" else dtype
     return native, dataset.get_type() if dtype.kind == "V" else h5py.h5t.py_create(native)

@@ -1,6 +1,6 @@
-"""First values of a variable as its layer's configuration describes them, drawn with NumPy: no model, no backend.
+"""Initial values of a variable from its layer's configuration, drawn with NumPy: no model, no backend.
 
-Constants are those of Keras. The random ones follow the same distribution, not the same numbers.
+Constants are those of Keras. Random values have the same distribution, but not the same numbers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["first_value"]
+__all__ = ["initial_value"]
 
 _BY_NAME = {
     **dict.fromkeys(("moving_mean", "renorm_mean", "mean", "beta", "bias"), 0.0),
     **dict.fromkeys(("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma"), 1.0),
 }
-"""First values that a layer gives these variables unless it is told otherwise."""
+"""Default initial values of these variables of layers."""
 
 _SCALING = {
     "GlorotUniform": (1.0, "fan_avg", "uniform"),
@@ -31,33 +31,33 @@ _SCALING = {
 """The named cases of `keras.initializers.VarianceScaling`: scale, mode, distribution."""
 
 _TRUNCATED_STDDEV = 0.87962566103423978
-"""Standard deviation of a unit normal cut off at two, by which Keras divides."""
+"""Standard deviation of a unit normal distribution truncated at 2, by which Keras divides."""
 
 
-def first_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
-    """Return first values for a variable, or the sentence why there are none.
+def initial_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
+    """Return initial values for a variable, or the reason why there are none.
 
     Args:
-        name: name of the variable within its layer; its initialiser is the setting `<name>_initializer`.
+        name: name of the variable within its layer; its initializer is the setting `<name>_initializer`.
         shape: shape of the variable.
-        settings: the layer's configuration, empty where there is none.
-        draw: source of random numbers.
+        settings: the layer's configuration, empty if there is none.
+        draw: random number generator.
 
     Returns:
         An array of float64, or a reason.
     """
     node = settings.get("depthwise_initializer") if name == "depthwise_kernel" else settings.get(f"{name}_initializer")
     if name == "moving_stddev":
-        node = None  # drawn from the initialiser of the variance, whose default has the same root
+        node = None  # derived from the initializer of the variance, whose default has the same square root
     if not isinstance(node, dict):
         value = _BY_NAME.get(name)
-        return f"its first value is not in the file ({name})" if value is None else np.full(shape, value)
+        return f"its initial value is not in the file ({name})" if value is None else np.full(shape, value)
     kind, given = str(node.get("class_name")), node.get("config")
     options: Mapping[str, Any] = given if isinstance(given, dict) else {}
     try:
         return _drawn(kind, shape, options, draw)
     except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
-        return f"its initialiser {kind!r} is not understood ({error})"
+        return f"its initializer {kind!r} could not be evaluated ({error})"
 
 
 def _drawn(kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
@@ -69,7 +69,7 @@ def _drawn(kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: 
         return draw.uniform(float(options.get("minval", -0.05)), float(options.get("maxval", 0.05)), shape)
     if kind in ("RandomNormal", "TruncatedNormal"):
         mean, stddev = float(options.get("mean", 0.0)), float(options.get("stddev", 0.05))
-        return mean + stddev * (_cut_normal(shape, draw) if kind == "TruncatedNormal" else draw.standard_normal(shape))
+        return mean + stddev * (_truncated_normal(shape, draw) if kind == "TruncatedNormal" else draw.standard_normal(shape))
     if kind == "VarianceScaling" or kind in _SCALING:
         scale, mode, distribution = _SCALING.get(kind, (1.0, "fan_in", "truncated_normal"))
         return _scaled(
@@ -79,7 +79,7 @@ def _drawn(kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: 
             str(options.get("distribution", distribution)),
             draw,
         )
-    return f"its initialiser {kind!r} is not one that is known here"
+    return f"its initializer {kind!r} is not supported"
 
 
 def _scaled(shape: tuple[int, ...], scale: float, mode: str, distribution: str, draw: np.random.Generator) -> NDArray[Any]:
@@ -92,7 +92,7 @@ def _scaled(shape: tuple[int, ...], scale: float, mode: str, distribution: str, 
         return draw.uniform(-bound, bound, shape)
     if distribution == "untruncated_normal":
         return math.sqrt(variance) * draw.standard_normal(shape)
-    return math.sqrt(variance) / _TRUNCATED_STDDEV * _cut_normal(shape, draw)
+    return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
 
 
 def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
@@ -103,7 +103,7 @@ def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
     return float(shape[-2] * field), float(shape[-1] * field)
 
 
-def _cut_normal(shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
+def _truncated_normal(shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:
     values = draw.standard_normal(shape)
     while (outside := np.abs(values) > 2.0).any():
         values[outside] = draw.standard_normal(int(outside.sum()))

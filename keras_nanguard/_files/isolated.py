@@ -1,9 +1,9 @@
-"""Runs the reading of a file in a child process, so that no file can crash or hang the program that looks at it.
+"""Reading of a file in a child process, so that no file can crash or hang the calling program.
 
-The HDF5 library (1.14.6) is known to loop for ever on damaged group tables and string heaps and to crash on others
-(found by fuzzing it); neither can be caught inside a process. A forked child costs a few milliseconds, inherits what
-is imported, and hands back plain JSON: nothing that stands in a file is ever evaluated. Where there is no `fork`
-(Windows) the work runs in place.
+The HDF5 library (1.14.6) is known to loop forever on damaged group tables and string heaps and to crash on others
+(found by fuzzing); neither can be caught inside a process. A forked child costs a few milliseconds, inherits the
+imported modules, and returns plain JSON: nothing in a file is ever evaluated. Without `fork` (Windows) the work runs in
+the calling process.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from keras_nanguard._keras.overrides import without_warnings
 __all__ = ["STALL_SECONDS", "isolated"]
 
 STALL_SECONDS = 30.0
-"""Seconds without a sign of life after which the child is taken for hung. It gives one twice a second between any two
-calls into a C library, each of which reads 4 MiB at most; a disk that takes 30 s for that is broken."""
+"""Seconds without a heartbeat after which the child counts as hung. It sends one twice a second between calls into a C
+library, each of which reads at most 4 MiB; a disk that takes 30 s for that is broken."""
 
 KILL_SECONDS = 5.0
-"""Seconds in which a killed child has to be gone. One that waits for a disk that does not answer cannot be ended; it is left behind."""
+"""Seconds to wait for a killed child. A child that waits for an unresponsive disk cannot be killed; it is abandoned."""
 
 _BEAT_SECONDS = 0.5
 
 MAX_MEMORY = 1 << 30
-"""Bytes of memory that the child may take for any file. Reading in pieces takes a tenth of it; what goes beyond is a damaged file that
-has HDF5 reserve what it declares."""
+"""Memory limit of the child for any file, in bytes. Reading in pieces takes a tenth of it; more is needed only for a damaged
+file that makes HDF5 reserve what it declares."""
 
 _MEMORY_PER_BYTE = 16
-"""Bytes that it may take beside, for each byte of the file."""
+"""Additional memory limit per byte of the file."""
 
 Progress = Callable[[int, int], None]
 
 Work = Callable[[Progress], AbstractContextManager[dict[str, Any]]]
-"""Takes a function to report progress to; what it gives is the answer, and leaving it releases what it opened."""
+"""Takes a function that reports progress; its context is the answer, and leaving the context releases open files."""
 
 
 def isolated(work: Work, progress: Progress | None, name: str, size: int = 0) -> dict[str, Any]:
-    """Return what `work` gives, run in a child process.
+    """Return the answer of `work`, run in a child process.
 
     Args:
-        work: gives plain JSON values.
-        progress: called in this process with what `work` reports.
+        work: its context is a dict of plain JSON values.
+        progress: called in this process with the progress that `work` reports.
         name: name of the file, for messages.
-        size: bytes of the file, in relation to which the child may take memory.
+        size: size of the file in bytes, on which the memory limit of the child depends.
 
     Returns:
-        What `work` gave.
+        The answer.
 
     Raises:
         FileFormatError: if `work` raised it, or the child crashed or hung.
@@ -67,7 +67,7 @@ def isolated(work: Work, progress: Progress | None, name: str, size: int = 0) ->
         with work(progress or (lambda done, total: None)) as answer:
             return answer
     reading, writing = os.pipe()
-    with without_warnings():  # of threads at a fork: the child runs h5py and NumPy only, never a backend
+    with without_warnings():  # about threads at a fork: the child runs only h5py and NumPy, never a backend
         child = os.fork()
     if child == 0:
         os.close(reading)
@@ -81,11 +81,11 @@ def isolated(work: Work, progress: Progress | None, name: str, size: int = 0) ->
 
 
 def _child(work: Work, writing: int, size: int) -> None:
-    """Do the work and leave without running anything of the parent's: no exit handlers, no buffers flushed."""
+    """Do the work and exit without running exit handlers or flushing buffers of the parent."""
     status = 1
     try:
         gc.disable()  # a collection would touch, and so copy, every page that is shared with the parent
-        faulthandler.disable()  # the parent tells of a crash in one sentence
+        faulthandler.disable()  # the parent reports a crash in one sentence
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _bound_memory(MAX_MEMORY + _MEMORY_PER_BYTE * size)
         done = threading.Event()
@@ -100,7 +100,7 @@ def _child(work: Work, writing: int, size: int) -> None:
         try:
             with work(lambda now, total: _send(writing, {"progress": [now, total]})) as answer:
                 end({"answer": answer})
-                os._exit(0)  # before the file is closed: HDF5 takes its time over thousands of open datasets
+                os._exit(0)  # without closing the file: HDF5 is slow with thousands of open datasets
         except FileFormatError as error:
             end({"refused": str(error)})
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent raises it)
@@ -111,7 +111,7 @@ def _child(work: Work, writing: int, size: int) -> None:
 
 
 def _bound_memory(extra: int) -> None:
-    """Let this process take so many bytes beyond what it inherited; where the system cannot tell (not Linux), any number."""
+    """Limit the memory of this process to what it inherited plus `extra` bytes; on systems other than Linux there is no limit."""
     try:
         import resource
 
@@ -140,10 +140,10 @@ def _answer(reading: int, child: int, progress: Progress | None, name: str) -> d
     while True:
         ready, _, _ = select.select([reading], [], [], STALL_SECONDS)
         if not ready:
-            raise FileFormatError(f"{name} cannot be read: it is damaged so that the library that reads it hangs.")
+            raise FileFormatError(f"{name} cannot be read: it is damaged, and the library that reads it hangs.")
         block = os.read(reading, 1 << 20)
         if not block:
-            raise FileFormatError(f"{name} cannot be read: it is damaged so that the library that reads it crashes.")
+            raise FileFormatError(f"{name} cannot be read: it is damaged, and the library that reads it crashes.")
         waiting += block
         if not block.endswith(b"\n"):
             continue
@@ -161,8 +161,8 @@ def _answer(reading: int, child: int, progress: Progress | None, name: str) -> d
 
 
 def _reap(child: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # someone else waits for all children, as some servers do
-        if os.waitpid(child, os.WNOHANG) == (0, 0):  # it is there and it is ours: its number cannot be another's
+    with contextlib.suppress(ChildProcessError):  # other code waits for all children, as some servers do
+        if os.waitpid(child, os.WNOHANG) == (0, 0):  # it still runs and is our child, so its process id has not been reused
             os.kill(child, signal.SIGKILL)
             until = time.monotonic() + KILL_SECONDS
             while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until:

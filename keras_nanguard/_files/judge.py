@@ -1,4 +1,4 @@
-"""What counts as a problem in one variable: counts in, problems out. Pure; level 0."""
+"""The problems of one variable, from its statistics. Pure functions; imports no backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_nanguard._files.arrays import Statistics
 __all__ = ["PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Problem", "judge", "problem"]
 
 SEVERITIES = ("error", "warning", "note")
-"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: worth knowing, no fault."""
+"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for information only."""
 
 STATISTICS_LIMIT = 1e6
 """Magnitude above which moving statistics are out of range: the default of `checks.statistics.max_abs` in a policy.
@@ -24,32 +24,32 @@ multiplications (1000 * 1000 > 65504).
 PROBLEMS: Mapping[str, tuple[str, str]] = {
     "nan": ("error", "{count} NaN"),
     "inf": ("error", "{count} Inf"),
-    "negative_variance": ("error", "negative where only a square belongs, down to {value:.6g}"),
+    "negative_variance": ("error", "negative values of a square, down to {value:.6g}"),
     "loss_scale": ("error", "a loss scale of {value:.6g}, at which nothing can be learned"),
     "out_of_range": ("warning", "{count} beyond {limit:.6g} in magnitude, up to {value:.6g}"),
     "beyond_limit": ("warning", "{count} beyond the limit {limit:.6g} in magnitude, up to {value:.6g}"),
     "float16_overflow": ("warning", "{count} beyond 65504, up to {value:.6g}, in a layer that computes in float16"),
     "zero_variance": ("warning", "every variance is 0: the layer divides by sqrt(epsilon) alone"),
     "unread": ("warning", "not read: {reason}"),
-    "metric": ("note", "{count} NaN or Inf: what the last evaluation came to, which the next one resets"),
+    "metric": ("note", "{count} NaN or Inf: the result of the last evaluation, which the next one resets"),
     "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
     "all_zero": ("note", "all {count} values are 0"),
     "constant": ("note", "all {count} values are {value:.6g}"),
     "denormal": ("note", "{count} denormal, which float arithmetic may flush to 0"),
 }
-"""Every problem that a scan can name: how bad it is, and the sentence for it."""
+"""Every problem that a scan can report: its severity, and its sentence."""
 
 _VARIANCES = ("moving_variance", "variance", "moving_stddev", "renorm_stddev")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with one variable.
+    """One problem of one variable.
 
     Attributes:
         code: a key of `PROBLEMS`.
         severity: one of `SEVERITIES`.
-        detail: what was counted, as text.
+        detail: the problem in words.
         count: number of values concerned.
     """
 
@@ -70,14 +70,14 @@ def judge(
     limit: float | None = None,
     statistics_limit: float = STATISTICS_LIMIT,
 ) -> tuple[Problem, ...]:
-    """Return what is wrong with one variable, worst first.
+    """Return the problems of one variable, worst first.
 
     Args:
         name: name of the variable within its layer (`"moving_variance"`).
         role: one of `keras_nanguard._files.names.ROLES`.
         layer_class: class of the layer, or `""`.
         found: its statistics, taken with `limit` (for statistics: with the lower of `limit` and `statistics_limit`).
-        rank: number of its axes; a kernel that is all zero is told, a bias that is all zero is how it starts.
+        rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial value.
         float16: whether its layer computes in float16.
         limit: magnitude that no value may exceed, or `None`.
         statistics_limit: magnitude that no moving statistic may exceed.
@@ -85,7 +85,7 @@ def judge(
     Returns:
         The problems.
     """
-    if layer_class == "Metric":  # what was computed with the model, and no part of it
+    if layer_class == "Metric":  # a result, not part of the model
         return (problem("metric", found.nan + found.inf),) if found.nan + found.inf else ()
     problems = [*_nonfinite(found), *_impossible(name, role, found)]
     problems += _large(role, layer_class, found, float16, limit, statistics_limit)
@@ -121,7 +121,7 @@ def _large(role: str, layer_class: str, found: Statistics, float16: bool, limit:
     if role == "other" or found.min is None or found.max is None:
         return []
     largest, problems = max(-found.min, found.max), []
-    moving = role == "statistics" and layer_class != "Normalization"  # that one describes the data, whatever its scale
+    moving = role == "statistics" and layer_class != "Normalization"  # Normalization describes the data, at any scale
     bound = statistics_limit if moving else math.inf
     if found.beyond_limit and largest > min(bound, limit if limit is not None else math.inf):
         code = "out_of_range" if limit is None or bound <= limit else "beyond_limit"

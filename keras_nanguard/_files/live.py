@@ -1,6 +1,6 @@
-"""Walks the variables of a live model by what Keras makes public, without importing Keras.
+"""The variables of a live model, without importing Keras.
 
-Whoever holds a model has imported its backend; this file only asks the objects it is given.
+The caller has imported the backend of the model; this module only uses the objects that it is given.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LiveVariable:
     """One variable of a live model.
 
     Attributes:
-        identity: who it is; `identity.layer` names the layers that hold it, as for a file.
-        keras_path: the path that Keras gives the variable.
+        identity: its names and role; `identity.layer` is the path of its layer, as for a file.
+        keras_path: the `path` of the variable.
         layer: the layer or optimizer that owns it.
         variable: the variable itself.
     """
@@ -48,13 +48,13 @@ class LiveVariable:
     def read(self) -> NDArray[Any]:
         """Return a copy of its values."""
         value = self.variable
-        if hasattr(value, "detach"):  # a torch tensor, as the states of a stateful layer are
+        if hasattr(value, "detach"):  # a torch tensor, such as the states of a stateful layer
             value = value.detach().cpu()
         return np.array(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def is_model(thing: Any) -> bool:
-    """Return whether something is a model or a layer, by what it can do; a class is none."""
+    """Return whether an object is a model or a layer, by its attributes; a class is not."""
     return not isinstance(thing, type) and hasattr(thing, "variables") and hasattr(thing, "trainable_variables") and hasattr(thing, "name")
 
 
@@ -68,7 +68,7 @@ def live_variables(model: Any) -> list[LiveVariable]:
         The variables, nested models included, and the states of stateful recurrent layers.
 
     Raises:
-        GuardError: if it is no model, or has no variables because it was never built.
+        GuardError: if it is not a model, or has never been built.
     """
     if not is_model(model):
         raise GuardError(expected("a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."))
@@ -88,7 +88,7 @@ def live_variables(model: Any) -> list[LiveVariable]:
 
 
 def optimizers(model: Any) -> list[tuple[str, Any]]:
-    """Return the optimizers of a model with the attribute that holds each; a GAN keeps more than one."""
+    """Return the optimizers of a model with the attribute of each; a GAN has more than one."""
     found = [("optimizer", model.optimizer)] if getattr(model, "optimizer", None) is not None else []
     for name, value in sorted(vars(model).items()):
         is_optimizer = hasattr(value, "stateless_apply") and hasattr(value, "learning_rate")
@@ -116,7 +116,7 @@ def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[LiveVa
 
 
 def _states(layer: Any) -> list[Any]:
-    """Return the states that a stateful recurrent layer carries on: they are in no list and in no file."""
+    """Return the states of a stateful recurrent layer, which no list of variables and no file contains."""
     if not getattr(layer, "stateful", False):
         return []
     states = getattr(layer, "states", None)

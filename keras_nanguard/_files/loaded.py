@@ -1,4 +1,4 @@
-"""Loads models and data for the commands that need a live model, and saves a model whole or not at all."""
+"""Loading of models and data for the commands that need a live model, and atomic saving of a model."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from numpy.lib import format as npy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files.archives import npy_header, refuse_bomb
-from keras_nanguard._files.rewrite import beside
+from keras_nanguard._files.rewrite import repaired_path
 from keras_nanguard._files.stored import READ_FAULTS, first_line, plain_text
 
 __all__ = ["data_arrays", "first_rows", "load_model", "save_model"]
 
 
 def load_model(path: str) -> Any:
-    """Load a model for looking at or for running.
+    """Load a model.
 
     Args:
-        path: a `.keras` or legacy `.h5` file with the whole model in it.
+        path: a `.keras` or legacy `.h5` file of a whole model.
 
     Returns:
-        The model, compiled where the file says how.
+        The model, compiled if the file has a compile configuration.
 
     Raises:
-        FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is not run.
+        FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is never executed.
     """
     if not os.path.exists(path):
         raise FileFormatError(expected("a model file", f"path={plain_text(path)!r}", "There is no such file."))
-    if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would never end
-        raise FileFormatError(expected("a model file", f"{plain_text(path)}, which is no file", "Name a model file."))
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would block
+        raise FileFormatError(expected("a model file", f"{plain_text(path)}, which is not a file", "Name a model file."))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
 
     try:
         return keras.models.load_model(path, safe_mode=True)
-    except Exception as error:  # Keras and its backend raise what they like on a file that they did not write
+    except Exception as error:  # Keras and its backend raise anything on a foreign file
         raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}.") from error
 
 
@@ -49,8 +49,8 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     """Load inputs and targets from an `.npz` or `.npy` file; nothing pickled is loaded.
 
     Args:
-        path: an `.npy` file with the inputs, or an `.npz` file: `x` and `y` are inputs and targets, and where there is
-            no `x` all arrays but `y` are inputs by name.
+        path: an `.npy` file with the inputs, or an `.npz` file: `x` and `y` are inputs and targets, and if there is
+            no `x`, all arrays except `y` are inputs by name.
 
     Returns:
         Inputs and targets; the latter may be `None`.
@@ -59,9 +59,9 @@ def data_arrays(path: str) -> tuple[Any, Any]:
         FileFormatError: if the file cannot be read.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise FileFormatError(expected("an .npz or .npy file", f"{plain_text(path)}, which is no file", "Name a file with the inputs."))
+        raise FileFormatError(expected("an .npz or .npy file", f"{plain_text(path)}, which is not a file", "Name a file with the inputs."))
     try:
-        _refuse_empty_claims(path)
+        _refuse_bombs(path)
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return loaded, None
@@ -77,8 +77,8 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     return (arrays["x"] if "x" in arrays else next(iter(arrays.values())) if len(arrays) == 1 else arrays), targets
 
 
-def _refuse_empty_claims(path: str) -> None:
-    """Raise a `FileFormatError` for data that would take far more memory than their file justifies."""
+def _refuse_bombs(path: str) -> None:
+    """Raise a `FileFormatError` for data that would take far more memory than their file contains."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
@@ -91,39 +91,39 @@ def _refuse_empty_claims(path: str) -> None:
         shape, _, dtype, offset = npy_header(file)
         stored = os.path.getsize(path) - offset
         if not dtype.hasobject and math.prod(shape) * dtype.itemsize > stored:
-            raise FileFormatError(f"{plain_text(path)} is cut short: its header declares more than the {stored} bytes that follow.")
+            raise FileFormatError(f"{plain_text(path)} is truncated: its header declares more than the {stored} bytes that follow.")
 
 
 def first_rows(data: Any, count: int) -> Any:
-    """Return the first rows of an array, or of every array in a dict of them; `None` stays `None`."""
+    """Return the first rows of an array, or of every array of a dict; `None` for `None`."""
     if isinstance(data, dict):
         return {name: array[:count] for name, array in data.items()}
     return None if data is None else data[:count]
 
 
 def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> str:
-    """Save a model beside the file that it came from, whole or not at all.
+    """Save a model next to the file that it was loaded from, atomically.
 
     Args:
         model: the model.
-        path: where it came from.
-        output: where to, by default as for a repair.
+        path: the file that it was loaded from.
+        output: path of the new file, by default as for a repair.
         overwrite: allow the output to exist.
 
     Returns:
         The path of the new file.
 
     Raises:
-        GuardError: if the output exists or is no `.keras` file.
+        GuardError: if the output exists or is not a `.keras` file.
     """
-    final = os.path.abspath(output or beside(path))
+    final = os.path.abspath(output or repaired_path(path))
     if not final.endswith(".keras"):
         raise GuardError(expected("an output that ends in .keras", f"output={final!r}", "Name another one."))
     if os.path.exists(final) and not overwrite:
         raise GuardError(expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True."))
     folder = os.path.dirname(final)
     if not os.path.isdir(folder):
-        raise GuardError(expected("an existing folder", f"output={final!r}", f"Make the folder {folder} first."))
+        raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
     with atomic_files.beside(Path(final)) as unfinished:
         model.save(unfinished)
         with unfinished.open("rb+") as file:

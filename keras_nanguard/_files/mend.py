@@ -1,4 +1,4 @@
-"""What repair does to one variable: which of its values are bad, by what they are replaced, or why not. Pure."""
+"""Repair of one variable: which values are bad, and their replacements, or why there are none. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._files.judge import STATISTICS_LIMIT
 
-__all__ = ["CHOICES", "Change", "Choices", "Limits", "bad_values", "mended"]
+__all__ = ["CHOICES", "Change", "Choices", "Limits", "bad_values", "repaired_values"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "statistics": ("initial", "source", "keep"),
     "weights": ("initial", "zeros", "ones", "source", "keep"),
     "slots": ("reset", "source", "keep"),
 }
-"""What each role can be repaired with."""
+"""The methods of repair, by role."""
 
 _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 
-_PIECE = 1 << 20
-"""Values looked at together, so that the float64 copy of a large array is never there as a whole."""
+_PIECE_VALUES = 1 << 20
+"""Number of values per piece, so that no float64 copy of a large array is needed."""
 
 
 class Limits(TypedDict):
@@ -40,10 +40,10 @@ class Choices:
     """How each role is repaired.
 
     Attributes:
-        statistics: `"initial"`: bad values become what the layer starts with; `"source"`: the whole variable comes from
+        statistics: `"initial"`: bad values are replaced by initial values; `"source"`: the whole variable comes from
             the good file; `"keep"`: nothing is done.
-        weights: the same, or bad values become 0 (`"zeros"`) or 1 (`"ones"`).
-        slots: `"reset"`: all slots of an optimizer that holds a bad one start anew.
+        weights: the same, or bad values are replaced by 0 (`"zeros"`) or 1 (`"ones"`).
+        slots: `"reset"`: all slots of an optimizer with a bad one are reset.
         statistics_limit: magnitude above which a moving statistic is bad.
         limit: magnitude above which any value is bad, or `None`.
     """
@@ -66,21 +66,21 @@ class Choices:
         return {"limit": self.limit, "statistics_limit": self.statistics_limit}
 
     def remedy(self, role: str) -> str:
-        """Return what to ask for so that bad values of a role are replaced, `""` where nothing replaces them."""
+        """Return which arguments replace the bad values of a role, `""` if none do."""
         if role not in _FIELDS:
             return ""
         field = _FIELDS[role]
         others = [f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")]
-        return f"choose {' or '.join(others)}, or name a source to take it from"
+        return f"choose {' or '.join(others)}, or name a source"
 
     def method(self, role: str) -> str:
-        """Return how a role is repaired; what is neither weight, statistic nor slot is kept."""
+        """Return the method for a role; a variable that is neither weight, statistic nor slot is kept."""
         return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What repair did, or would do, with one variable.
+    """The repair of one variable, done or planned.
 
     Attributes:
         path: path of the variable.
@@ -110,12 +110,12 @@ def bad_values(values: NDArray[Any], name: str, role: str, layer_class: str, cho
         choices: the limits.
 
     Returns:
-        Mask of the shape of `values`: non-finite; beyond a limit; a negative variance.
+        Mask of the shape of `values`: non-finite, beyond a limit, or a negative variance.
     """
     bad = np.empty(values.shape, np.bool_)
     flat, found = values.reshape(-1), bad.reshape(-1)
-    for start in range(0, flat.size, _PIECE):
-        part = slice(start, start + _PIECE)
+    for start in range(0, flat.size, _PIECE_VALUES):
+        part = slice(start, start + _PIECE_VALUES)
         found[part] = _bad_values(flat[part], name, role, layer_class, choices)
     return bad
 
@@ -134,24 +134,24 @@ def _bad_values(piece: NDArray[Any], name: str, role: str, layer_class: str, cho
     return bad
 
 
-def mended(
+def repaired_values(
     values: NDArray[Any], bad: NDArray[np.bool_], method: str, first: NDArray[Any] | str, donor: NDArray[Any] | str, remedy: str = ""
 ) -> NDArray[Any] | str:
-    """Return the repaired values in the dtype of the old ones, or the sentence why there are none.
+    """Return the repaired values in the dtype of the old ones, or the reason why there are none.
 
     Args:
         values: the old values.
         bad: which of them are bad.
         method: one of `CHOICES`.
-        first: first values of the variable, or why there are none.
-        donor: the variable of the good file, or why there is none.
-        remedy: how to have it replaced where the method is `"keep"`.
+        first: initial values of the variable, or why there are none.
+        donor: the variable in the good file, or why there is none.
+        remedy: how to replace it, for the method `"keep"`.
 
     Returns:
-        All of the donor for `"source"`, otherwise the old values with the bad ones replaced.
+        The donor for `"source"`, otherwise the old values with the bad ones replaced.
     """
     if method == "keep":
-        return f"left as it is: {remedy}" if remedy else "left as it is"
+        return f"unchanged: {remedy}" if remedy else "unchanged"
     if method == "source":
         if isinstance(donor, str):
             return donor
@@ -159,6 +159,6 @@ def mended(
     new: NDArray[Any] | str = {"zeros": np.zeros(()), "ones": np.ones(())}.get(method, first)
     if isinstance(new, str):
         return new
-    repaired = values.copy()
-    repaired[bad] = np.broadcast_to(new, values.shape)[bad].astype(values.dtype)
-    return repaired
+    result = values.copy()
+    result[bad] = np.broadcast_to(new, values.shape)[bad].astype(values.dtype)
+    return result

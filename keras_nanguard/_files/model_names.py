@@ -1,4 +1,4 @@
-"""What a policy can name of the model in a file, read without building the model. Imports no backend."""
+"""The names in a model file that a policy can refer to, read without building the model. Imports no backend."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from keras_nanguard._policy.no_effect import ModelNames
 
 __all__ = ["model_names"]
 
-USUAL = ("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance")
-"""Names that variables of layers usually have."""
+COMMON_NAMES = ("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance")
+"""Common names of variables of layers."""
 
 
 def model_names(path: str | os.PathLike[str]) -> ModelNames:
@@ -28,7 +28,7 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
         path: any model file that `scan` reads.
 
     Raises:
-        FileFormatError: if the file is missing, truncated, of another format, or hostile.
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
     file = os.fspath(path)
 
@@ -48,9 +48,9 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
 
 
 def _by_site(contents: Contents, found: Iterable[Identity], root: str) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Yield the paths at each site of which the file tells.
+    """Yield the paths at each site that are known from the file.
 
-    The classes of layers stand in some files only, and the slots have numbers for names: what is not known is left out.
+    Only some files contain the classes of layers, and slots have numbers for names: sites that are not known are omitted.
     """
     weights = [one for one in found if one.role == "weight"]
     statistics = [one for one in found if one.role == "statistics"]
@@ -67,12 +67,12 @@ def _by_site(contents: Contents, found: Iterable[Identity], root: str) -> Iterab
 
 
 def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:
-    """Yield each path without and with the name of the model, which stands in some paths of Keras and not in others.
+    """Yield each path without and with the name of the model, which only some paths of Keras contain.
 
-    A variable of whose name the file knows a number only may be any of the usual ones.
+    A variable that has only a number in the file may have any of the common names.
     """
     for one in found:
-        paths = [f"{one.layer}/{name}" for name in USUAL] if one.name.isdigit() else [one.path]
+        paths = [f"{one.layer}/{name}" for name in COMMON_NAMES] if one.name.isdigit() else [one.path]
         for path in paths:
             yield path
             if root:

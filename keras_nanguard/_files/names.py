@@ -1,9 +1,9 @@
-"""Gives stored arrays the names that a Keras user knows: layer, variable and role.
+"""Names of stored arrays as a Keras user knows them: layer, variable and role.
 
-A `.weights.h5` file numbers the variables of each layer and calls a layer by its class
-(`layers/batch_normalization_1/vars/2`). The layer's own name stands beside its variables (since Keras 3.9); which
-variable a number means follows from the layer's class and flags, read from the configuration where the file has one
-and from the group's name where not. Where that leaves two answers the number stays: nothing is guessed.
+A `.weights.h5` file numbers the variables of each layer and names a layer by its class
+(`layers/batch_normalization_1/vars/2`). The name of the layer is an attribute of the group of its variables (since Keras
+3.9); the name of a variable follows from the class and the flags of the layer, read from the configuration if the file
+has one, and from the name of the group otherwise. If that is ambiguous the number remains: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from keras_nanguard._files.stored import Contents, StoredArray, plain_text
 __all__ = ["ROLES", "Identity", "identities", "role_of"]
 
 ROLES = ("weight", "statistics", "slot", "other")
-"""What a variable is for.
+"""The roles of variables.
 
-`weight`: learned, or set by hand. `statistics`: moving averages of BatchNormalization, mean and variance of
+`weight`: trained, or set by the user. `statistics`: moving averages of BatchNormalization, mean and variance of
 Normalization. `slot`: belongs to an optimizer. `other`: counters, seeds, metrics.
 """
 
@@ -54,7 +54,7 @@ _VARIABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Embedding": (("embeddings", ""),),
     "PReLU": (("alpha", ""),),
 }
-"""Variables of a layer in the order in which Keras saves them, each with the flag that has to be set for it."""
+"""Variables of a layer in the order in which Keras saves them, each with the flag that enables it."""
 
 _CONTAINERS = frozenset({"layers", "_layer_checkpoint_dependencies"})
 
@@ -71,14 +71,14 @@ _BY_SNAKE_CASE = {snake_case(name): name for name in _VARIABLES}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a stored array is.
+    """The names and the role of a stored array.
 
     Attributes:
-        layer: names of the layers that hold it, outermost first, joined by `/`.
-        name: name of the variable, or its number where the name does not follow.
+        layer: names of the layers that contain it, outermost first, joined by `/`.
+        name: name of the variable, or its number if the name is not known.
         role: one of `ROLES`.
-        layer_class: class of the layer, or `""` where it does not follow.
-        settings: the layer's configuration, empty where the file has none.
+        layer_class: class of the layer, or `""` if it is not known.
+        settings: the layer's configuration, empty if the file has none.
     """
 
     layer: str
@@ -101,7 +101,7 @@ def role_of(name: str, layer_class: str = "") -> str:
 
 
 def identities(contents: Contents) -> list[Identity]:
-    """Return who each array of a file is, in the order of its arrays."""
+    """Return the identity of each array of a file, in the order of its arrays."""
     if contents.kind == "h5":
         tree = ConfigTree()
         return [_legacy(array.location, contents.config, tree) for array in contents.arrays]
@@ -141,7 +141,7 @@ def _orbax(location: str) -> Identity:
 
 
 def _grouped(contents: Contents) -> list[Identity]:
-    """Name the arrays of a Keras 3 file: all that stand in one `<group>/vars` belong to one layer."""
+    """Name the arrays of a Keras 3 file: all arrays in one `<group>/vars` belong to one layer."""
     groups: dict[str, list[StoredArray]] = {}
     for array in contents.arrays:
         groups.setdefault(array.location.rpartition("/")[0], []).append(array)
@@ -160,7 +160,7 @@ def _number(location: str) -> tuple[int, str]:
 
 
 class _Namer:
-    """Names groups of one file."""
+    """Names the arrays of the groups of one file."""
 
     def __init__(self, contents: Contents):
         self._names = contents.names
@@ -168,7 +168,7 @@ class _Namer:
         self._tree = ConfigTree()
 
     def name(self, group: str, arrays: Sequence[StoredArray]) -> list[Identity]:
-        """Return who the arrays of one group are, in order."""
+        """Return the identities of the arrays of one group, in order."""
         parts = group.split("/") if group else []
         parts = parts[:-1] if parts[-1:] == ["vars"] else parts
         labels = [array.location.rpartition("/")[2] for array in arrays]
@@ -181,7 +181,7 @@ class _Namer:
         return [Identity(layer, name, role_of(name, layer_class), layer_class, settings) for name in names]
 
     def _layer(self, parts: Sequence[str]) -> tuple[str, Mapping[str, Any], str]:
-        """Return the names of the layers along a group's path, and configuration and class of the last."""
+        """Return the names of the layers along the path of a group, and configuration and class of the last one."""
         node = self._config
         layer_class = class_name(node)
         shown = [] if parts else [self._names.get("") or own_name(node)]
@@ -197,7 +197,7 @@ class _Namer:
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:
-    """Return the class of a layer without configuration, from what Keras itself named after the class."""
+    """Return the class of a layer without configuration, from names that Keras derives from the class."""
     if part == "cell" and outer in _CELLS:
         return _CELLS[outer]
     if part in _DENSE_OF_ATTENTION:
@@ -210,9 +210,9 @@ def _guessed_class(part: str, own: str, outer: str) -> str:
 
 
 def _is_optimizer(parts: Sequence[str], arrays: Sequence[StoredArray]) -> bool:
-    """Return whether a group holds an optimizer: by its place, or because it opens as every optimizer does.
+    """Return whether a group is that of an optimizer: by its location, or by its first variable.
 
-    Every Keras optimizer saves its integer step count first; no layer of Keras begins with an integer scalar.
+    Every Keras optimizer saves its integer step count first; the first variable of no Keras layer is an integer scalar.
     """
     if parts[:1] == ["optimizer"]:
         return True
@@ -221,10 +221,10 @@ def _is_optimizer(parts: Sequence[str], arrays: Sequence[StoredArray]) -> bool:
 
 
 def _optimizer_names(arrays: Sequence[StoredArray], config: Mapping[str, Any], own: str, labels: Sequence[str]) -> list[str]:
-    """Return names for the scalars with which an optimizer begins; its slots keep their numbers.
+    """Return names for the scalars at the start of an optimizer's variables; its slots keep their numbers.
 
-    A plain optimizer begins with its step count and, unless a schedule sets it, its learning rate. A
-    `LossScaleOptimizer` has these of its own, its step counter and scale, and then those of the optimizer it wraps.
+    An optimizer starts with its step count and, unless it has a schedule, its learning rate. A
+    `LossScaleOptimizer` has its own of these, its step counter and scale, and then those of its inner optimizer.
     """
     rate = ["learning_rate"] if isinstance(optimizer_settings(config).get("learning_rate", 0.0), (int, float)) else []
     header = ["iteration", *rate]
@@ -236,22 +236,22 @@ def _optimizer_names(arrays: Sequence[StoredArray], config: Mapping[str, Any], o
 
 
 def _variable_names(layer_class: str, settings: Mapping[str, Any], arrays: Sequence[StoredArray]) -> list[str]:
-    """Return the variables' names, where the class and the number of arrays leave one answer.
+    """Return the names of the variables, where class and number of arrays determine them.
 
-    Every combination of flags that gives the right number is tried (only the configured one where there is a
-    configuration); a place at which they disagree keeps its number.
+    Every combination of flags that gives the right number of arrays is tried (only the configured one if there is a
+    configuration); a position at which they disagree keeps its number.
     """
     order = _VARIABLES.get(layer_class)
     if order is None or (layer_class == "BatchNormalization" and len({array.shape for array in arrays}) > 1):
         return []
     flags = sorted({flag for _, flag in order if flag})
-    answers = []
+    candidates = []
     for values in itertools.product((True, False), repeat=len(flags)):
         chosen = dict(zip(flags, values, strict=True))
         if settings and any(bool(settings.get(f, f not in _OFF_BY_DEFAULT)) != on for f, on in chosen.items()):
             continue
         names = [name for name, flag in order if not flag or chosen[flag]]
         if len(names) == len(arrays):
-            answers.append(names)
-    columns = [set(column) for column in zip(*answers, strict=True)]
+            candidates.append(names)
+    columns = [set(column) for column in zip(*candidates, strict=True)]
     return [column.pop() if len(column) == 1 else str(place) for place, column in enumerate(columns)]

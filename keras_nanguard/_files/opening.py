@@ -1,6 +1,6 @@
-"""Opens a model file of any kind that Keras 3 writes, told by what is in it and not by its name.
+"""Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by their names.
 
-No model is built, no backend imported, no pickle loaded, no link followed.
+No model is built, no backend is imported, no pickle is loaded and no link is followed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["opened", "shard_names", "size_on_disk"]
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
 _MAX_JSON = 32 << 20
-"""Bytes of a shard index that are parsed: one line of about 100 bytes a layer."""
+"""Maximum size of a shard index that is parsed: one line of about 100 bytes per layer."""
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
             folder of an unzipped model or an Orbax checkpoint.
 
     Returns:
-        Context manager that gives the contents; arrays can be read for as long as it is open.
+        Context manager of the contents; arrays can be read while it is open.
 
     Raises:
-        FileFormatError: if the file is missing, truncated, of another format, or hostile.
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
     name = os.fspath(path)
     with readable(name):
@@ -54,18 +54,18 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
 
 
 def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
-    """Give each array a location of its own: names that differ in the file may look alike once they are safe to print."""
-    met: Counter[str] = Counter()
+    """Make the locations unique: names that differ in the file may be equal after they are made safe to print."""
+    counts: Counter[str] = Counter()
     found = []
     for array in arrays:
-        met[array.location] += 1
-        again = met[array.location]
-        found.append(array if again == 1 else replace(array, location=f"{array.location} ({again})"))
+        counts[array.location] += 1
+        count = counts[array.location]
+        found.append(array if count == 1 else replace(array, location=f"{array.location} ({count})"))
     return found
 
 
 def size_on_disk(path: str) -> int:
-    """Return the bytes of a file, or of the files in a folder; of the index of sharded weights, those of all files beside it."""
+    """Return the size of a file, or of all files in a folder; for the index of sharded weights, of all files in its folder."""
     try:
         folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)) if path.endswith(".json") else ""
         files = [os.path.join(folder, name) for name in os.listdir(folder)] if folder else [path]
@@ -89,7 +89,7 @@ def _contents(path: str) -> Contents:
         return read_archive(path)
     if head.lstrip()[:1] == b"{":
         return _sharded(path)
-    received = "an empty file" if not head else f"{plain_text(path)}, which begins with {head!r}"
+    received = "an empty file" if not head else f"{plain_text(path)}, which starts with {head!r}"
     raise FileFormatError(expected(f"one of {_KINDS}", received, "Name a file that Keras 3 saved."))
 
 
@@ -122,23 +122,24 @@ def _folder(path: str) -> Contents:
         return contents
     if is_orbax(path):
         return read_orbax(path)
-    raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", f"It holds neither {WEIGHTS} nor a checkpoint."))
+    remedy = f"It contains neither {WEIGHTS} nor a checkpoint."
+    raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", remedy))
 
 
 def shard_names(path: str) -> list[str]:
     """Return the file names of the shards that an index lists, each once and in order.
 
     Args:
-        path: the `.json` index beside the shards.
+        path: the `.json` index in the folder of the shards.
 
     Returns:
         Names of files in the folder of the index.
 
     Raises:
-        FileFormatError: if it is no such index, or a name in it leads out of its folder.
+        FileFormatError: if it is not such an index, or a name in it leads out of its folder.
     """
     if os.path.getsize(path) > _MAX_JSON:
-        raise FileFormatError(f"{plain_text(path)} is no index of sharded weights: it has more than {_MAX_JSON} bytes.")
+        raise FileFormatError(f"{plain_text(path)} is not an index of sharded weights: it has more than {_MAX_JSON} bytes.")
     index = json.loads(Path(path).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
@@ -152,7 +153,7 @@ def shard_names(path: str) -> list[str]:
 
 def _inside(name: Any) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or set(name) & set("/\\:"):
-        raise FileFormatError(expected("shards beside their index", f"the shard name {plain_text(name)!r}", "It leads out of the folder."))
+        raise FileFormatError(expected("shards beside the index", f"the shard name {plain_text(name)!r}", "It leads out of the folder."))
     return name
 
 

@@ -1,8 +1,8 @@
-"""Reads an Orbax checkpoint, as `keras.callbacks.OrbaxCheckpoint` writes it, through TensorStore alone.
+"""Reading of Orbax checkpoints, as `keras.callbacks.OrbaxCheckpoint` writes them, with TensorStore alone.
 
-A checkpoint is a folder `<step>/pytree` that holds one zarr array a variable, in an OCDBT store or as plain files,
-named by the path of the variable in the state tree. TensorStore comes with Orbax and is imported only here, when such
-a folder is met; neither Orbax nor JAX is.
+A checkpoint is a folder `<step>/pytree` with one zarr array per variable, in an OCDBT store or as plain files, named by
+the path of the variable in the state tree. TensorStore is installed with Orbax and is imported only here, for such a
+folder; neither Orbax nor JAX is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_orbax(path: str) -> bool:
 
 
 def read_orbax(path: str) -> Contents:
-    """Read what stands in the last step of an Orbax checkpoint.
+    """Read the last step of an Orbax checkpoint.
 
     Args:
         path: folder of the checkpoint, of one of its steps, or of the tree within a step.
@@ -48,11 +48,11 @@ def read_orbax(path: str) -> Contents:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise FileFormatError(
-            f"{plain_text(path)} is an Orbax checkpoint, which takes TensorStore to read: pip install tensorstore."
+            f"{plain_text(path)} is an Orbax checkpoint, which requires TensorStore: pip install tensorstore."
         ) from None
     tree = _tree(path)
     if tree is None:
-        raise FileFormatError(f"{plain_text(path)} is no finished Orbax checkpoint.")
+        raise FileFormatError(f"{plain_text(path)} is not a finished Orbax checkpoint.")
     metadata = _metadata(tree)
     base = f"file://{os.path.abspath(tree)}/"
     packed = bool(metadata.get("use_ocdbt", os.path.exists(os.path.join(tree, "manifest.ocdbt"))))

@@ -1,4 +1,4 @@
-"""`recalibrate`: BatchNormalization statistics estimated anew from data; nothing else in the model moves.
+"""`recalibrate`: re-estimates BatchNormalization statistics from data; nothing else in the model changes.
 
 The method is PreciseBN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021): every batch passes through the model
 with each BatchNormalization using that batch's own mean and variance, and the population's follow from the batches' by
@@ -25,18 +25,18 @@ from keras_nanguard._keras.overrides import Overrides
 __all__ = ["RecalibrateReport", "Recalibrated", "recalibrate"]
 
 FORMAT = 1
-"""Number of the JSON form of a `RecalibrateReport`."""
+"""Version of the JSON format of a `RecalibrateReport`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recalibrated:
-    """One layer whose statistics were estimated anew.
+    """One layer whose statistics were re-estimated.
 
     Attributes:
-        path: names of the layers that hold it and its own, joined by `/`.
-        mean_moved: largest change of a moving mean, or `None` where the old one was not finite.
+        path: names of its outer layers and its own, joined by `/`.
+        mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
         variance_ratio: largest ratio between the new and an old variance or its inverse, or `None` likewise.
-        samples: values that each channel was estimated from.
+        samples: number of values per channel.
     """
 
     path: str
@@ -47,11 +47,11 @@ class Recalibrated:
 
 @dataclass(frozen=True, slots=True)
 class RecalibrateReport:
-    """What a recalibration did.
+    """The result of `recalibrate`.
 
     Attributes:
         model: name of the model.
-        batches: number of batches that were run.
+        batches: number of batches.
         layers: the layers, in the order of the model.
     """
 
@@ -60,7 +60,7 @@ class RecalibrateReport:
     layers: tuple[Recalibrated, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format number."""
+        """Return plain JSON values, with a format version."""
         return {"format": FORMAT, **asdict(self), "layers": [asdict(layer) for layer in self.layers]}
 
     def __repr__(self) -> str:
@@ -69,32 +69,31 @@ class RecalibrateReport:
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.layers)} BatchNormalization layers from {self.batches} batches."]
         for layer in self.layers:
-            moved = "not finite before" if layer.mean_moved is None else f"mean moved by up to {layer.mean_moved:.4g}"
+            moved = "not finite before" if layer.mean_moved is None else f"mean changed by up to {layer.mean_moved:.4g}"
             ratio = "" if layer.variance_ratio is None else f", variance by up to x{layer.variance_ratio:.4g}"
-            lines.append(f"  {layer.path}: {moved}{ratio}, {layer.samples} values a channel")
+            lines.append(f"  {layer.path}: {moved}{ratio}, {layer.samples} values per channel")
         return "\n".join(lines)
 
 
 def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size: int = 32, only: Sequence[str] = ()) -> RecalibrateReport:
-    """Estimate the moving statistics of BatchNormalization anew, from data run through the model.
+    """Re-estimate the moving statistics of BatchNormalization from data run through the model.
 
-    Weights, optimizer, metrics, seeds, states and every other variable keep their bits. Dropout and noise stay off.
-    Frozen layers are estimated too, unless `only` leaves them out. If anything goes wrong, the old statistics are
-    put back.
+    Weights, optimizer, metrics, seeds, states and all other variables stay bit-identical. Dropout and noise are off.
+    Frozen layers are re-estimated, too, unless `only` excludes them. If an error occurs, the old statistics are restored.
 
     Args:
-        model: a built Keras model; nested models are looked into.
+        model: a built Keras model; nested models are included.
         data: arrays as `fit` takes them (no targets), or an iterable of batches (a `tf.data.Dataset`, a `PyDataset`, a
-            generator); of a batch that is a tuple the first element is used.
-        batches: number of batches to run; all there are by default.
-        batch_size: size of the batches into which arrays are cut.
-        only: shell patterns; only BatchNormalization layers whose path or name matches one.
+            generator); if a batch is a tuple, its first element is used.
+        batches: number of batches to run; all by default.
+        batch_size: size of the batches into which arrays are split.
+        only: shell patterns; only BatchNormalization layers whose path or name matches one are re-estimated.
 
     Returns:
         The report.
 
     Raises:
-        GuardError: if the model has no such layer, the data is empty, or what reaches a layer is not finite.
+        GuardError: if the model has no such layer, the data is empty, or the input of a layer is not finite.
 
     Example:
 
@@ -104,10 +103,10 @@ def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size
         raise no_model(model, "recalibrate {path} --data FILE")
     layers = _batchnorms(model, only)
     if not layers:
-        raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is none to estimate."))
+        raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is nothing to estimate."))
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
-    others = [live for live in live_variables(model) if _may_move(live, estimates.values())]
-    kept = [(live.variable, live.read()) for live in others]
+    others = [live for live in live_variables(model) if _may_change(live, estimates.values())]
+    preserved = [(live.variable, live.read()) for live in others]
     done = 0
     try:
         with ExitStack() as stack:
@@ -123,10 +122,10 @@ def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size
             estimate.write()
     except BaseException:
         for estimate in estimates.values():
-            estimate.put_back()
+            estimate.restore()
         raise
     finally:
-        for variable, value in kept:
+        for variable, value in preserved:
             variable.assign(value)
     return RecalibrateReport(str(model.name), done, found)
 
@@ -153,11 +152,11 @@ class _Estimate:
 
     @property
     def variance(self) -> NDArray[Any]:
-        """Variance of everything so far."""
+        """Variance of all batches so far."""
         return self._deviations / max(1, self.count)
 
     def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
-        """Take in one batch's statistics, from `count` values a channel."""
+        """Merge the statistics of one batch, with `count` values per channel."""
         total = self.count + count
         delta = mean - self.mean
         self.mean = self.mean + delta * (count / total)
@@ -165,26 +164,26 @@ class _Estimate:
         self.count = total
 
     def assign(self, mean: Any, variance: Any) -> None:
-        """Give the layer these statistics."""
+        """Assign statistics to the layer."""
         for variable in self.variables():
             name = str(variable.name)
             value = mean if name.endswith("mean") else variance if name.endswith("variance") else variance**0.5
             variable.assign(value)
 
     def write(self) -> None:
-        """Give the layer the estimate; a layer that was never reached keeps what it had."""
+        """Assign the estimate to the layer; a layer that was never called keeps its statistics."""
         if self.count:
             self.assign(self.mean.astype(np.float32), self.variance.astype(np.float32))
         else:
-            self.put_back()
+            self.restore()
 
-    def put_back(self) -> None:
-        """Give the layer its old statistics."""
+    def restore(self) -> None:
+        """Restore the old statistics of the layer."""
         for variable, value in self._old:
             variable.assign(value)
 
     def report(self, path: str) -> Recalibrated:
-        """Return what is to become of the layer's statistics.
+        """Return the changes of the layer's statistics.
 
         Raises:
             GuardError: if the estimate is not finite.
@@ -194,7 +193,7 @@ class _Estimate:
                 expected(
                     "finite inputs to every BatchNormalization",
                     f"NaN or Inf at {path}",
-                    "Scan the model and the data; the old statistics were kept.",
+                    "Scan the model and the data; the old statistics were restored.",
                 )
             )
         old = {str(variable.name): value.astype(np.float64) for variable, value in self._old}
@@ -209,7 +208,7 @@ class _Estimate:
 
 @contextmanager
 def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
-    """Let a layer use each batch's own statistics and hand them to its estimate, until the block ends."""
+    """Make a layer use the statistics of each batch and add them to its estimate, inside the context."""
     import keras
 
 
@@ -234,9 +233,9 @@ def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
 
 
 def _moments(ops: Any, values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
-    """Return mean and variance a channel, and how many values each is made of; masked positions are left out.
+    """Return mean and variance per channel, and the number of values per channel; masked positions are ignored.
 
-    In two passes: `keras.ops.moments` takes the difference of two means on JAX and PyTorch, and loses small variances.
+    In two passes: `keras.ops.moments` subtracts two means on JAX and PyTorch, and loses small variances.
     """
     axes = [place for place in range(len(values.shape)) if place != axis]
     if mask is None:
@@ -275,8 +274,8 @@ def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:
     return wanted
 
 
-def _may_move(live: LiveVariable, estimates: Iterable[_Estimate]) -> bool:
-    """Whether running the model may change a variable that is not estimated: a seed, a state, a running count."""
+def _may_change(live: LiveVariable, estimates: Iterable[_Estimate]) -> bool:
+    """Whether running the model may change a variable that is not re-estimated: a seed, a state, a counter."""
     estimated = {id(variable) for estimate in estimates for variable in estimate.variables()}
     if id(live.variable) in estimated or live.identity.role == "slot":
         return False
@@ -289,7 +288,7 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     if arrays and all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays):
         length = min(int(array.shape[0]) for array in arrays)
         for start in range(0, length, batch_size):
-            yield _cut(data, start, min(start + batch_size, length))
+            yield _sliced(data, start, min(start + batch_size, length))
         return
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     source = (data[index] for index in range(len(data))) if indexed else iter(data)
@@ -308,9 +307,9 @@ def _leaves(data: Any) -> Iterator[Any]:
         yield data
 
 
-def _cut(data: Any, start: int, stop: int) -> Any:
+def _sliced(data: Any, start: int, stop: int) -> Any:
     if isinstance(data, Mapping):
-        return {name: _cut(value, start, stop) for name, value in data.items()}
+        return {name: _sliced(value, start, stop) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return type(data)(_cut(value, start, stop) for value in data)
+        return type(data)(_sliced(value, start, stop) for value in data)
     return data[start:stop]

@@ -1,4 +1,4 @@
-"""`repair`: takes the bad values out of a live model or of a file, and lists what it did and what it left alone."""
+"""`repair`: replaces the bad values of a live model or of a file, and reports every change and every omission."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from keras_nanguard._files.judge import STATISTICS_LIMIT
 from keras_nanguard._files.mend import Change, Choices
 from keras_nanguard._files.names import identities
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.repair_file import FileWork
+from keras_nanguard._files.repair_file import FileRepair
 from keras_nanguard._files.repair_model import model_arrays, repair_model
-from keras_nanguard._files.rewrite import beside, kept_aside, rewritten
+from keras_nanguard._files.rewrite import backed_up, repaired_path, rewritten
 from keras_nanguard._files.scan import scan
 from keras_nanguard._files.scan_report import ScannedVariable, ScanReport
 from keras_nanguard._files.stored import readable
@@ -27,21 +27,21 @@ from keras_nanguard._files.stored import readable
 __all__ = ["FORMAT", "RepairReport", "repair"]
 
 FORMAT = 1
-"""Number of the JSON form of a `RepairReport`."""
+"""Version of the JSON format of a `RepairReport`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What a repair did.
+    """The result of `repair`.
 
     Attributes:
         source: path of the file, or name of the model.
-        output: path of the new file, or `None` for a model and where nothing was written.
-        backup: name under which the old file is kept, where it was replaced.
-        dry_run: True where nothing was changed.
-        changes: one entry for every variable that was bad.
+        output: path of the new file, or `None` for a model and if nothing was written.
+        backup: path of the backup of the old file, if it was replaced.
+        dry_run: whether nothing was changed.
+        changes: one entry for each bad variable.
         before: the scan before.
-        after: the scan after, or `None` where nothing was changed.
+        after: the scan after, or `None` if nothing was changed.
     """
 
     source: str
@@ -54,21 +54,21 @@ class RepairReport:
 
     @property
     def clean(self) -> bool:
-        """Whether no error or warning is left; of a dry run, whether there was none to begin with."""
+        """Whether no error or warning is left; for a dry run, whether there was none."""
         return (self.after or self.before).clean
 
     @property
     def done(self) -> tuple[Change, ...]:
-        """The changes that were made (in a dry run: that would be)."""
+        """The changes that were made (in a dry run: that would be made)."""
         return tuple(change for change in self.changes if change.status == "done")
 
     @property
     def skipped(self) -> tuple[Change, ...]:
-        """The variables that were left alone, each with the reason."""
+        """The variables that were not changed, each with the reason."""
         return tuple(change for change in self.changes if change.status == "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format number."""
+        """Return plain JSON values, with a format version."""
         return {
             "format": FORMAT,
             "source": self.source,
@@ -82,7 +82,7 @@ class RepairReport:
         }
 
     def closing(self) -> list[str]:
-        """Return the lines that end the account: what was written where, and what is still bad."""
+        """Return the last lines of the report: which file was written, and what is still bad."""
         lines = [] if self.changes else [f"{self.source}: nothing to repair."]
         if self.dry_run:
             lines.append("Dry run: nothing was written.")
@@ -122,32 +122,32 @@ def repair(
 ) -> RepairReport:
     """Replace the bad values of a live model or of a file, and nothing else.
 
-    A value is bad that is NaN or infinite, that lies beyond a limit, or that is a negative variance. Healthy values
-    keep every bit. A file is written anew beside the old one and checked before it gets its name.
+    A value is bad if it is NaN or infinite, exceeds a limit, or is a negative variance. Healthy values
+    stay bit-identical. A new file is written next to the old one and checked before it gets its name.
 
     Args:
         model_or_path: a built Keras model, which is changed, or the path of a file, which is not.
         output: path of the new file; by default `model.keras` gives `model.repaired.keras`.
-        statistics: `"initial"` (bad values become what the layer starts with: mean 0, variance 1), `"source"` or
-            `"keep"`. By default `"source"` where there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initialiser), `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default
-            `"source"` where there is one, else `"keep"`: a weight is not made up unless you say so.
-        slots: `"reset"` (an optimizer that holds a bad slot starts anew; its step count and learning rate stay),
+        statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1), `"source"` or
+            `"keep"`. By default `"source"` if there is one, else `"initial"`.
+        weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default
+            `"source"` if there is one, else `"keep"`: a weight is not invented unless requested.
+        slots: `"reset"` (all slots of an optimizer with a bad one are reset; its step count and learning rate stay),
             `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
-        only: shell patterns; only variables are repaired whose path or location matches one.
+        only: shell patterns; only variables whose path or location matches one are repaired.
         limit: magnitude above which any value is bad.
         statistics_limit: magnitude above which a moving statistic is bad.
-        in_place: give the new file the old one's name and keep the old one as `<path>.bak`.
-        dry_run: list what would be done, and write nothing.
+        in_place: replace the file, and keep the old one as `<path>.bak`.
+        dry_run: report what would be done, and write nothing.
         overwrite: allow `output` to exist.
-        seed: seed for what is drawn by initialisers of a file.
+        seed: seed for the random initial values of a file.
 
     Returns:
-        The report: every change, every variable that was left alone and why, and the scans before and after.
+        The report: every change, every variable that was not changed and why, and the scans before and after.
 
     Raises:
-        FileFormatError: if the file is missing, truncated, of another format, or hostile.
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
         GuardError: if the arguments contradict each other, or the output exists.
 
     Example:
@@ -186,7 +186,7 @@ def _live(model: Any, choices: Choices, donors: Callable[[str], NDArray[Any] | s
 def _final_name(path: str, output: str | os.PathLike[str] | None, in_place: bool, overwrite: bool, dry_run: bool) -> str:
     if in_place and output is not None:
         raise GuardError(expected("either in_place=True or an output", f"both, output={os.fspath(output)!r}", "Drop one."))
-    final = path if in_place else os.fspath(output) if output is not None else beside(path)
+    final = path if in_place else os.fspath(output) if output is not None else repaired_path(path)
     if not in_place and os.path.abspath(final) == os.path.abspath(path):
         raise GuardError(expected("another output", f"output={final!r}", "Pass in_place=True to replace the file."))
     if not in_place and not overwrite and not dry_run and os.path.exists(final):
@@ -207,12 +207,12 @@ def _file(
     in_place = os.path.abspath(path) == final
     output = backup = after = None
     with readable(path), opened(path) as contents:
-        work = FileWork(contents, choices, donors, draw)
+        work = FileRepair(contents, choices, donors, draw)
         changes = work.plan([entry.location for entry in before.bad if _selected(entry, only)])
         if work.replacements and not dry_run:
             with rewritten(path, final, contents.kind, work.replacements) as target:
                 after = scan(target, **choices.limits)
-                backup = kept_aside(path, contents.kind) if in_place else None
+                backup = backed_up(path, contents.kind) if in_place else None
             output = final
     return RepairReport(before.source, output, backup, dry_run, tuple(changes), before, after)
 
@@ -223,11 +223,11 @@ def _selected(entry: ScannedVariable, only: Sequence[str]) -> bool:
 
 
 def _donors(source: Any) -> Callable[[str], NDArray[Any] | str]:
-    """Return a function that gives the good value of a variable by its path, or says why there is none."""
+    """Return a function that returns the good value of a variable by its path, or the reason why there is none."""
     if source is None:
         return lambda path: "no source was given"
     if isinstance(source, (str, os.PathLike)):
-        scan(source)  # in a child process: proves that the file can be read before it is opened in this one
+        scan(source)  # in a child process: checks that the file can be read before it is opened in this process
         return partial(_stored_donor, os.fspath(source))
     values = model_arrays(source)
     return lambda path: values[path]() if path in values else "the source has no such variable"

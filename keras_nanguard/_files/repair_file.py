@@ -1,4 +1,4 @@
-"""Plans the repair of one open file: what is replaced by what, and what is left alone and why."""
+"""Planning of the repair of an open file: the replacement of each bad array, or why there is none."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files.arrays import named_dtype
 from keras_nanguard._files.config_tree import optimizer_settings
-from keras_nanguard._files.initial_values import first_value
-from keras_nanguard._files.mend import Change, Choices, bad_values, mended
+from keras_nanguard._files.initial_values import initial_value
+from keras_nanguard._files.mend import Change, Choices, bad_values, repaired_values
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.stored import MAX_UNBACKED, Contents, StoredArray
 
-__all__ = ["FileWork"]
+__all__ = ["FileRepair"]
 
 _ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer"))
-"""Optimizers of Keras whose slots all start at 0 (read in `keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
+"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
 
 
-_FIRST_SCALE = 2.0**15
-"""Loss scale with which a `LossScaleOptimizer` starts."""
+_INITIAL_SCALE = 2.0**15
+"""Default initial scale of a `LossScaleOptimizer`."""
 
 
-class FileWork:
-    """Plans the repair of one open file: what is replaced, by a function that makes the new values when asked."""
+METHODS = {
+    "initial": "set to initial values",
+    "zeros": "set to 0",
+    "ones": "set to 1",
+    "source": "were bad: the variable was taken from the source",
+}
+"""What each method does, in words."""
+
+
+class FileRepair:
+    """The plan of the repair of one open file: for each array to replace, a function that returns the new values."""
 
     def __init__(
         self,
@@ -45,17 +54,17 @@ class FileWork:
         self.replacements: dict[str, Callable[[], NDArray[Any]]] = {}
 
     def plan(self, bad: Iterable[str]) -> list[Change]:
-        """Return what is done with each bad location, and fill `replacements`."""
+        """Return the change of each bad location, and fill `replacements`."""
         changes, reset = [], False
         for location in bad:
             identity = self._identities[location]
             if identity.role == "slot" and self._choices.slots == "reset" and not self._arrays[location].unread:
                 reset = True
             else:
-                changes.append(self._one(self._arrays[location], identity))
+                changes.append(self._change(self._arrays[location], identity))
         return changes + (self._reset_slots() if reset else [])
 
-    def _one(self, array: StoredArray, identity: Identity) -> Change:
+    def _change(self, array: StoredArray, identity: Identity) -> Change:
         method = self._choices.method(identity.role)
         if array.unread:
             return Change(identity.path, array.location, method, "skipped", f"not read: {array.unread}")
@@ -70,14 +79,14 @@ class FileWork:
         if self._bad(new, identity).any():
             return Change(identity.path, array.location, method, "skipped", "the new values are bad too", count)
         self._replace(array, new)
-        detail = f"{count} of {bad.size} values {_said(method)}"
+        detail = f"{count} of {bad.size} values {METHODS[method]}"
         return Change(identity.path, array.location, method, "done", detail, count)
 
     def _bad(self, values: NDArray[Any], identity: Identity) -> NDArray[np.bool_]:
         return bad_values(values, identity.name, identity.role, identity.layer_class, self._choices)
 
     def _too_large(self, array: StoredArray) -> str:
-        """Return why an array is not brought into memory and written out: the file declares it and does not hold it."""
+        """Return why an array is not loaded and rewritten, if so: the file declares far more than it stores."""
         self._unbacked += array.unbacked
         if self._unbacked <= MAX_UNBACKED:
             return ""
@@ -88,14 +97,14 @@ class FileWork:
         self, values: NDArray[Any], bad: NDArray[np.bool_], method: str, identity: Identity, array: StoredArray
     ) -> NDArray[Any] | str:
         if not bad.any():
-            return "no single value is at fault"
+            return "no single value is bad"
         donor = self._donors(identity.path) if method == "source" else ""
         if isinstance(donor, np.ndarray) and donor.shape != values.shape:
             donor = f"the source has the shape {donor.shape} there"
         first: NDArray[Any] | str = ""
         if method == "initial":
-            first = first_value(identity.name, array.shape, identity.settings, self._draw)
-        return mended(values, bad, method, first, donor, self._choices.remedy(identity.role))
+            first = initial_value(identity.name, array.shape, identity.settings, self._draw)
+        return repaired_values(values, bad, method, first, donor, self._choices.remedy(identity.role))
 
     def _replace(self, array: StoredArray, new: NDArray[Any]) -> None:
         ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)
@@ -104,7 +113,7 @@ class FileWork:
     def _reset_slots(self) -> list[Change]:
         changes = []
         refusal = self._reset_refusal()
-        scale = self._first_scale()
+        scale = self._initial_scale()
         for location, identity in self._identities.items():
             array, name = self._arrays[location], identity.name.rpartition("/")[2]
             if identity.role != "slot" or not array.is_float or name == "learning_rate":
@@ -114,7 +123,7 @@ class FileWork:
                 continue
             value = scale if name == "dynamic_scale" else 0.0
             self.replacements[array.key] = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
-            changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, as at the start"))
+            changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, the initial value"))
         return changes
 
     def _reset_refusal(self) -> str:
@@ -122,23 +131,15 @@ class FileWork:
         kind = settings.get("class_name")
         if kind not in _ZERO_SLOTS:
             named = kind or "(which the file does not name)"
-            return f"the first slots of the optimizer {named} are not known: reset those of the loaded model"
+            return f"the initial slots of the optimizer {named} are not known: reset those of the loaded model"
         if settings.get("use_ema"):
-            return "the optimizer keeps averages of the weights, which must not become 0: reset the loaded model"
+            return "the optimizer has moving averages of the weights, which must not become 0: reset the loaded model"
         return ""
 
-    def _first_scale(self) -> float:
+    def _initial_scale(self) -> float:
         node: Any = self._config
         for key in ("compile_config", "optimizer", "config"):
             node = node.get(key) if isinstance(node, Mapping) else None
         given = node.get("initial_scale") if isinstance(node, Mapping) else None
-        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _FIRST_SCALE
+        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _INITIAL_SCALE
 
-
-def _said(method: str) -> str:
-    return {
-        "initial": "set to what the layer starts with",
-        "zeros": "set to 0",
-        "ones": "set to 1",
-        "source": "were bad: the variable was taken from the source",
-    }[method]

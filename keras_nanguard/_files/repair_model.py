@@ -1,4 +1,4 @@
-"""Repairs a live model variable by variable. Whoever holds the model has imported its backend."""
+"""Repair of a live model, variable by variable. The caller has imported the backend of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.live import LiveVariable, live_variables, optimizers
-from keras_nanguard._files.mend import Change, Choices, bad_values, mended
+from keras_nanguard._files.mend import Change, Choices, bad_values, repaired_values
 
 __all__ = ["model_arrays", "repair_model"]
 
@@ -28,13 +28,13 @@ def repair_model(
         model: a built model.
         bad: paths of the bad variables.
         choices: how each role is repaired.
-        donors: gives the good value of a variable by its path, or the reason why there is none.
+        donors: returns the good value of a variable by its path, or the reason why there is none.
         dry_run: change nothing.
 
     Returns:
-        What was done, or would be.
+        The changes that were made, or would be.
     """
-    from keras_nanguard._keras import layers as keras_layers  # imports Keras, which whoever holds a model has imported
+    from keras_nanguard._keras import layers as keras_layers  # imports Keras, which the caller has imported
 
     wanted, changes, reset = set(bad), [], False
     for live in live_variables(model):
@@ -43,14 +43,14 @@ def repair_model(
         if live.identity.role == "slot" and choices.slots == "reset":
             reset = True
             continue
-        change, values = _one(model, live, choices, donors, keras_layers.initial_value)
+        change, values = _change(model, live, choices, donors, keras_layers.initial_value)
         changes.append(change)
         if values is not None and not dry_run:
             live.variable.assign(values)
     return changes + (_reset_slots(model, wanted, dry_run) if reset else [])
 
 
-def _one(
+def _change(
     model: Any,
     live: LiveVariable,
     choices: Choices,
@@ -61,13 +61,13 @@ def _one(
     values = live.read()
     bad = bad_values(values, who.name, who.role, who.layer_class, choices)
     count = int(bad.sum())
-    new: NDArray[Any] | str = "no single value is at fault"
+    new: NDArray[Any] | str = "no single value is bad"
     if count:
         first = initial_value(model, live.variable) if method == "initial" else ""
         donor = donors(who.path) if method == "source" else ""
         if isinstance(donor, np.ndarray) and donor.shape != values.shape:
             donor = f"the source has the shape {donor.shape} there"
-        new = mended(values, bad, method, first, donor, choices.remedy(who.role))
+        new = repaired_values(values, bad, method, first, donor, choices.remedy(who.role))
     if isinstance(new, str):
         return Change(who.path, live.keras_path, method, "skipped", new, count), None
     if bad_values(new, who.name, who.role, who.layer_class, choices).any():
@@ -77,10 +77,10 @@ def _one(
 
 
 def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
-    """Give every optimizer that holds a bad slot the slots that a fresh one of the same configuration has.
+    """Reset every optimizer with a bad slot to the slots of a new one with the same configuration.
 
-    Step counts and learning rates stay (a rate that is itself bad comes from the configuration); averages of the
-    weights start from the weights.
+    Step counts and learning rates stay (a bad learning rate is replaced by that of the configuration); moving averages of
+    the weights are reset to the weights.
     """
     from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
 
@@ -97,5 +97,5 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
             first = averages.get(id(variable), start)
             if not dry_run:
                 variable.assign(first.numpy() if hasattr(first, "numpy") else first)
-            changes.append(Change(path, variable.path, "reset", "done", "set to what the optimizer starts with"))
+            changes.append(Change(path, variable.path, "reset", "done", "set to its initial value"))
     return changes

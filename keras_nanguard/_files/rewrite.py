@@ -1,6 +1,6 @@
-"""Writes a model file anew with some of its arrays replaced: beside the old one, flushed to disk, then renamed.
+"""Rewriting of a model file with some of its arrays replaced: to a temporary file, synced to disk, then renamed.
 
-Everything else in the file is carried over as it was. A half-written file never bears the final name.
+Everything else in the file is copied unchanged. A partially written file never has the final name.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from keras_nanguard._files.isolated import isolated
 from keras_nanguard._files.opening import shard_names, size_on_disk
 from keras_nanguard._files.stored import BOMB_FLOOR, readable
 
-__all__ = ["beside", "kept_aside", "rewritten"]
+__all__ = ["backed_up", "repaired_path", "rewritten"]
 
 Replacements = Mapping[str, Callable[[], NDArray[Any]]]
-"""New values of an array, by the key under which the file holds it."""
+"""New values of an array, by its key in the file."""
 
 _COPY_BYTES = 4 << 20
 
 _WRITE_VALUES = 1 << 20
 
 
-def beside(path: str) -> str:
+def repaired_path(path: str) -> str:
     """Return the name of the repaired copy of a file: `model.keras` gives `model.repaired.keras`."""
     folder, name = os.path.split(os.path.abspath(path))
     for ending in (".weights.h5", ".weights.json", ".keras", ".h5", ".npz", ".hdf5"):
@@ -48,23 +48,23 @@ def beside(path: str) -> str:
     return os.path.join(folder, f"{name}.repaired")
 
 
-def kept_aside(path: str, kind: str) -> str:
-    """Keep the old file under another name, `<path>.bak` or the next free number, and return that name.
+def backed_up(path: str, kind: str) -> str:
+    """Back up the old file as `<path>.bak`, or with the next free number, and return that path.
 
     Args:
-        path: the file, the folder, or the index of sharded weights, whose shards are kept aside too.
+        path: the file, the folder, or the index of sharded weights, whose shards are backed up, too.
         kind: kind of the file, as in `Contents`.
 
     Returns:
-        The name under which the old file is kept.
+        The path of the backup.
     """
     if kind == "sharded":
         for name in shard_names(path):
-            _linked(os.path.join(os.path.dirname(path), name))
-    return _linked(path)
+            _backup(os.path.join(os.path.dirname(path), name))
+    return _backup(path)
 
 
-def _linked(path: str) -> str:
+def _backup(path: str) -> str:
     number, backup = 0, f"{path}.bak"
     while os.path.lexists(backup):
         number += 1
@@ -81,24 +81,24 @@ def _linked(path: str) -> str:
 
 @contextmanager
 def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> Iterator[str]:
-    """Write a file anew under a temporary name, and give it its name when the block ends without an error.
+    """Rewrite a file under a temporary name, and rename it when the context ends without an error.
 
     Args:
         path: the old file.
-        output: the name that the new file gets.
+        output: the final path of the new file.
         kind: kind of the file, as in `Contents`.
         replacements: the new arrays.
 
     Returns:
-        Context manager that gives the temporary name, so that the new file can be checked first.
+        Context manager of the temporary path, so that the new file can be checked first.
 
     Raises:
         FileFormatError: if the kind cannot be rewritten.
-        GuardError: if `output` has no folder.
+        GuardError: if the folder of `output` does not exist.
     """
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder):
-        raise GuardError(expected("an existing folder", f"output={output!r}", f"Make the folder {folder} first."))
+        raise GuardError(expected("an existing folder", f"output={output!r}", f"Create the folder {folder} first."))
     writers = {
         "keras": _archive,
         "npz": _archive,
@@ -108,7 +108,7 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
         "sharded": _shards,
     }
     if kind not in writers:
-        raise FileFormatError(f"{path} is of the kind {kind!r}, which is not rewritten: load it and repair the model.")
+        raise FileFormatError(f"{path} is of the kind {kind!r}, which cannot be rewritten: load it and repair the model.")
     scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=folder)
     try:
         target = os.path.join(scratch, os.path.basename(output))
@@ -125,7 +125,7 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
 def _written(
     write: Callable[[str, str, Replacements], None], path: str, target: str, replacements: Replacements, _: Any
 ) -> Iterator[dict[str, Any]]:
-    """Write in a child process: the HDF5 library may crash over a damaged file that it could read."""
+    """Write in a child process: the HDF5 library may crash on a damaged file that it could read."""
     with readable(path):
         write(path, target, replacements)
     yield {}
@@ -153,7 +153,7 @@ def _hdf5(path: str, target: str, replacements: Replacements) -> None:
 
 
 def _write(dataset: Any, values: NDArray[Any]) -> None:
-    """Write values in pieces; bfloat16 goes in as the unnamed bytes that Keras makes of it."""
+    """Write values in pieces; bfloat16 is written as unnamed bytes, as Keras does."""
     unnamed = dataset.dtype.kind == "V"
     plain = np.ascontiguousarray(values).view(dataset.dtype) if unnamed else np.ascontiguousarray(values)
     kind = dataset.id.get_type() if unnamed else None
@@ -175,12 +175,12 @@ def _folder(path: str, target: str, replacements: Replacements) -> None:
 
 
 def _shards(path: str, target: str, replacements: Replacements) -> None:
-    """Rewrite every shard under the new base name: Keras' loader derives the name of the first from the index's own."""
+    """Rewrite every shard under the new base name: the loader of Keras derives the name of the first from the index."""
     old, new = _base_name(path), _base_name(target)
     index = json.loads(Path(path).read_bytes())
     renamed = {name: f"{new}{name.removeprefix(old)}" if name.startswith(old) else name for name in shard_names(path)}
-    for name, fresh in renamed.items():
-        shard = os.path.join(os.path.dirname(target), fresh)
+    for name, new_name in renamed.items():
+        shard = os.path.join(os.path.dirname(target), new_name)
         shutil.copyfile(os.path.join(os.path.dirname(path), name), shard)
         with h5py.File(shard, "r+", locking=False) as file:
             for key, values in replacements.items():

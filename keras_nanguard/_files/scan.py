@@ -1,4 +1,4 @@
-"""`scan`: every non-finite or out-of-range value in a live model or in a file, grouped by layer, worst first."""
+"""`scan`: finds every non-finite or out-of-range value in a live model or in a file, grouped by layer, worst first."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def scan(
     statistics_limit: float = STATISTICS_LIMIT,
     progress: Callable[[int, int], None] | None = None,
 ) -> ScanReport:
-    """Look at every value of a live model or of a file.
+    """Check every value of a live model or of a file.
 
-    A file is read in pieces and neither the model is built nor a backend imported, so a file may be larger than memory.
+    A file is read in pieces, without building the model or importing a backend, so it may be larger than memory.
 
     Args:
         model_or_path: a built Keras model, or the path of a `.keras`, `.weights.h5`, legacy `.h5`, `.npz` file, the
             index of sharded weights, or an Orbax checkpoint.
         limit: magnitude that no value may exceed; `None` for no limit.
         statistics_limit: magnitude that no moving statistic may exceed.
-        progress: called with the number of bytes looked at and of all bytes.
+        progress: called with the number of bytes read so far and of all bytes.
 
     Returns:
         The report.
 
     Raises:
-        FileFormatError: if the file is missing, truncated, of another format, or hostile.
+        FileFormatError: if the file is missing, truncated, malicious or of another format.
         GuardError: if it is neither a built model nor a path, or a limit is not a positive number.
 
     Example:
@@ -58,8 +58,8 @@ def scan(
             raise GuardError(expected(f"{name} above 0", f"{name}={value!r}", "Leave it out for the default."))
     if isinstance(model_or_path, (str, os.PathLike)):
         return _scan_file(os.fspath(model_or_path), limit, statistics_limit, progress)
-    looker = _Looker(limit, statistics_limit, progress or _unseen)
-    variables = tuple(looker.live(variable) for variable in live_variables(model_or_path))
+    scanner = _Scanner(limit, statistics_limit, progress or _no_progress)
+    variables = tuple(scanner.live(variable) for variable in live_variables(model_or_path))
     return ScanReport(str(model_or_path.name), "model", variables)
 
 
@@ -67,11 +67,11 @@ def _scan_file(path: str, limit: float | None, statistics_limit: float, progress
     @contextmanager
     def work(report: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
         with readable(path), opened(path) as contents:
-            variables = _Looker(limit, statistics_limit, report).file(contents)
+            variables = _Scanner(limit, statistics_limit, report).file(contents)
             yield {"kind": contents.kind, "notes": contents.notes, "variables": [_row(v) for v in variables]}
 
-    if is_orbax(path):  # read by TensorStore, whose threads do not survive a fork
-        with work(progress or _unseen) as found:
+    if is_orbax(path):  # TensorStore reads it, and its threads do not survive a fork
+        with work(progress or _no_progress) as found:
             rows = found["variables"]
     else:
         found = isolated(work, progress, plain_text(path), size_on_disk(path))
@@ -80,12 +80,12 @@ def _scan_file(path: str, limit: float | None, statistics_limit: float, progress
     return ScanReport(plain_text(path), found["kind"], variables, tuple(found["notes"]))
 
 
-def _unseen(done: int, total: int) -> None:
-    """Report progress to nobody."""
+def _no_progress(done: int, total: int) -> None:
+    """Ignore progress."""
 
 
-class _Looker:
-    """Takes the statistics of one variable after the other."""
+class _Scanner:
+    """Computes and judges the statistics of variables, one after the other."""
 
     def __init__(self, limit: float | None, statistics_limit: float, progress: Callable[[int, int], None]):
         self._limit, self._statistics_limit, self._progress = limit, statistics_limit, progress
@@ -93,7 +93,7 @@ class _Looker:
         self._done = self._total = 0
 
     def file(self, contents: Contents) -> tuple[ScannedVariable, ...]:
-        """Look at every array of an open file."""
+        """Scan every array of an open file."""
         self._total, found = sum(array.nbytes for array in contents.arrays), []
         for array, identity in zip(contents.arrays, identities(contents), strict=True):
             found.append(self._stored(array, identity))
@@ -115,7 +115,7 @@ class _Looker:
         return self._judged(identity, array.location, array.dtype, array.shape, found, reason, _float16(identity))
 
     def live(self, live: LiveVariable) -> ScannedVariable:
-        """Look at one variable of a live model."""
+        """Scan one variable of a live model."""
         found, kind = None, named_dtype(live.dtype)
         if kind is not None and float_name(kind):
             tally = Tally(self._bound(live.identity), self._scratch)
@@ -162,7 +162,7 @@ def _float16(identity: Identity) -> bool:
 
 
 def _row(entry: ScannedVariable) -> list[Any]:
-    """Return a variable as plain JSON values, in the order of its fields (three times as fast as `asdict`)."""
+    """Return a variable as plain JSON values, in the order of its fields (three times faster than `asdict`)."""
     found = entry.statistics
     counts = None if found is None else [getattr(found, name) for name in Statistics.__slots__]
     problems = [[one.code, one.severity, one.detail, one.count] for one in entry.problems]

@@ -1,4 +1,4 @@
-"""What a scan found, as frozen records that print as text and as JSON with a format number. Level 0."""
+"""The result of a scan, as frozen records that convert to text and to JSON with a format version. Imports no backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_nanguard._files.judge import SEVERITIES, Problem
 __all__ = ["FORMAT", "ScanReport", "ScannedLayer", "ScannedVariable"]
 
 FORMAT = 1
-"""Number of the JSON form of a `ScanReport`; raised whenever a reader of the old form would misread the new one."""
+"""Version of the JSON format of a `ScanReport`; incremented whenever a reader of the old format would misread the new one."""
 
 _RANK = {severity: place for place, severity in enumerate((*SEVERITIES, ""))}
 
@@ -20,19 +20,19 @@ _SHOWN_LAYERS = 20
 
 @dataclass(frozen=True, slots=True)
 class ScannedVariable:
-    """One variable and what is wrong with it.
+    """One variable and its problems.
 
     Attributes:
-        path: names of the layers that hold it and its own, such as `"backbone/post_bn/moving_variance"`; the same for
+        path: names of its layers and its own, such as `"backbone/post_bn/moving_variance"`; the same for
             a live model and for its file.
-        layer: that path without the variable.
+        layer: the path of its layer.
         name: name of the variable within its layer.
         role: one of `"weight"`, `"statistics"`, `"slot"`, `"other"`.
-        location: Keras path of the variable, or its place in the file.
+        location: Keras path of the variable, or its location in the file.
         dtype: name of its dtype.
         shape: its shape.
-        statistics: what is in it, or `None` where its dtype holds no floats or it could not be read.
-        problems: what is wrong with it, worst first.
+        statistics: its statistics, or `None` if its dtype is not a float dtype or it could not be read.
+        problems: its problems, worst first.
     """
 
     path: str
@@ -71,13 +71,13 @@ class ScannedLayer:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """What a scan found.
+    """The result of `scan`.
 
     Attributes:
         source: path of the file, or name of the model.
         kind: `"model"`, or the kind of the file.
         variables: every variable, in the order of the source.
-        notes: sentences about what was left out and why.
+        notes: sentences about what was not read, and why.
     """
 
     source: str
@@ -97,7 +97,7 @@ class ScanReport:
 
     @property
     def finite(self) -> bool:
-        """Whether every value that was read is finite and nothing was left unread."""
+        """Whether every value is finite and everything was read."""
         return not any(found.code in ("nan", "inf", "unread") for entry in self.bad for found in entry.problems)
 
     @property
@@ -110,7 +110,7 @@ class ScanReport:
         return tuple(sorted(found, key=lambda layer: _badness(layer.variables[0])))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format number; all numbers in them are finite."""
+        """Return plain JSON values, with a format version; all numbers are finite."""
         return {
             "format": FORMAT,
             "source": self.source,
@@ -125,7 +125,7 @@ class ScanReport:
         }
 
     def counts(self) -> dict[str, int]:
-        """Return how much was looked at and how much of it is bad."""
+        """Return the numbers of variables, values and problems."""
         read = [entry.statistics for entry in self.variables if entry.statistics is not None]
         severities = [entry.severity for entry in self.variables]
         return {
@@ -153,18 +153,18 @@ class ScanReport:
     def headline(self) -> str:
         """Return the result in one sentence."""
         counts = self.counts()
-        looked = f"{counts['values']:,} values in {counts['variables']:,} variables"
+        scanned = f"{counts['values']:,} values in {counts['variables']:,} variables"
         if self.clean:
-            return f"{self.source}: clean, {looked}."
+            return f"{self.source}: clean, {scanned}."
         layers = sum(layer.severity in ("error", "warning") for layer in self.layers)
-        return f"{self.source}: {len(self.bad):,} bad variables in {layers:,} layers, of {looked}."
+        return f"{self.source}: {len(self.bad):,} bad variables in {layers:,} layers, of {scanned}."
 
 
 def _badness(entry: ScannedVariable) -> tuple[int, float]:
-    """Order variables worst first: by severity, then by the share of values concerned."""
+    """Return a key that sorts variables worst first: by severity, then by the share of bad values."""
     found = entry.statistics
-    concerned = sum(one.count for one in entry.problems if one.severity == entry.severity)
-    return _RANK[entry.severity], -concerned / max(1, found.size if found else 1)
+    affected = sum(one.count for one in entry.problems if one.severity == entry.severity)
+    return _RANK[entry.severity], -affected / max(1, found.size if found else 1)
 
 
 def _plain(entry: ScannedVariable) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What every reader of model files hands on: arrays that stand in a file and can be read in pieces.
+"""The common interface of all readers of model files: arrays in a file that can be read in pieces.
 
-Nothing in a file is trusted: whatever a reader meets becomes an array, an array with the reason why it was not looked
-at, or a `FileFormatError` of one sentence. Level 0: imports no backend.
+Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was not read, or a
+`FileFormatError` of one sentence. Imports no backend.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from keras_nanguard._core.errors import FileFormatError, NanGuardError
 __all__ = ["BOMB_FLOOR", "MAX_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
 
 BOMB_FLOOR = 1 << 32
-"""Bytes below which nothing is taken for a bomb: 4 GiB, the floor of Keras' own loader (`saving_lib`)."""
+"""Size below which nothing counts as a zip bomb: 4 GiB, the threshold of Keras' own loader (`saving_lib`)."""
 
-BACKED = 16
-"""A whole array, or all arrays together, may take so many times the bytes that the file spends on them ..."""
+MAX_RATIO = 16
+"""An array, or all arrays together, may take this many times the bytes that the file stores for them ..."""
 
 MAX_UNBACKED = 128 << 20
-"""... and so many bytes more: a file that declares gigabytes and stores none is never brought into memory."""
+"""... plus this many bytes: a file that declares gigabytes and stores none is never loaded."""
 
 READ_FAULTS = (
     OSError,
@@ -50,9 +50,9 @@ READ_FAULTS = (
     zlib.error,
     zipfile.BadZipFile,
 )
-"""What h5py, zipfile, zlib, json and NumPy raise on damaged or hostile bytes (found by fuzzing them).
+"""Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by fuzzing).
 
-`RuntimeError` includes `RecursionError`; `SyntaxError` comes from NumPy's header parser; `UnicodeError` is a
+`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError`; `UnicodeError` is a
 `ValueError`.
 """
 
@@ -62,17 +62,17 @@ class StoredArray:
     """One array in a file.
 
     Attributes:
-        location: where it stands in the file, such as `"layers/dense/vars/0"`; text fit to print.
-        dtype: name of the dtype (`"float32"`, `"bfloat16"`), or what the file calls it.
+        location: its location in the file, such as `"layers/dense/vars/0"`, safe to print.
+        dtype: name of the dtype (`"float32"`, `"bfloat16"`), or its name in the file.
         shape: shape of the array.
-        nbytes: bytes that reading it takes.
+        nbytes: its size in memory, in bytes.
         is_float: whether its values can be non-finite.
-        unread: why it cannot be read; empty where it can.
+        unread: why it cannot be read; empty if it can.
         pieces: function that returns its values in pieces, each once.
-        key: the location as the file spells it, by which to write to it.
-        order: `"C"` or `"F"`, the order in which the values stand.
-        stored: bytes that the file spends on it.
-        whole: function that returns all values at once; `None` where the pieces come in order.
+        key: the exact location in the file, for writing.
+        order: `"C"` or `"F"`, the memory order of the values.
+        stored: its size in the file, in bytes.
+        whole: function that returns all values at once; `None` if the pieces are in order.
     """
 
     location: str
@@ -89,8 +89,8 @@ class StoredArray:
 
     @property
     def unbacked(self) -> int:
-        """Bytes of memory that it takes and that nothing in the file justifies."""
-        return max(0, self.nbytes - BACKED * self.stored)
+        """Bytes of memory beyond `MAX_RATIO` times its size in the file."""
+        return max(0, self.nbytes - MAX_RATIO * self.stored)
 
     def read(self) -> NDArray[Any]:
         """Return the whole array.
@@ -102,7 +102,7 @@ class StoredArray:
             if self.unread:
                 raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
             if self.unbacked > MAX_UNBACKED:
-                raise FileFormatError(f"{self.location} is not read as a whole: it takes {self.nbytes} bytes and {self.stored} are stored.")
+                raise FileFormatError(f"{self.location} is not read: it takes {self.nbytes} bytes and the file stores {self.stored}.")
             return self._in_order() if self.whole is None else self.whole()
 
     def _in_order(self) -> NDArray[Any]:
@@ -120,15 +120,15 @@ class StoredArray:
 
 @dataclass(slots=True)
 class Contents:
-    """What stands in one model file.
+    """The contents of one model file.
 
     Attributes:
         kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"` or `"orbax"`.
-        arrays: every array, as the file orders them.
-        names: name that Keras wrote beside the variables of a group, by the location of that group.
-        config: the model's configuration, or `None` where the file has none.
-        notes: sentences about what was left out and why.
-        close: releases what is open.
+        arrays: every array, in the order of the file.
+        names: name that Keras stored with the variables of a group, by the location of the group.
+        config: the model's configuration, or `None` if the file has none.
+        notes: sentences about what was not read, and why.
+        close: closes the file.
     """
 
     kind: str
@@ -139,16 +139,16 @@ class Contents:
     close: Callable[[], None] = lambda: None
 
 
-def plain_text(text: object, longest: int = 300) -> str:
-    """Return text from a file made safe to print: no control characters, no lone surrogates, not endless."""
+def plain_text(text: object, max_length: int = 300) -> str:
+    """Return text from a file, safe to print: no control characters, no lone surrogates, of limited length."""
     shown = str(text)
     if not shown.isprintable():
         shown = "".join(character if character.isprintable() else _escaped(character) for character in shown)
-    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+    return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error that says something, made safe to print; its class where none does."""
+    """Return the first nonempty line of an error, safe to print, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return plain_text(lines[0]).rstrip(".")
 
@@ -159,7 +159,7 @@ def _escaped(character: str) -> str:
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn whatever a parser raises on a damaged file into a `FileFormatError` of one sentence that names the file."""
+    """Convert the exceptions of parsers for a damaged file to a `FileFormatError` that names the file."""
     try:
         yield
     except NanGuardError:

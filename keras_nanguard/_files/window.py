@@ -1,4 +1,4 @@
-"""A stretch of a file that reads like a file of its own. Level 0."""
+"""A section of a file with the interface of a file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Window"]
 
 
 class Window(io.RawIOBase):
-    """A read-only file that is a stretch of another one, such as an uncompressed member of a zip archive.
+    """A read-only section of a file, such as an uncompressed member of a zip archive.
 
     Args:
-        descriptor: descriptor of an open file; it stays the caller's.
-        start: first byte of the stretch.
+        descriptor: descriptor of an open file, which the caller closes.
+        start: offset of the first byte.
         size: number of bytes.
     """
 
@@ -41,13 +41,13 @@ class Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as the stretch goes and return the number of bytes."""
+        """Fill the buffer up to the end of the section and return the number of bytes."""
         done = self.read_at(self._at, buffer)
         self._at += done
         return done
 
     def read_at(self, offset: int, buffer: Any) -> int:
-        """Fill the buffer from an offset on, whatever the position, and return the number of bytes."""
+        """Fill the buffer from an offset, independent of the position, and return the number of bytes."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - offset)]
         done = 0
         while done < len(view):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected
-from keras_nanguard._policy.fields import problem, refuse, shown
+from keras_nanguard._policy.fields import problem, raise_problems, shown
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import SECTIONS
 from keras_nanguard._policy.spelling import nearest
@@ -40,7 +40,7 @@ def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, re
         if not error.problems or not unknown:
             raise
         unknown += error.problems
-    refuse(unknown, "the arguments of NanGuard")
+    raise_problems(unknown, "the arguments of NanGuard")
     kept = made.snapshot
     if kept.storage == "disk" and directory is None:
         received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")

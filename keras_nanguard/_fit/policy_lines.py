@@ -7,13 +7,13 @@ from typing import Any
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.no_effect import ModelNames, Setting, warnings_about
+from keras_nanguard._policy.no_effect import GuardOptions, ModelNames, warnings_about
 from keras_nanguard._policy.policy import Policy
 
 __all__ = ["model_names", "policy_lines"]
 
 
-def policy_lines(policy: Policy, setting: Setting, model: Any, optimizers: Any = None) -> tuple[str, ...]:
+def policy_lines(policy: Policy, setting: GuardOptions, model: Any, optimizers: Any = None) -> tuple[str, ...]:
     """Return a line for each rule and setting of a policy that has no effect with this model and this guard.
 
     Args:

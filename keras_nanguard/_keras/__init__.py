@@ -1,1 +1,1 @@
-"""The one room that knows the insides of Keras: a release of Keras that changes them breaks nothing outside of it."""
+"""Everything that uses Keras internals: a release of Keras that changes them breaks only this package."""

@@ -1,14 +1,16 @@
-"""Where the train state is while Keras trains on JAX: in arrays that go from step to step, or in the variables.
+"""The train state while Keras trains on JAX: in arrays that are passed from step to step, or in the variables.
 
-Names private to Keras that are used here, each because no public way exists:
+Names private to Keras that are used here, because there is no public way:
 
-- ``Model._jax_state``, ``Model._jax_state_synced``: what ``jax_state_sync`` writes back to the variables, and whether it
-  has been done; a state that is put back or changed between two steps has to be announced there.
-- ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and empties them, so that no variable
-  keeps an array that the next step is given to destroy.
-- ``Model._make_function``: the loop over ``steps_per_execution``; standing inside of it keeps it Keras' own.
-- ``Model._get_state_sharding_spec``: on several devices, where each array of the state lies.
+- ``Model._jax_state``, ``Model._jax_state_synced``: the state that ``jax_state_sync`` writes to the variables, and whether
+  it has done so; a state that is restored or changed between two steps has to be set there.
+- ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and purges them, so that no variable
+  holds an array that is donated to the next step.
+- ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it.
+- ``Model._get_state_sharding_spec``: the sharding of each array of the state on several devices.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
+
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -28,33 +30,33 @@ _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables
 class TrainerState:
     """The train state between two steps.
 
-    A healthy step never touches the variables. When the host has to look at the state or change it, `sync_variables` puts it
-    into them, and `take` gathers it again.
+    A healthy step never touches the variables. When the host has to read or change the state, `sync_variables` writes it to
+    the variables, and `take` gathers it again.
 
     Args:
         model: the model that `fit` trains.
-        values: returns the arrays of a state, flat, to be looked at.
+        values: returns the arrays of a state as a flat list, for reading.
     """
 
     def __init__(self, model: Any, values: Callable[[Any], list[Any]] = jax.tree_util.tree_leaves):
         self.model, self._values = model, values
         self.state: Any = None
-        self.synced = self.showing = False
+        self.synced = self.reading = False
         self._ids: list[int] | None = None
 
     def receive(self, state: Any) -> None:
-        """Note the state that Keras hands to a step; another one than it was handed was gathered from the variables."""
+        """Store the state that Keras passes to a step; if it is not the stored one, it was gathered from the variables."""
         if state is not self.state:
             self._ids = None
         self.hold(state)
 
     def hold(self, state: Any) -> None:
-        """Note the state of this moment."""
+        """Store the present state."""
         self.state, self.synced = state, False
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
-        if self.state is None or self.synced or self.showing or self.model._jax_state_synced:
+        """Write the present state to the variables."""
+        if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
             return
         self.synced = True
         self.model._jax_state = dict(zip(_PARTS, self.state))
@@ -63,22 +65,22 @@ class TrainerState:
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Let the variables read as the state of this moment without holding it, which is enough to look at it."""
-        if self.state is None or self.synced or self.showing or self.model._jax_state_synced:
+        """Let the variables read as the present state inside the context, without writing to them."""
+        if self.state is None or self.synced or self.reading or self.model._jax_state_synced:
             yield
             return
         if self._ids is None:
             self._ids = list(map(id, variables(self.model)))
-        self.showing = True
+        self.reading = True
         try:
             with keras.StatelessScope() as scope:
                 scope.state_mapping.update(zip(self._ids, self._values(self.state)))
                 yield
         finally:
-            self.showing = False
+            self.reading = False
 
     def take(self) -> Any:
-        """Return the state of this moment, as the next step wants it."""
+        """Return the present state as the next step takes it."""
         if self.synced:
             self.state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True), purge_model_variables=True)
             self.model._jax_state_synced = False
@@ -86,35 +88,35 @@ class TrainerState:
         return self.state
 
     def rescue(self) -> None:
-        """Leave the state in the variables when a step has failed, unless it was consumed."""
+        """Write the state to the variables after a step has raised, unless it was donated."""
         leaves = jax.tree_util.tree_leaves(self.state)
         if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             self.sync_variables()
 
 
 def by_part(model: Any) -> tuple[list[Any], ...]:
-    """Return the variables of a model in the four lists in which `fit` hands out their values."""
+    """Return the variables of a model in the four lists of the state of `fit`."""
     return model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
 
 
 def variables(model: Any) -> list[Any]:
-    """Return the variables of a model in the order in which `fit` hands out their values."""
+    """Return the variables of a model in the order of the state of `fit`."""
     return [v for part in by_part(model) for v in part]
 
 
 def ready(model: Any, data: Any) -> None:
-    """Build what `fit` would build before a first step on this data."""
+    """Build metrics and optimizer as `fit` does before its first step on this data."""
     if not model.optimizer.built or not model.metrics_variables:
         model._symbolic_build(data_batch=data)
         model.optimizer.build(model.trainable_variables)
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step as Keras runs it: taking its batches from an iterator, `steps_per_execution` at a time."""
-    made: Callable[..., Any] = model._make_function(step)
-    return made
+    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time."""
+    function: Callable[..., Any] = model._make_function(step)
+    return function
 
 
 def shardings(model: Any) -> Any:
-    """Return where the arrays of the state lie, `None` where all of them are on one device."""
+    """Return the shardings of the arrays of the state, `None` where all of them are on one device."""
     return model._get_state_sharding_spec() if keras.distribution.distribution() is not None else None

@@ -1,7 +1,19 @@
-"""The layers of a model: all of them at any depth, their names, their policies, their own states.
+"""The layers of a model: all of them at any depth, their names, dtype policies and states.
 
-Each function says which name private to Keras it uses, and why there is no public way; `tests/diagnosis/test_internals.py` and
-`tests/keras_internals/test_internals.py` fail when a release of Keras takes one of them away.
+Names private to Keras that are used here, because there is no public way:
+
+- ``Layer._flatten_layers``: the layers at any depth; ``Model.layers`` lists only the first level.
+- ``keras.src.backend.get_keras_mask``, ``set_keras_mask``: the mask that Keras attaches to a tensor.
+- ``Layer._dtype_policy``: the public setter would quantize, or write into a shared `DTypePolicyMap`.
+- ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these dtypes; `dtype` is read-only.
+- ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
+- ``Layer._call_has_training_arg``: whether `call` takes `training`.
+- ``Layer._losses``: the losses added by `add_loss`.
+- ``Metric._direction``: whether a metric should grow; the callbacks of Keras ask it, too.
+- ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
+
+`tests/diagnosis/test_internals.py` and `tests/keras_internals/test_internals.py` fail when a release of Keras removes one of
+them.
 """
 
 from __future__ import annotations
@@ -14,8 +26,8 @@ import numpy as np
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
-    *("adds_losses", "batchnorm_statistics", "batchnorms", "exchange", "exchange_policy", "initial_value", "layers_of", "mode"),
-    *("operations_of", "output_shapes", "path_of", "recurrent_states", "rising", "snake_case", "states_of_own_layers"),
+    *("adds_losses", "batchnorm_statistics", "batchnorms", "exchange", "initial_value", "layers_of", "mode"),
+    *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
     *("symbolic_inputs", "with_mask_of"),
 ]
 
@@ -26,7 +38,7 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def recurrent_states(layer: Any) -> list[Any]:
-    """Return the state of a stateful recurrent layer, which stands in no list of variables; none of any other layer."""
+    """Return the states of a stateful recurrent layer, which no list of variables contains; none for other layers."""
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
     return [s for s in keras.tree.flatten(states) if keras_variables.is_variable(s)] if states is not None else []
 
@@ -42,7 +54,7 @@ def batchnorm_statistics(model: Any) -> list[Any]:
 
 
 def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
-    """Return a first value for a variable: drawn anew by its layer's initializer."""
+    """Return an initial value of a variable, drawn from its layer's initializer."""
     shape = tuple(variable.shape)
     for layer in layers_of(model):
         if any(v is variable for v in layer.weights) and variable.path == f"{layer.path}/{variable.name}":
@@ -65,12 +77,12 @@ def operations_of(model: Any) -> list[Any]:
 
 
 def path_of(layer: Any, parent: str | None, model: Any) -> str:
-    """Return the Keras path of a layer; one without weights has none, so it is named after the layer it runs in.
+    """Return the Keras path of a layer; a layer without a path is named after the layer that it runs in.
 
     Args:
         layer: a layer or an operation.
-        parent: path of the layer it runs in, `None` where it runs in none.
-        model: the outermost model, whose name is no part of the paths in a functional one.
+        parent: path of the layer that it runs in, `None` if there is none.
+        model: the outermost model, whose name is not part of the paths in a functional model.
     """
     path = getattr(layer, "path", None)
     if path:
@@ -81,7 +93,7 @@ def path_of(layer: Any, parent: str | None, model: Any) -> str:
 
 
 def with_mask_of(source: Any, tensor: Any) -> Any:
-    """Return the tensor with the mask that Keras has put on another one (an attribute with private accessors)."""
+    """Return the tensor with the mask that Keras has attached to another one."""
     mask = keras.src.backend.get_keras_mask(source)
     if mask is not None:
         keras.src.backend.set_keras_mask(tensor, mask)
@@ -89,26 +101,20 @@ def with_mask_of(source: Any, tensor: Any) -> Any:
 
 
 def exchange(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]]) -> None:
-    """Set an attribute past Keras' tracking, and note in `undo` what it was."""
+    """Set an attribute without Keras' attribute tracking, and append its previous value to `undo`."""
     undo.append((target, name, getattr(target, name)))
     object.__setattr__(target, name, value)
 
 
-def exchange_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]) -> None:
-    """Give a layer another dtype policy where it computes or stores in one of these dtypes.
-
-    `Layer._dtype_policy` is private; the public setter would quantize, or write into a shared `DTypePolicyMap`.
-    """
+def replace_policy(layer: Any, policy: Any, instead_of: tuple[str, ...], undo: list[tuple[Any, str, Any]]) -> None:
+    """Replace the dtype policy of a layer that computes or stores in one of these dtypes."""
     policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
     if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
         exchange(layer, "_dtype_policy", policy, undo)
 
 
 def symbolic_inputs(model: Any) -> list[Any]:
-    """Return the symbolic inputs of low dtype of all functional models within a model, which cast their inputs so.
-
-    `KerasTensor._dtype` is private and `dtype` is read-only.
-    """
+    """Return the symbolic inputs of low dtype of all functional models within a model, which cast their inputs to it."""
     found = []
     for layer in layers_of(model):
         for tensor in keras.tree.flatten(getattr(layer, "_inputs", None) or []):
@@ -118,7 +124,7 @@ def symbolic_inputs(model: Any) -> list[Any]:
 
 
 def snake_case(name: str) -> str:
-    """Return a class name as Keras turns it into the name of an object."""
+    """Return a class name in snake case, as Keras writes it in the name of an object."""
     return str(keras.src.utils.naming.to_snake_case(name))
 
 
@@ -128,29 +134,28 @@ def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the arguments that call a model in training or inference mode, none where its `call` takes none."""
+    """Return the argument that calls a model in training or inference mode, none where its `call` takes none."""
     return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
 
 
 def adds_losses(model: Any) -> bool:
-    """Whether a layer of the model adds a loss of its own, by `add_loss` or by an activity regularizer."""
+    """Whether a layer of the model adds a loss, by `add_loss` or by an activity regularizer."""
     layers = layers_of(model)
     return any(getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers)
 
 
 def rising(model: Any) -> set[str]:
-    """Return the names of the metrics that are to grow; `Metric._direction` says it, which Keras' own callbacks ask, too."""
+    """Return the names of the metrics that should grow."""
     found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
     return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}
 
 
 def states_of_own_layers(model: Any) -> set[int]:
-    """Return the `id` of each variable that a layer of the user's own has made to be no weight, and of each buffer of PyTorch.
+    """Return the `id` of each state that a custom layer has created as a non-trainable variable, and of each buffer of PyTorch.
 
-    Only those may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be numbers. Only
-    `Layer._non_trainable_variables` tells them from frozen weights.
+    Only these may be NaN on purpose: a frozen weight is a weight, and the states of Keras' own layers have to be finite.
     """
-    own = [layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")]
-    found = {id(v) for layer in own for v in getattr(layer, "_non_trainable_variables", ())}
+    custom = [layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")]
+    found = {id(v) for layer in custom for v in getattr(layer, "_non_trainable_variables", ())}
     native = [v for v in model.non_trainable_variables if not isinstance(v, keras_variables.VARIABLE)]
     return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

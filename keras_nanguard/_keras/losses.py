@@ -1,7 +1,11 @@
 """The losses of a compiled model, by output, with their weights.
 
-Each function says which name private to Keras it uses, and why there is no public way; `tests/diagnosis/test_internals.py` fails
-when a release of Keras takes one of them away.
+Names private to Keras that are used here, because there is no public way from a compiled model to its loss objects:
+
+- ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``, ``flat_loss_weights``,
+  ``inferred_output_names`` and ``output_names``.
+
+`tests/diagnosis/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -17,11 +21,7 @@ __all__ = ["loss_weights", "losses_by_output", "losses_of"]
 
 
 def losses_of(model: Any) -> list[Any]:
-    """Return the losses of a model: Keras' sum over those given to `compile`, each of them, and those it holds itself.
-
-    `Trainer._compile_loss` and its `_flat_losses` are private; there is no public way from a compiled model to the loss
-    objects that it calls.
-    """
+    """Return the losses of a model: the `CompileLoss`, each loss given to `compile`, and those that are attributes of layers."""
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
     entries = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or ()  # Keras 3.6
@@ -35,7 +35,7 @@ def losses_of(model: Any) -> list[Any]:
 
 
 def losses_by_output(model: Any) -> list[tuple[str, Any]]:
-    """Return `(name of the output, loss)` for each loss given to `compile` (see `losses_of`)."""
+    """Return `(name of the output, loss)` for each loss given to `compile`."""
     compiled: Any = getattr(model, "_compile_loss", None)
     if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
         names = compiled.inferred_output_names or compiled.output_names or ()
@@ -45,7 +45,7 @@ def losses_by_output(model: Any) -> list[tuple[str, Any]]:
 
 
 def loss_weights(model: Any) -> list[tuple[str, float]]:
-    """Return the name of each loss given to `compile` that has a weight, and the weight (see `losses_of`)."""
+    """Return name and weight of each loss given to `compile` that has a weight."""
     compiled: Any = getattr(model, "_compile_loss", None)
     if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
         pairs = list(zip(compiled.flat_losses or (), compiled.flat_loss_weights or ()))

@@ -1,6 +1,6 @@
-"""Variables of a backend's own that an optimizer of Keras' trains, in the words that Keras has for its own.
+"""Native variables of a backend that a Keras optimizer trains, with the interface of a `keras.Variable`.
 
-Keras' optimizers take a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as they take a `keras.Variable`.
+Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well as a `keras.Variable`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _NAME = "_nanguard_as_keras"
 
 
 class NativeVariable:
-    """A `tf.Variable` as a variable of Keras': it has a path, a dtype by name, and a value.
+    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a value.
 
     Attributes:
         value: the `tf.Variable`.
-        path, name: its name, without the number of the output that TensorFlow puts behind it.
+        path, name: its name, without the `:0` that TensorFlow appends.
     """
 
     __slots__ = ("name", "path", "value")
@@ -47,7 +47,7 @@ class NativeVariable:
 
 
 def as_keras(variable: Any) -> Any:
-    """Return a variable of Keras' as it is, and a `tf.Variable` as one: the same object each time."""
+    """Return a `keras.Variable` unchanged, and a `tf.Variable` wrapped: the same object each time."""
     if hasattr(variable, "path") or not hasattr(variable, "read_value"):
         return variable
     known = getattr(variable, _NAME, None)
@@ -58,5 +58,5 @@ def as_keras(variable: Any) -> Any:
 
 
 def unwrapped(variable: Any) -> Any:
-    """Return what `as_keras` was given."""
+    """Return the variable that `as_keras` was given."""
     return variable.value if isinstance(variable, NativeVariable) else variable

@@ -1,15 +1,18 @@
-"""Keras' optimizers: which a model has, what each of them updates and keeps, its learning rate and its loss scale.
+"""Optimizers: those of a model, the variables and averages of each, its learning rate and its loss scale.
 
-Names private to Keras that are used here, each because no public way exists:
+Names private to Keras that are used here, because there is no public way:
 
-- ``Optimizer._get_current_learning_rate()``: the rate of this step whether it is a number, a schedule or a callable;
-  the public property hands out the variable itself where the rate is plain.
-- ``Optimizer._learning_rate``: the rate as it was given; the public property hides which of them it is.
-- ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: what an optimizer was built for, and the
-  averages that it keeps of that.
+- ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a callable; every step
+  reads the rate through it. The public property returns the variable itself where the rate is a number.
+- ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a number, a schedule
+  and a callable, and evaluates a schedule at the next iteration.
+- ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables that an optimizer was
+  built for, and their moving averages.
+- ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its slots of a variable;
+  `apply` rejects any other variable.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
 
-``tests/keras_internals/test_internals.py`` fails when a release of Keras takes one of them away.
+``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -25,23 +28,23 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "know_twins", "learning_rate"),
-    *("rate_before", "rate_variable", "scales_of", "set_rate", "trained_by"),
+    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate"),
+    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_rate", "trained_by"),
 ]
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the optimizer that updates the weights: the wrapped one of a `LossScaleOptimizer`, else itself."""
+    """Return the optimizer that updates the weights: the inner one of a `LossScaleOptimizer`, else itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """Return the variables that the optimizer was built to update; a list that only its private attribute tells."""
+    """Return the variables that the optimizer was built to update."""
     return [native_variables.as_keras(v) for v in getattr(inner(optimizer), "_trainable_variables", ())]
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return `(average, weight)` of each moving average of a weight that the optimizer keeps; only a private list tells."""
+    """Return `(average, weight)` for each moving average of a weight that the optimizer maintains."""
     return list(zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained_by(optimizer)))
 
 
@@ -61,7 +64,7 @@ def find_optimizers(model: Any) -> list[Any]:
     """Return every optimizer that a step of this model may use, outermost wrappers only.
 
     These are `model.optimizer` and every optimizer that is an attribute of the model, or an element of a list, tuple or
-    dict that is one (a GAN keeps its two there, and leaves `model.optimizer` unused).
+    dict attribute (a GAN has two of them, and leaves `model.optimizer` unused).
     """
     found: dict[int, Any] = {}
     for value in [getattr(model, "optimizer", None), *vars(model).values()]:
@@ -78,34 +81,24 @@ def learning_rate(optimizer: Any) -> float:
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """Return the variable that holds a plain learning rate; a schedule or a callable has none.
-
-    ``Optimizer._learning_rate`` is private; the public property calls a schedule and hides which of them it is.
-    """
+    """Return the variable of a learning rate that is a number; `None` for a schedule or a callable."""
     given = inner(optimizer)._learning_rate
     return given if hasattr(given, "assign") else None
 
 
 def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides) -> None:
-    """Let an optimizer go by `changed(rate)` in place of its learning rate, where `rate()` returns that.
-
-    ``Optimizer._get_current_learning_rate`` is private, and the only place through which a step reads schedules, too.
-    """
+    """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the original one."""
     real = inner(optimizer)._get_current_learning_rate
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the variables of the optimizer's loss scale; none where it has none."""
+    """Return the variables of the optimizer's loss scale, `()` where it has none."""
     return (optimizer.dynamic_scale, optimizer.step_counter) if is_loss_scaled(optimizer) and optimizer.built else ()
 
 
-def know_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]) -> None:
-    """Let an optimizer take the twin of a variable for the variable itself.
-
-    `Optimizer._trainable_variables_indices` is private; it knows the variables by a key of the backend's own variables,
-    and `apply` refuses any other.
-    """
+def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[Any, str, Any]]) -> None:
+    """Make an optimizer treat the float32 twin of a variable as the variable itself."""
     for part in {id(o): o for o in (optimizer, inner(optimizer))}.values():
         known = getattr(part, "_trainable_variables_indices", None)
         if isinstance(known, dict):
@@ -115,10 +108,7 @@ def know_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tuple[An
 
 
 def rate_before(optimizer: Any) -> float:
-    """Return the rate that the last step used: under a schedule the one at the iteration before this.
-
-    `Optimizer._learning_rate` is private; the public property evaluates it at the iteration that comes next.
-    """
+    """Return the rate that the last step used: of a schedule, the rate at the previous iteration."""
     optimizer = inner(optimizer)
     schedule = getattr(optimizer, "_learning_rate", None)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -1,6 +1,6 @@
-"""Attributes set on one instance for a while, past Keras' attribute tracking, and given back.
+"""Temporary overrides of attributes of one instance, without Keras' attribute tracking.
 
-What all threads share, a class or a module, is overridden for those threads alone that ask for it.
+Attributes of classes and modules, which all threads share, are overridden only in the threads that ask for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Overrides", "ThreadOverrides", "set_instance", "unset_instance", "wi
 _ABSENT = object()
 
 _FILTERS = threading.RLock()
-"""Held by the one thread that has changed the filters of `warnings`, which belong to the whole process."""
+"""Held by the thread that has changed the filters of `warnings`, which are global to the process."""
 
 
 def set_instance(target: Any, name: str, value: Any) -> None:
-    """Set an attribute on one instance, past Keras' attribute tracking."""
+    """Set an attribute on one instance, without Keras' attribute tracking."""
     object.__setattr__(target, name, value)
 
 
@@ -31,25 +31,25 @@ def unset_instance(target: Any, name: str) -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Issue no warning meanwhile. One thread after the other: the last to leave would put back what another had changed, for good."""
+    """Suppress warnings inside the context. One thread at a time: interleaved contexts would restore each other's filters."""
     with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Overrides:
-    """What stands in for attributes of instances until it is given back; a context that does so."""
+    """Overrides of attributes of instances until `give_back`; also a context manager."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
-        """Set an attribute on one instance, and remember what the instance itself had there."""
+        """Set an attribute on one instance, and store the previous value of the instance itself."""
         self._before.append((target, name, vars(target).get(name, _ABSENT)))
         set_instance(target, name, value)
 
     def give_back(self) -> None:
-        """Leave every instance as it was; may be called any number of times."""
+        """Restore every instance; may be called any number of times."""
         while self._before:
             target, name, before = self._before.pop()
             unset_instance(target, name) if before is _ABSENT else set_instance(target, name, before)
@@ -62,14 +62,14 @@ class Overrides:
 
 
 class ThreadOverrides:
-    """What stands in for functions of a class or a module in the threads that have entered, and in no other.
+    """Overrides of functions of a class or a module in the threads that have entered, and in no other.
 
-    The first thread that enters puts it in place, the last one that leaves takes it off, in whatever order they do.
+    The first thread that enters installs them, and the last one that leaves removes them, in whatever order they do.
 
     Args:
         target: the class or module.
-        functions: by name, what is called in place of each: `function(real, inside, *args, **kwargs)` with what this thread has
-            entered with, in order.
+        functions: the replacement of each function by name, called as `function(real, inside, *args, **kwargs)`, where
+            `inside` are the objects that this thread has entered with, in order.
     """
 
     def __init__(self, target: Any, functions: Mapping[str, Callable[..., Any]]):
@@ -77,13 +77,13 @@ class ThreadOverrides:
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
         self._before: dict[str, tuple[Any, Any]] = {}
-        self._hooks: dict[str, tuple[Any, Any]] = {}  # the last ones, each with what it stands for
+        self._hooks: dict[str, tuple[Any, Any]] = {}  # the latest ones, each with the function that it replaces
 
     def enter(self, what: Any) -> None:
-        """Have the functions replaced in this thread until `leave`."""
+        """Override the functions in this thread until `leave`."""
         with self._lock:
             if not self._inside:
-                self._put()
+                self._install()
             self._inside.setdefault(threading.get_ident(), []).append(what)
 
     def leave(self, what: Any) -> None:
@@ -96,9 +96,9 @@ class ThreadOverrides:
                 return
             del self._inside[thread]
             if not self._inside:
-                self._take_off()
+                self._remove()
 
-    def _put(self) -> None:
+    def _install(self) -> None:
         for name, function in self._functions.items():
             real, known = getattr(self._target, name), self._hooks.get(name)
             if known is None or known[0] is not real:
@@ -106,10 +106,10 @@ class ThreadOverrides:
             self._before[name] = vars(self._target).get(name, _ABSENT), known[1]
             setattr(self._target, name, known[1])
 
-    def _take_off(self) -> None:
+    def _remove(self) -> None:
         for name, (before, ours) in self._before.items():
             if vars(self._target).get(name) is not ours:
-                continue  # someone else has put something around it since, which calls it and finds that it does nothing
+                continue  # other code has wrapped it since; the hook passes calls through
             if before is _ABSENT:
                 delattr(self._target, name)
             else:

@@ -1,13 +1,15 @@
-"""How Keras' objects are put together, read off the objects alone: importing this imports no Keras.
+"""The structure of Keras objects, read from the objects alone: this module does not import Keras.
 
-Names private to Keras that are used here, each because no public way exists:
+Names private to Keras that are used here, because there is no public way:
 
-- ``Layer._flatten_layers()``: the layers directly within a layer; ``Layer.layers`` is there on models alone.
+- ``Layer._flatten_layers()``: the layers directly within a layer; only models have ``layers``.
 - ``KerasTensor._keras_history``, ``Operation._inbound_nodes``: which operation computes a symbolic tensor, and from what.
 - ``Sequential._functional``: the graph of a `Sequential`.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics as they were given to `compile`.
-- ``LossFunctionWrapper._fn_kwargs``: the options of a loss that is made of a function.
+- ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
 - ``Optimizer._learning_rate``: the rate as it was given, a schedule included; the public property calls a schedule.
+
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ def children(layer: Any) -> list[Any]:
 
 
 def graph_operations(layer: Any) -> list[Any]:
-    """Return the operations of the graph of a functional or sequential model, layers included; none of another layer."""
+    """Return the operations of the graph of a functional or sequential model, layers included; none for other layers."""
     inner = getattr(layer, "_functional", None)
     return list(getattr(layer, "operations", None) or getattr(inner, "operations", None) or ())
 
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
-    """Return the operation that computes a symbolic tensor, with the number of its call and of the output; else `None`."""
+    """Return the operation that computes a symbolic tensor, with the indices of its call and of the output, or `None`."""
     history: Any = getattr(tensor, "_keras_history", None)
     return None if history is None else (history.operation, history.node_index, history.tensor_index)
 
@@ -49,7 +51,7 @@ def symbolic_arguments(operation: Any, call: int) -> list[Any]:
 
 
 def loss_options(loss: Any) -> dict[str, Any]:
-    """Return the options of a loss that is made of a function, by name."""
+    """Return the options of a loss that wraps a function, by name."""
     return dict(getattr(loss, "_fn_kwargs", None) or {})
 
 

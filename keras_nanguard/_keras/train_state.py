@@ -1,12 +1,14 @@
-"""The whole train state of a model: which variables make it up, and what each of them is for."""
+"""The whole train state of a model: its variables, by role.
+
+Private to Keras, because there is no public way: ``Optimizer._learning_rate``, the rate as it was given.
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import keras
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import layers as keras_layers
@@ -21,16 +23,16 @@ class TrainState:
     """The whole train state of a model and its optimizers, by role.
 
     Attributes:
-        trainable: weights that the optimizers update, those that are no part of the model included.
+        trainable: weights that the optimizers update, including those that are not part of the model.
         other: every other variable of the model: BatchNorm statistics, frozen weights, seed generators, and the states
-            of stateful RNNs, which stand in no list of Keras' own.
+            of stateful RNNs, which no list of Keras contains.
         metrics: variables of the loss tracker and of the metrics.
         slots: variables of the optimizers apart from rate and loss scale: moments, iterations, accumulators, EMA.
         scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
-        rates: learning-rate variables of optimizers whose rate is a plain number.
+        rates: learning-rate variables of optimizers whose rate is a number.
         optimizers: the outermost optimizers.
-        unlisted: what a step may write although it stands in no list of Keras' own: variables of the backend's own that
-            a layer holds, and the generator that Keras falls back to where no seed is given.
+        unlisted: variables that a step may write although no list of Keras contains them: native variables of the backend
+            in attributes of layers, and the generator that Keras uses where no seed is given.
     """
 
     trainable: tuple[Any, ...]
@@ -44,7 +46,7 @@ class TrainState:
 
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
-        """Read the anatomy of a built model; optimizers that are not built yet contribute nothing."""
+        """Return the train state of a built model; optimizers that are not built yet contribute nothing."""
         optimizers = tuple(keras_optimizers.find_optimizers(model) if optimizers is None else optimizers)
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
         trainable = keras_variables.unique([*model.trainable_variables, *updated])
@@ -74,31 +76,30 @@ class TrainState:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The float variables among `other` that are no running statistic: frozen weights, masks, "best so far" values.
+        """The float variables among `other` that are not running statistics: frozen weights, masks, "best so far" values.
 
-        Such a variable may be infinite on purpose (a mask of -Inf), which is tolerated where it is so from the start.
+        Such a variable may be infinite on purpose (a mask of -Inf), which is accepted if it is so from the start.
         """
         return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
 
     @property
     def restorable(self) -> tuple[Any, ...]:
-        """What a rollback puts back: all of the train state but the loss scale, which has learned, and the rates."""
+        """What a rollback restores: the train state except the loss scale, which has adapted, and the rates."""
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
 
     @property
     def everything(self) -> tuple[Any, ...]:
-        """Every variable of the train state but the metrics."""
+        """Every variable of the train state except the metrics."""
         scales = [v for pair in self.scales for v in pair]
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots, *scales, *self.rates]))
 
 
 def _unlisted(model: Any) -> list[Any]:
-    """`keras.src.random.seed_generator.global_seed_generator` keeps its generator under this name in Keras' global state."""
-    generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
+    """Return the variables of `TrainState.unlisted`."""
     held = [item for layer in keras_layers.layers_of(model) for value in vars(layer).values() for item in keras_variables.flat(value)]
     held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
     held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
     native = [v for v in held if not isinstance(v, keras_variables.VARIABLE) and hasattr(v, "assign") and keras_variables.has_handle(v)]
     native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
     native += list(model.buffers()) if hasattr(model, "buffers") else []
-    return keras_variables.unique([*native, *([generator.state] if generator is not None else [])])
+    return keras_variables.unique([*native, *keras_variables.global_seed_variables()])

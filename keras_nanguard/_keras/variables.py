@@ -1,4 +1,15 @@
-"""The values of Keras' variables, and of tensors, as NumPy arrays: read, looked at in place, written."""
+"""The values of variables and tensors as NumPy arrays: copied, viewed, written.
+
+Names private to Keras that are used here, because there is no public way:
+
+- ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is another class, which no
+  layer uses.
+- ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only where it is used.
+- The attribute ``global_seed_generator`` of Keras' global state (``keras.src.backend.common.global_state``): the generator
+  that Keras uses where no seed is given.
+
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +27,7 @@ __all__ = [
 ]
 
 VARIABLE = keras.src.backend.Variable
-"""Class of every variable of Keras' own. In Keras 3.6 `keras.Variable` is a class of its own, which no layer uses."""
+"""The class of every variable of Keras."""
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -29,17 +40,17 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def unique(variables: Iterable[Any]) -> list[Any]:
-    """Return each of them once, in order."""
+    """Return each variable once, in order."""
     return list({id(v): v for v in variables}.values())
 
 
 def native(variable: Any) -> Any:
-    """Return the backend's own variable behind one of Keras', and any other one as it is."""
+    """Return the native variable of the backend behind a `keras.Variable`; any other variable unchanged."""
     return variable.value if isinstance(variable, (VARIABLE, native_variables.NativeVariable)) else variable
 
 
 def has_handle(value: Any) -> bool:
-    """Whether it is a `tf.Variable` of one device; one that is spread over several raises when it is asked."""
+    """Whether it is a `tf.Variable` on one device; a distributed one raises `ValueError`."""
     try:
         return hasattr(value, "handle")
     except ValueError:
@@ -47,7 +58,7 @@ def has_handle(value: Any) -> bool:
 
 
 def is_variable(value: Any) -> bool:
-    """Whether it is a variable of Keras' own."""
+    """Whether it is a variable of Keras."""
     return isinstance(value, VARIABLE)
 
 
@@ -57,32 +68,32 @@ def read(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def view(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the variable's value as a NumPy array that may share its memory: read it at once, never write it."""
+    """Return the variable's value as a NumPy array that may share its memory: to be read at once, and never written."""
     value = variable.value
-    if has_handle(value):  # a tf.Variable: the bare operation takes a quarter of the time of `.numpy()`
+    if has_handle(value):  # a tf.Variable: the raw operation takes a quarter of the time of `.numpy()`
         value = keras.src.utils.module_utils.tensorflow.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return _as_numpy(value)
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's numbers, in its own memory where that can be read."""
-    if hasattr(value, "detach"):  # torch: NumPy knows neither its gradients, nor its devices, nor its bfloat16
+    """Return the values of a tensor, without a copy where possible."""
+    if hasattr(value, "detach"):  # torch: NumPy supports neither its gradients, nor its devices, nor its bfloat16
         value = value.detach().cpu()
         return np.asarray(keras.ops.convert_to_numpy(value) if "bfloat16" in str(value.dtype) else value.numpy())
-    if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` makes a copy of a tensor; a mirrored variable is no array by itself
+    if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` copies a tensor; a mirrored variable does not convert to an array
         value = value.read_value() if hasattr(value, "read_value") else value
-        return np.asarray(value if len(value.shape) else value.numpy())  # a scalar of bfloat16 is no array by itself either
+        return np.asarray(value if len(value.shape) else value.numpy())  # nor does a scalar of bfloat16
     return np.asarray(keras.ops.convert_to_numpy(spread_arrays.whole(value)))
 
 
 def is_statistic(variable: Any) -> bool:
-    """Whether the variable is a running statistic that has to be finite: of BatchNorm, Normalization and the like."""
+    """Whether the variable is a running statistic that has to be finite, as of BatchNorm and Normalization."""
     name = str(getattr(variable, "name", ""))
     return not variable.trainable and ("mean" in name or "variance" in name)
 
 
 def write(variable: Any, array: Any) -> None:
-    """Give the variable a value, from outside of any step: a copy, for some backends work on in the array they are given."""
+    """Assign a copy of the array to the variable, outside of any step; some backends modify the array that they are given."""
     variable.assign(np.array(array))
 
 
@@ -92,7 +103,7 @@ def seeds(variables: Iterable[Any]) -> list[Any]:
 
 
 def named_arrays(data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; text and `None` are left out."""
+    """Yield `(path, array)` for every tensor of nested data, as `0`, `0/1` or `0/name`; strings and `None` are skipped."""
     yield from _named("", data)
 
 
@@ -111,7 +122,7 @@ def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
-    """Return the numbers of a tensor as a NumPy array: of a sparse one its values, of a ragged one its flat values."""
+    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the `flat_values` of a ragged one."""
     for name in ("flat_values", "values"):
         inner_values = getattr(value, name, None)
         if inner_values is not None and not callable(inner_values):
@@ -122,14 +133,14 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's value as a NumPy array of its own."""
+    """Return a tensor's value as a new NumPy array."""
     return np.array(keras.ops.convert_to_numpy(tensor))
 
 
 def global_seed_variables() -> list[Any]:
-    """Return the state of the generator that Keras falls back to where no seed is given, if it exists already.
+    """Return the state of the generator that Keras uses where no seed is given, if it exists already.
 
-    `keras.src.random.seed_generator.global_seed_generator` makes it on first use and keeps it under this name.
+    `keras.src.random.seed_generator.global_seed_generator` creates it on first use.
     """
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
     return [] if generator is None else [generator.state]

@@ -1,7 +1,7 @@
-"""`lint`: numeric hazards that can be seen in a model before it is trained.
+"""`lint`: numeric hazards that are visible in a model before training.
 
-Every rule carries a program in which it finds something and the same program put right; both are run by the tests, and
-`docs/lint.md` is written from them.
+Every rule has a sample program with the hazard and the corrected program; the tests run both, and `docs/lint.md` is
+generated from them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from keras_nanguard._lint.subject import Subject
 __all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
 
 FORMAT = 1
-"""Number of the JSON form of a `LintReport`."""
+"""Version of the JSON format of a `LintReport`."""
 
 RULES: tuple[Rule, ...] = (*rules_outputs.RULES, *rules_optimizer.RULES, *rules_layers.RULES, *rules_data.RULES)
-"""Every rule there is."""
+"""Every rule."""
 
 _SEVERITIES = ("error", "warning", "note")
 
@@ -33,7 +33,7 @@ class LintReport:
 
     Attributes:
         model: name of the model.
-        hazards: what was found.
+        hazards: the hazards that were found.
     """
 
     model: str
@@ -45,7 +45,7 @@ class LintReport:
         return all(hazard.severity == "note" for hazard in self.hazards)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format number."""
+        """Return plain JSON values, with a format version."""
         return {
             "format": FORMAT,
             "model": self.model,
@@ -66,22 +66,22 @@ class LintReport:
 
 
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:
-    """Look for numeric hazards in a model before it is trained.
+    """Check a model for numeric hazards before it is trained.
 
-    The model is neither called nor changed. What cannot be seen (the graph of a subclassed model, a loss that is a
-    function of the user's own) is passed over in silence.
+    The model is neither called nor changed. Whatever is not visible (the graph of a subclassed model, a custom loss
+    function) is not checked.
 
     Args:
-        model: a built Keras model; rules about loss and optimizer apply where it is compiled.
-        x: inputs as `fit` takes them, or `None`.
-        y: targets as `fit` takes them, or `None`.
-        ignore: codes of rules to leave out.
+        model: a built Keras model; rules about loss and optimizer apply if it is compiled.
+        x: inputs as for `fit`, or `None`.
+        y: targets as for `fit`, or `None`.
+        ignore: codes of rules to disable.
 
     Returns:
         The report.
 
     Raises:
-        GuardError: if it is no model, or a code to ignore does not exist.
+        GuardError: if `model` is not a model, or a code in `ignore` does not exist.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Writes `docs/lint.md` from the rules: `python -m keras_nanguard._lint.page > docs/lint.md`."""
+"""Generates `docs/lint.md` from the rules: `python -m keras_nanguard._lint.page > docs/lint.md`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["page"]
 
 _HEAD = """# Hazards that lint finds
 
-`lint(model)` looks at a model before it is trained, `lint(model, x, y)` at its data too; on the command line
-`keras-nanguard lint model.keras --data data.npz`. Each rule below comes with a program in which it finds something and
-the same program put right. An **error** will go wrong, a **warning** may, a **note** is worth knowing; the report is
-clean where there are only notes. `ignore=["no_clipping"]` leaves a rule out. The model is neither called nor changed.
+`lint(model)` checks a model before it is trained, `lint(model, x, y)` its data, too; on the command line
+`keras-nanguard lint model.keras --data data.npz`. Each rule below has a sample program with the hazard and the corrected
+program. An **error** certainly causes a failure, a **warning** may cause one, a **note** is for information; the report
+is clean if there are only notes. `ignore=["no_clipping"]` disables a rule. The model is neither called nor changed.
 
-This page is written from the rules themselves by `python -m keras_nanguard._lint.page`.
+This page is generated from the rules by `python -m keras_nanguard._lint.page`.
 
 | rule | severity | hazard |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What a lint rule is: a hazard that can be seen before training, why it is one, what to do, and two samples."""
+"""Lint rules: a hazard that is visible before training, its consequences, the remedy, and two sample programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_nanguard._lint.subject import Subject
 __all__ = ["Hazard", "Rule", "Site"]
 
 Site = tuple[str, str]
-"""Path of the layer, variable, loss or metric (`""` for the model as a whole), and what was seen there."""
+"""Path of the layer, variable, loss or metric (`""` for the model as a whole), and the observation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Hazard:
 
     Attributes:
         code: code of the rule.
-        severity: `"error"` (it will go wrong), `"warning"` (it may) or `"note"` (worth knowing).
+        severity: `"error"` (it causes a failure), `"warning"` (it may cause one) or `"note"` (for information).
         path: path of the layer or variable, name of the loss or metric, or `""`.
-        detail: what was seen, one sentence.
-        fix: what to do, one sentence.
+        detail: the observation, one sentence.
+        fix: the remedy, one sentence.
     """
 
     code: str
@@ -34,16 +34,16 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One hazard that lint looks for.
+    """One kind of hazard.
 
     Attributes:
-        code: short name in snake case, by which the rule is ignored or looked up.
+        code: short name in snake case, by which the rule is ignored.
         severity: severity of its hazards.
         title: the hazard in a few words.
-        why: what goes wrong, and how.
-        fix: what to do.
-        invalid: a program in which the rule, and no other of its severity or worse, finds something.
-        valid: the same program put right; no rule finds anything.
+        why: the consequences, and how they arise.
+        fix: the remedy.
+        invalid: a program for which the rule, and no other rule of its severity or worse, reports a hazard.
+        valid: the corrected program, for which no rule reports a hazard.
         check: yields the sites of the hazard.
     """
 

@@ -1,4 +1,4 @@
-"""Rules about data, where some is given: what reaches the first layer and what the loss is asked for."""
+"""Rules about the data, if it is given: inputs of the first layer, and targets of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_nanguard._lint.subject import Subject
 __all__ = ["RULES"]
 
 _MAX_INPUT = 1e3
-"""Magnitude of an input. Pixels reach 255; kernels are drawn for inputs of about 1, and outputs grow with them."""
+"""Maximum magnitude of an input. Pixels reach 255; initializers assume inputs of about 1, and outputs scale with them."""
 
 
 def _nonfinite(subject: Subject) -> Iterator[Site]:
@@ -33,7 +33,7 @@ def _input_scale(subject: Subject) -> Iterator[Site]:
         found = statistics(array)
         largest = max(abs(found.min or 0.0), abs(found.max or 0.0))
         if largest > _MAX_INPUT:
-            yield name, f"values up to {largest:.3g}, and no layer that scales them"
+            yield name, f"values up to {largest:.3g}, and no layer scales them"
 
 
 def _labels_out_of_range(subject: Subject) -> Iterator[Site]:
@@ -44,12 +44,12 @@ def _labels_out_of_range(subject: Subject) -> Iterator[Site]:
         if kind == "SparseCategoricalCrossentropy" and output.units and (low < 0 or high >= output.units):
             yield (
                 output.name,
-                f"labels from {low:g} to {high:g} for {output.units} outputs: 0 to {output.units - 1} exist",
+                f"labels from {low:g} to {high:g} for {output.units} outputs: valid are 0 to {output.units - 1}",
             )
         elif kind.startswith("Binary") and (low < 0 or high > 1):
-            yield output.name, f"targets from {low:g} to {high:g} for {kind}, which takes 0 to 1"
+            yield output.name, f"targets from {low:g} to {high:g} for {kind}, which expects 0 to 1"
         elif kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
-            yield output.name, f"targets down to {low:g} for {kind}, which takes none below 0"
+            yield output.name, f"targets down to {low:g} for {kind}, which expects nonnegative targets"
         elif kind in ("CategoricalCrossentropy", "KLDivergence") and array.ndim > 1:
             total = array.astype(np.float64).sum(-1)
             if low < 0 or np.abs(total - 1).max() > 0.01:
@@ -67,8 +67,8 @@ RULES = (
         "data_nonfinite",
         "error",
         "NaN or Inf in the data",
-        "One such value makes loss and gradients NaN in the first batch that holds it.",
-        "Look for missing values and for divisions by 0 in the pipeline; drop or fill those rows.",
+        "One such value makes loss and gradients NaN in the first batch that contains it.",
+        "Check the pipeline for missing values and divisions by 0; drop or fill those rows.",
         _MODEL + "x[5, 2] = np.nan",
         _MODEL,
         _nonfinite,
@@ -77,9 +77,9 @@ RULES = (
         "input_scale",
         "warning",
         "Inputs that are not scaled",
-        "Initialisers are made for inputs of about 1: outputs and gradients grow with the inputs, the latter again in"
+        "Initializers assume inputs of about 1: outputs and gradients scale with the inputs, gradients again in"
         " every layer, and overflow in float16.",
-        "Put an adapted Normalization, or a Rescaling, in front.",
+        "Add an adapted Normalization, or a Rescaling, as the first layer.",
         _MODEL + "x = x * 1e6",
         _MODEL,
         _input_scale,
@@ -88,9 +88,9 @@ RULES = (
         "labels_out_of_range",
         "error",
         "Targets that the loss does not accept",
-        "A label without an output gives NaN on a GPU and an error on a CPU; targets that the loss is not defined on"
+        "A label without an output gives NaN on a GPU and an error on a CPU; targets for which the loss is not defined"
         " give losses without a minimum.",
-        "Count classes from 0, and give the last layer one unit a class.",
+        "Count classes from 0, and give the last layer one unit per class.",
         _MODEL + "y = y + 1",
         _MODEL,
         _labels_out_of_range,

@@ -1,4 +1,4 @@
-"""Rules about single layers: normalisation, pooling, recurrence, initialisers, and operations with a limited domain."""
+"""Rules about single layers: normalization, pooling, recurrence, initializers, and operations with a limited domain."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from keras_nanguard._files.arrays import float_name, statistics
 from keras_nanguard._files.live import live_variables
 from keras_nanguard._keras.structure import arguments_of, source_of
 from keras_nanguard._lint.rule import Rule, Site
-from keras_nanguard._lint.subject import Placed, Subject, activation_name
+from keras_nanguard._lint.subject import PlacedLayer, Subject, activation_name
 
 __all__ = ["RULES"]
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
 _MAX_GAIN = 25.0
-"""Variance of the initialiser times fan-in. Around 1 (Glorot) or 2 (He) signals keep their size; at 25 they grow five
-times a layer, a million times in nine."""
+"""Maximum of the variance of the initializer times fan-in. At 1 (Glorot) or 2 (He) signals keep their scale; at 25 they
+grow by a factor of five per layer, and of two million in nine layers."""
 
-_LEAST_GAIN = 1e-4
-"""At 1e-4 signals shrink a hundred times a layer."""
+_MIN_GAIN = 1e-4
+"""Minimum. At 1e-4 signals shrink by a factor of a hundred per layer."""
 
 _SAFE: tuple[str, ...] = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
-"""Operations whose result is above 0 (a sigmoid that underflows aside), or bounded away from it by the user."""
+"""Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away from 0."""
 
 
-def _batchnorms(subject: Subject) -> Iterator[Placed]:
+def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
     for placed in subject.layers:
         if placed.kind == "BatchNormalization":
             yield placed
@@ -48,12 +48,12 @@ def _batch_of_one(subject: Subject) -> Iterator[Site]:
             continue
         shape = getattr(getattr(operation, "input", None), "shape", ())
         if shape and shape[0] == 1 and all(length == 1 for length in shape[1:-1]):
-            yield path, f"inputs of shape {tuple(shape)}: one value a channel"
+            yield path, f"inputs of shape {tuple(shape)}: one value per channel"
 
 
-def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]]:
+def _towers(subject: Subject) -> Iterator[tuple[str, list[PlacedLayer], list[PlacedLayer]]]:
     """Yield each model within the model (and the model itself) with its own BatchNorms and layers with kernels."""
-    groups: dict[str, tuple[list[Placed], list[Placed]]] = {}
+    groups: dict[str, tuple[list[PlacedLayer], list[PlacedLayer]]] = {}
     for placed in subject.layers:
         norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
         if placed.kind == "BatchNormalization":
@@ -89,7 +89,7 @@ def _nonfinite(subject: Subject) -> Iterator[Site]:
     trained = {id(variable) for variable in subject.model.trainable_variables}
     for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
         if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
-            continue  # a mask of -Inf is there on purpose, and so may be a mark of NaN
+            continue  # a mask of -Inf is intentional, and so may be a NaN marker
         values = live.read()
         found = statistics(values) if float_name(values.dtype) else None
         if found is not None and found.nonfinite:
@@ -105,9 +105,9 @@ def _never_adapted(subject: Subject) -> Iterator[Site]:
             own = {"mean": np.ones(1), "variance": _numbers(placed.layer.input_variance)}
         still = (own["mean"] == 0).all() and (own["variance"] == 1).all()
         if (own["variance"] == 0).any():
-            yield placed.path, f"{int((own['variance'] == 0).sum())} features do not vary"
+            yield placed.path, f"{int((own['variance'] == 0).sum())} features are constant"
         elif still and not any(other.kind == "Rescaling" for other in subject.layers):
-            yield placed.path, "adapt() was never called: it hands its inputs on as they are"
+            yield placed.path, "adapt() was never called: the layer returns its inputs unchanged"
 
 
 def _numbers(given: Any) -> Any:
@@ -120,9 +120,9 @@ def _pooling(subject: Subject) -> Iterator[Site]:
             continue
         window, strides = _tuple(placed.layer.pool_size), _tuple(placed.layer.strides)
         if max(window) == 1:
-            continue  # taking every n-th value, on purpose
+            continue  # subsampling, which is intentional
         if any(step > size for step, size in zip(strides, window, strict=False)):
-            yield placed.path, f"stride {strides} above the window {window}: values in between are never seen"
+            yield placed.path, f"stride {strides} above the window {window}: values in between are never used"
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _unbounded_recurrence(subject: Subject) -> Iterator[Site]:
                 yield placed.path, f"{placed.kind} with the activation {name}"
 
 
-def _initialiser(subject: Subject) -> Iterator[Site]:
+def _initializer(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
         kernel, given = getattr(placed.layer, "kernel", None), getattr(placed.layer, "kernel_initializer", None)
         shape = tuple(getattr(kernel, "shape", ()) or ())
@@ -147,17 +147,17 @@ def _initialiser(subject: Subject) -> Iterator[Site]:
         if variance is None:
             continue
         gain = variance * math.prod(shape[:-1])
-        if gain > _MAX_GAIN or gain < _LEAST_GAIN:
+        if gain > _MAX_GAIN or gain < _MIN_GAIN:
             yield placed.path, f"{type(given).__name__} has {gain:.3g} times the variance 1 / {math.prod(shape[:-1])}"
 
 
-def _variance(initialiser: Any) -> float | None:
-    """Return the variance of an initialiser that does not look at the fan, or `None` for every other kind."""
-    kind = type(initialiser).__name__
+def _variance(initializer: Any) -> float | None:
+    """Return the variance of an initializer that is independent of the fan, or `None` for any other initializer."""
+    kind = type(initializer).__name__
     if kind in ("RandomNormal", "TruncatedNormal"):
-        return float(initialiser.stddev) ** 2
+        return float(initializer.stddev) ** 2
     if kind == "RandomUniform":
-        return (float(initialiser.maxval) - float(initialiser.minval)) ** 2 / 12
+        return (float(initializer.maxval) - float(initializer.minval)) ** 2 / 12
     return None
 
 
@@ -171,11 +171,11 @@ def _unprotected(subject: Subject) -> Iterator[Site]:
         else:
             continue
         if source is not None and not _protected(source):
-            yield path, f"{kind} of what {source.name} gives, which may be 0 or negative"
+            yield path, f"{kind} of the output of {source.name}, which may be 0 or negative"
 
 
 def _argument(operation: Any, place: int) -> Any:
-    """Return the operation that computes an argument, or `None` where it is a constant."""
+    """Return the operation that computes an argument, or `None` if it is a constant."""
     values = arguments_of(operation)
     source = source_of(values[place]) if place < len(values) else None
     return None if source is None else source[0]
@@ -209,7 +209,7 @@ RULES = (
         "batchnorm_momentum",
         "error",
         "BatchNormalization with momentum 0 or 1",
-        "With momentum 1 the moving statistics never move, and inference knows nothing of the data; with 0 they are"
+        "With momentum 1 the moving statistics never change, and inference ignores the data; with momentum 0 they are"
         " those of the last batch alone.",
         "Use a momentum between 0.9 and 0.999.",
         _with(_NORMED, options="momentum=1.0"),
@@ -220,7 +220,7 @@ RULES = (
         "batchnorm_batch_of_one",
         "error",
         "BatchNormalization over a single value",
-        "The variance of one value is 0: in training every output is beta, whatever the input.",
+        "The variance of one value is 0: in training every output equals beta, whatever the input.",
         "Use larger batches, or LayerNormalization.",
         "model = keras.Sequential([keras.Input((8,), batch_size=1), keras.layers.BatchNormalization()])",
         "model = keras.Sequential([keras.Input((8,), batch_size=32), keras.layers.BatchNormalization()])",
@@ -229,10 +229,10 @@ RULES = (
     Rule(
         "batchnorm_frozen",
         "warning",
-        "Frozen BatchNormalization among layers that are trained",
-        "A frozen BatchNormalization keeps the statistics that its inputs once had, while the layers before it change"
+        "Frozen BatchNormalization among trainable layers",
+        "A frozen BatchNormalization keeps the old statistics of its inputs, while the layers before it change"
         " them: activations drift and can overflow.",
-        "Freeze the whole tower or nothing of it.",
+        "Freeze all layers of the tower, or none.",
         _with(_TOWER, kernel="True", norm="False"),
         _with(_TOWER, kernel="True", norm="True"),
         _frozen_norm,
@@ -240,10 +240,10 @@ RULES = (
     Rule(
         "batchnorm_thawed",
         "warning",
-        "Trained BatchNormalization in a frozen tower",
+        "Trainable BatchNormalization in a frozen tower",
         "The statistics of a pretrained tower are overwritten by those of small new batches, while its kernels expect"
-        " the old ones: training looks well and validation does not.",
-        "Call the tower with training=False, and freeze it whole.",
+        " the old ones: training metrics look good, validation metrics do not.",
+        "Call the tower with training=False, and freeze all of its layers.",
         _with(_TOWER, kernel="False", norm="True"),
         _with(_TOWER, kernel="False", norm="False"),
         _thawed_norm,
@@ -254,7 +254,7 @@ RULES = (
         "Normalization that was never adapted, or with zero variance",
         "Without adapt() the layer does nothing, and inputs of any scale reach the model; a feature of zero variance is"
         " divided by 1e-7.",
-        "Call adapt() on the training data, and drop features that do not vary.",
+        "Call adapt() on the training data, and drop constant features.",
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(1)])",
         "norm = keras.layers.Normalization()\n"
         "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
@@ -265,7 +265,7 @@ RULES = (
         "nonfinite_weights",
         "error",
         "NaN or Inf in weights, statistics or slots",
-        "The first step computes NaN from it, and so does every prediction. Nothing that is trained becomes finite again by itself.",
+        "The first step computes NaN from it, and so does every prediction. Training never makes it finite again.",
         "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value.",
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
         "model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
@@ -276,7 +276,7 @@ RULES = (
         "pooling_stride",
         "warning",
         "Pooling stride above its window",
-        "Rows and columns between two windows reach no output and get no gradient: usually two numbers were swapped.",
+        "Rows and columns between two windows affect no output and get no gradient: usually two numbers were swapped.",
         "Make the stride at most the pool size.",
         "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(2, strides=3)])",
         "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(3, strides=2)])",
@@ -296,20 +296,20 @@ RULES = (
     Rule(
         "initialiser_variance",
         "warning",
-        "Initialiser variance far from the fan",
-        "The variance of a layer's output is that of its input times fan-in times that of the kernel. Far from 1 the"
+        "Initializer variance far from 1 / fan",
+        "The variance of a layer's output is that of its input times fan-in times that of the kernel. If that factor is far from 1, the"
         " signal grows or vanishes exponentially with depth (Glorot and Bengio, 2010; He et al., 2015).",
         "Use GlorotUniform (the default), or HeNormal before relu.",
         "model = keras.Sequential([keras.Input((512,)),\n"
         "    keras.layers.Dense(8, kernel_initializer=keras.initializers.RandomNormal(stddev=1.0))])",
         "model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(8, kernel_initializer='he_normal')])",
-        _initialiser,
+        _initializer,
     ),
     Rule(
         "unprotected_operation",
         "warning",
         "Logarithm or division without epsilon",
-        "log(0) is -Inf, log of a negative number NaN, x / 0 Inf or NaN, and their gradients are no better.",
+        "log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients are not finite either.",
         "Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
         _with(_GRAPH, expression="keras.ops.log(hidden)"),
         _with(_GRAPH, expression="keras.ops.log(keras.ops.maximum(hidden, 1e-6))"),

@@ -15,21 +15,21 @@ from keras_nanguard._lint.subject import Subject
 __all__ = ["RULES"]
 
 _MAX_ADAPTIVE = 1.0
-"""Adam and its kin move every weight by about the learning rate a step; weights start at a few hundredths."""
+"""Adam and similar optimizers change every weight by about the learning rate per step; initial weights are a few hundredths."""
 
 _MAX_PLAIN = 100.0
-"""Plain gradient descent diverges above 2 / curvature; a rate of 100 presumes a loss flatter than any that is used."""
+"""Gradient descent diverges above 2 / curvature; a rate of 100 presumes a flatter loss than any in use."""
 
 _PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
 
 _LONG_RECURRENCE = 100
-"""Steps. A gradient that grows by 1% a step grows 2.7 times in 100 and 20,000 times in 1,000."""
+"""Number of steps. A gradient that grows by 1% per step grows by a factor of 2.7 in 100 steps and of 20,000 in 1,000."""
 
 _RECURRENT = ("LSTM", "GRU", "SimpleRNN", "RNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "Bidirectional")
 
 
 def _rates(subject: Subject) -> list[float]:
-    """Return the learning rate, or that of a schedule at its first steps and later on."""
+    """Return the learning rate, or several values of a schedule, at its first steps and later."""
     optimizer = subject.optimizer
     if optimizer is None:
         return []
@@ -49,7 +49,7 @@ def _learning_rate(subject: Subject) -> Iterator[Site]:
     if not all(np.isfinite(rates)) or min(rates) < 0:
         yield kind, f"a learning rate of {min(rates):g}"
     elif max(rates) == 0:
-        yield kind, "a learning rate of 0: nothing is learned"
+        yield kind, "a learning rate of 0: weights never change"
     elif max(rates) > (_MAX_PLAIN if kind in _PLAIN else _MAX_ADAPTIVE):
         yield kind, f"a learning rate of {max(rates):g}"
 
@@ -79,7 +79,7 @@ def _scaling_missing(subject: Subject) -> Iterator[Site]:
     if subject.scaler is None or not _computes_in_float16(subject):
         return
     if subject.scaler is subject.optimizer and not getattr(subject.optimizer, "loss_scale_factor", None):
-        yield type(subject.optimizer).__name__, "layers compute in float16 and nothing scales the loss"
+        yield type(subject.optimizer).__name__, "layers compute in float16 and the loss is not scaled"
 
 
 def _scaled_twice(subject: Subject) -> Iterator[Site]:
@@ -99,7 +99,7 @@ def _no_clipping(subject: Subject) -> Iterator[Site]:
             continue
         shape: tuple[Any, ...] = tuple(getattr(getattr(operation, "input", None), "shape", ()))
         if len(shape) > 1 and isinstance(shape[1], int) and shape[1] > _LONG_RECURRENCE:
-            yield path, f"{shape[1]} steps of recurrence and no clipping of gradients"
+            yield path, f"{shape[1]} steps of recurrence and no gradient clipping"
 
 
 _MODEL = "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\nmodel.compile({optimizer}, 'mse')"
@@ -117,10 +117,10 @@ RULES = (
     Rule(
         "learning_rate",
         "error",
-        "Learning rate negative, zero or absurd",
-        "A negative rate climbs the loss, a rate of 0 learns nothing, and an optimizer that normalises its updates"
-        " moves every weight by about the rate, so that 1 overwrites what the initialiser chose within a step.",
-        "Adam and its kin start from 1e-3, SGD from 1e-2.",
+        "Learning rate negative, zero or too large",
+        "A negative rate increases the loss, with a rate of 0 the weights never change, and an optimizer that normalizes"
+        " its updates changes every weight by about the rate, so that a rate of 1 overwrites the initial weights in one step.",
+        "Start with 1e-3 for Adam and similar optimizers, with 1e-2 for SGD.",
         _MODEL.format(optimizer="keras.optimizers.Adam(10.0)"),
         _MODEL.format(optimizer="keras.optimizers.Adam(1e-3)"),
         _learning_rate,
@@ -141,7 +141,7 @@ RULES = (
         "loss_scaling_missing",
         "warning",
         "float16 without loss scaling",
-        "Gradients below 6e-8 are 0 in float16: most of them, in most models, without a loss scale.",
+        "Gradients below 6e-8 are 0 in float16: without a loss scale, most gradients of most models.",
         "Compile with auto_scale_loss=True (the default), or wrap the optimizer in LossScaleOptimizer.",
         _FLOAT16 + _HALF.format(optimizer="'adam'", options=", auto_scale_loss=False"),
         _FLOAT16 + _HALF.format(optimizer="'adam'", options=""),
@@ -151,8 +151,8 @@ RULES = (
         "loss_scaled_twice",
         "error",
         "Loss scaled twice",
-        "Both scales multiply the loss and one divides the gradients: they are off by the other, or overflow.",
-        "Wrap once, and set no loss_scale_factor on an optimizer within LossScaleOptimizer.",
+        "Both scales multiply the loss, but only one divides the gradients: they are wrong by the other, or overflow.",
+        "Wrap once, and set no loss_scale_factor on the inner optimizer of a LossScaleOptimizer.",
         _FLOAT16
         + _HALF.format(
             optimizer="keras.optimizers.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))",
@@ -167,7 +167,7 @@ RULES = (
         "A long recurrence without clipping",
         "The gradient of a recurrence is a product over its steps, which grows or vanishes exponentially with their"
         " number (Pascanu, Mikolov and Bengio, 2013).",
-        "Give the optimizer global_clipnorm=1.0.",
+        "Set global_clipnorm=1.0 on the optimizer.",
         _RECURRENT_MODEL.format(options=""),
         _RECURRENT_MODEL.format(options="global_clipnorm=1.0"),
         _no_clipping,

@@ -1,4 +1,4 @@
-"""Rules about the last layer, the loss and the metrics: what has to fit together where the loss is taken."""
+"""Rules about the last layer, the loss and the metrics, which have to match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
 
 
 def kind_of(loss: Any) -> str:
-    """Return the class name of a loss or metric, `"SparseCategoricalCrossentropy"` for its function form too."""
+    """Return the class name of a loss or metric, also for the function form: `"SparseCategoricalCrossentropy"`."""
     if isinstance(loss, str):
         words = loss
     else:
@@ -28,7 +28,7 @@ def kind_of(loss: Any) -> str:
 
 
 def _from_logits(loss: Any) -> bool | None:
-    """Return whether a loss expects logits; `None` where it does not say."""
+    """Return whether a loss expects logits; `None` if that is not known."""
     value = getattr(loss, "from_logits", None)
     if value is None:
         value = loss_options(loss).get("from_logits")
@@ -70,22 +70,22 @@ def _misfit(output: Output, loss: Any) -> str | None:
     if activation is None:
         return None
     if kind in (*_CROSSENTROPIES, *_FOCAL) and activation not in (*_PROBABILITIES, "linear"):
-        return f"{kind} takes the logarithm of what {activation} gives, which is no probability"
+        return f"{kind} takes the logarithm of the output of {activation}, which is not a probability"
     if kind in ("CategoricalCrossentropy", "SparseCategoricalCrossentropy") and activation == "sigmoid":
         return None if (output.units or 2) > 1 else f"{kind} on one unit: use BinaryCrossentropy"
     if kind == "Poisson" and activation not in _POSITIVE:
-        return f"Poisson takes the logarithm of what {activation} gives, which can be 0 or negative"
+        return f"Poisson takes the logarithm of the output of {activation}, which can be 0 or negative"
     if kind in ("KLDivergence", "KlDivergence") and activation not in _PROBABILITIES:
-        return f"KLDivergence takes the logarithm of what {activation} gives, which is no probability"
+        return f"KLDivergence takes the logarithm of the output of {activation}, which is not a probability"
     if kind == "MeanSquaredLogarithmicError" and activation not in _NONNEGATIVE:
-        return f"MeanSquaredLogarithmicError treats what {activation} gives below 0 as 0, and learns nothing there"
+        return f"MeanSquaredLogarithmicError treats negative outputs of {activation} as 0, where the gradient is 0"
     return None
 
 
 def _softmax_of_one(subject: Subject) -> Iterator[Site]:
     for output in subject.outputs:
         if output.activation == "softmax" and output.units == 1:
-            yield output.path, "softmax over one unit is 1 whatever the weights"
+            yield output.path, "softmax over one unit is 1 for any weights"
 
 
 def _metric_does_not_fit(subject: Subject) -> Iterator[Site]:
@@ -93,11 +93,11 @@ def _metric_does_not_fit(subject: Subject) -> Iterator[Site]:
         for metric in output.metrics:
             kind = kind_of(metric)
             if kind == "MeanRelativeError":
-                yield kind, "MeanRelativeError divides by its normalizer, which may hold 0"
+                yield kind, "MeanRelativeError divides by its normalizer, which may contain 0"
                 continue
             sentence = _misfit(output, metric)
             if kind in _CROSSENTROPIES and output.activation == "linear" and not _from_logits(metric):
-                sentence = f"{kind} is given logits and does not know it"
+                sentence = f"{kind} gets logits and expects probabilities"
             if sentence:
                 yield kind, f"the metric on {output.name!r}: {sentence}"
 
@@ -114,9 +114,9 @@ RULES = (
         "low_precision_output",
         "warning",
         "Outputs or loss in float16",
-        "The largest float16 is 65504 and the smallest above 0 is 6e-8: a softmax rounds small probabilities to 0,"
+        "The largest float16 is 65504 and the smallest positive one 6e-8: a softmax rounds small probabilities to 0,"
         " whose logarithm is infinite, and a mean over many values overflows.",
-        "Give the last layer dtype='float32'; the rest of the model stays in float16.",
+        "Set dtype='float32' on the last layer; the rest of the model stays in float16.",
         "keras.config.set_dtype_policy('mixed_float16')\n"
         + _sample("activation='softmax'", "'categorical_crossentropy'"),
         "keras.config.set_dtype_policy('mixed_float16')\n"
@@ -127,8 +127,8 @@ RULES = (
         "probabilities_as_logits",
         "error",
         "Softmax or sigmoid before a loss that expects logits",
-        "The loss applies softmax or sigmoid again: gradients shrink, the loss keeps above a floor, training stalls.",
-        "Drop the activation of the last layer, or from_logits=True.",
+        "The loss applies softmax or sigmoid again: gradients shrink, the loss cannot reach 0, training stalls.",
+        "Remove the activation of the last layer, or from_logits=True.",
         _sample("activation='softmax'", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
         _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
         _probabilities_as_logits,
@@ -137,8 +137,8 @@ RULES = (
         "logits_as_probabilities",
         "error",
         "No activation before a loss that expects probabilities",
-        "The loss takes the logarithm of numbers that are no probabilities. Keras clips them to [1e-7, 1 - 1e-7], so"
-        " negative logits give constant loss and zero gradient; normalising by a sum near 0 gives Inf or NaN.",
+        "The loss takes the logarithm of numbers that are not probabilities. Keras clips them to [1e-7, 1 - 1e-7], so"
+        " negative logits give a constant loss and zero gradients; normalizing by a sum near 0 gives Inf or NaN.",
         "Pass from_logits=True to the loss.",
         _sample("", "'categorical_crossentropy'"),
         _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True)"),
@@ -147,9 +147,9 @@ RULES = (
     Rule(
         "activation_does_not_fit",
         "error",
-        "Last activation and loss do not fit",
-        "The loss takes a logarithm of values that the last activation lets be 0, negative or above 1.",
-        "For crossentropy use softmax or sigmoid, for Poisson softplus or exponential.",
+        "Last activation and loss do not match",
+        "The loss takes the logarithm of values that the last activation allows to be 0, negative or above 1.",
+        "Use softmax or sigmoid for crossentropy, softplus or exponential for Poisson.",
         _sample("activation='relu'", "'categorical_crossentropy'"),
         _sample("activation='softmax'", "'categorical_crossentropy'"),
         _activation_does_not_fit,
@@ -158,8 +158,8 @@ RULES = (
         "softmax_of_one",
         "error",
         "Softmax over a single unit",
-        "Softmax normalises over the last axis; over one unit it is always 1, and its gradient always 0.",
-        "Use sigmoid with BinaryCrossentropy, or one unit a class.",
+        "Softmax normalizes over the last axis; over one unit it is always 1, and its gradient always 0.",
+        "Use sigmoid with BinaryCrossentropy, or one unit per class.",
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='softmax')])",
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation='sigmoid')])",
         _softmax_of_one,
@@ -167,10 +167,10 @@ RULES = (
     Rule(
         "metric_does_not_fit",
         "warning",
-        "A metric that is not safe from NaN",
-        "A metric is a running mean: one NaN or Inf in one batch stays until the epoch ends. Metrics that take a"
-        " logarithm or a quotient of outputs that are not bounded give one sooner or later.",
-        "Give the metric from_logits=True, or one that fits the last activation.",
+        "A metric that may become NaN",
+        "A metric is a running mean: one NaN or Inf in one batch persists until the epoch ends. Metrics that take the"
+        " logarithm or a quotient of unbounded outputs produce one sooner or later.",
+        "Set from_logits=True on the metric, or use one that matches the last activation.",
         _sample("", "keras.losses.CategoricalCrossentropy(from_logits=True), metrics=['categorical_crossentropy']"),
         _sample(
             "",

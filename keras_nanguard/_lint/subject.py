@@ -1,4 +1,4 @@
-"""The model as the lint rules see it: layers, outputs with their last activation and loss, optimizer, data."""
+"""The subject of lint rules: layers, outputs with their last activation and loss, optimizer, data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from keras_nanguard._keras.structure import children, given_metrics, graph_operations, source_of, symbolic_arguments
 
-__all__ = ["Output", "Placed", "Subject"]
+__all__ = ["Output", "PlacedLayer", "Subject"]
 
 _SHAPE_ONLY = ("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze", "ExpandDims")
-"""Layers and operations that hand values on as they are."""
+"""Layers and operations that do not change values."""
 
 _ACTIVATION_LAYERS = {"Softmax": "softmax", "ReLU": "relu", "ELU": "elu", "LeakyReLU": "leaky_relu", "PReLU": "prelu"}
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A layer and the names of the layers around it, joined by `/`."""
+class PlacedLayer:
+    """A layer and its path: the names of its outer layers and its own, joined by `/`."""
 
     path: str
     layer: Any
@@ -40,7 +40,7 @@ class Output:
     Attributes:
         name: name of the output.
         path: name of the layer that computes it.
-        activation: name of the last activation (`"linear"` where a layer has none), or `None` where it is not known.
+        activation: name of the last activation (`"linear"` if the layer has none), or `None` if it is not known.
         dtype: dtype of the output, as text.
         units: length of the last axis, or `None`.
         loss: the loss for this output as an object of `keras.losses`, or `None`.
@@ -57,25 +57,25 @@ class Output:
 
 
 class Subject:
-    """A built model, perhaps compiled, perhaps with data.
+    """A built model, optionally compiled, optionally with data.
 
     Args:
         model: the model.
-        x: inputs as `fit` takes them, or `None`.
-        y: targets as `fit` takes them, or `None`.
+        x: inputs as for `fit`, or `None`.
+        y: targets as for `fit`, or `None`.
     """
 
     def __init__(self, model: Any, x: Any = None, y: Any = None):
         self.model, self.x, self.y = model, x, y
 
     @cached_property
-    def layers(self) -> tuple[Placed, ...]:
-        """Every layer below the model, at any depth, once."""
+    def layers(self) -> tuple[PlacedLayer, ...]:
+        """Every layer of the model, at any depth, once."""
         return tuple(_walk(self.model, (), set()))
 
     @cached_property
     def optimizer(self) -> Any:
-        """The optimizer that updates the weights (the wrapped one of a `LossScaleOptimizer`), or `None`."""
+        """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or `None`."""
         outer = self.scaler
         return getattr(outer, "inner_optimizer", outer)
 
@@ -96,7 +96,7 @@ class Subject:
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
-        """The outputs of a functional or sequential model; none where the graph is not known."""
+        """The outputs of a functional or sequential model; none if the graph is not known."""
         tensors = getattr(self.model, "outputs", None)
         if not tensors:
             return ()
@@ -115,7 +115,7 @@ class Subject:
         return tuple(found)
 
     def targets(self) -> list[tuple[Output, NDArray[Any]]]:
-        """Return the targets of each output as arrays, where they are arrays."""
+        """Return the targets of each output that are arrays."""
         if self.y is None or not self.outputs:
             return []
         given = _per_output(self.y, [output.name for output in self.outputs], True)
@@ -123,7 +123,7 @@ class Subject:
         return [(output, array) for output, value in pairs if (array := _array(value)) is not None]
 
     def inputs(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return the inputs as arrays with their names, where they are arrays of numbers."""
+        """Return the inputs that are arrays of numbers, with their names."""
         if self.x is None:
             return []
         if isinstance(self.x, Mapping):
@@ -136,25 +136,25 @@ class Subject:
 
 
 def activation_name(activation: Any) -> str | None:
-    """Return the name of an activation function, or `None` where it has none."""
+    """Return the name of an activation function, or `None` if it has none."""
     if activation is None:
         return "linear"
     name = getattr(activation, "__name__", None) or getattr(activation, "name", None)
     return str(name) if name else None
 
 
-def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed]:
+def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[PlacedLayer]:
     for child in children(layer):
         if id(child) in seen:
             continue
         seen.add(id(child))
         path = (*outer, str(child.name))
-        yield Placed("/".join(path), child)
+        yield PlacedLayer("/".join(path), child)
         yield from _walk(child, path, seen)
 
 
 def _origin(tensor: Any) -> Any:
-    """Return the operation that computes a symbolic tensor, looking through nested models and changes of shape."""
+    """Return the operation that computes a symbolic tensor, through nested models and changes of shape."""
     for _ in range(100):
         source = source_of(tensor)
         if source is None:
@@ -184,17 +184,17 @@ def _activation(operation: Any) -> str | None:
 
 
 def _per_output(given: Any, names: list[str], wanted: bool) -> list[Any]:
-    """Spread what was given for the outputs (one for all, a list, a dict by name) over them."""
+    """Return one item per output from an argument of `compile` or `fit`: one for all, a list, or a dict by name."""
     if not wanted or given is None:
         return [None] * len(names)
     if isinstance(given, Mapping):
         return [given.get(name) for name in names]
     if len(names) == 1:
-        return [given[0] if isinstance(given, (list, tuple)) and _nested(given) else given]
+        return [given[0] if isinstance(given, (list, tuple)) and _is_wrapped(given) else given]
     return list(given) if isinstance(given, (list, tuple)) else [given] * len(names)
 
 
-def _nested(given: Any) -> bool:
+def _is_wrapped(given: Any) -> bool:
     return len(given) == 1
 
 

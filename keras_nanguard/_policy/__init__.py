@@ -1,1 +1,1 @@
-"""Policies: what they are, how they are read, and the pure function that decides by them. Imports no backend."""
+"""Policies: their records and file formats, and the pure function `decide`. Imports no backend."""

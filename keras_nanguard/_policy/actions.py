@@ -1,7 +1,7 @@
-"""What a policy can do, as frozen data: one class per action, one table of all of them.
+"""The actions of a policy, as frozen data: one class per action, and one table of all of them.
 
-Nothing here touches a model. An action says what shall be done; doing it is elsewhere, and ends as done or as
-skipped with a reason. Level 0: imports no backend.
+Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records an outcome, done or
+skipped with a reason. Imports no backend.
 
 Example:
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from keras_nanguard._policy.checking import check
-from keras_nanguard._policy.fields import NAME, changed, made, spec
+from keras_nanguard._policy.fields import NAME, construct, non_defaults, spec
 
 __all__ = [
     "ACTIONS",
@@ -41,9 +41,9 @@ __all__ = [
     "validated",
 ]
 
-TELL, LEAVE_OUT, GO_BACK, CHANGE, END = range(5)
-"""The order in which the actions of one decision are done, whatever the order in the file: first those that only tell
-or keep, last those that end training; a rollback before what changes the state, so that it does not undo the change."""
+REPORT, SKIP, RESTORE, CHANGE, END = range(5)
+"""Phases: the order in which the actions of one decision run, whatever their order in the file. Actions that only report
+or store come first, those that end training last. A rollback precedes changes of the state, so that it does not undo them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,64 +51,64 @@ class Action:
     """One thing to do, as data.
 
     Attributes:
-        name: the word for it in policy files and in decisions.
-        terminal: whether training ends with it.
+        name: its name in policy files and in decisions.
+        terminal: whether it ends training.
         changes: whether it changes the model, the optimizer or the course of training. Such an action needs a limit.
-        phase: its place among the actions of one decision.
+        phase: when it runs, relative to the other actions of the same decision.
     """
 
     name: ClassVar[str] = ""
     terminal: ClassVar[bool] = False
     changes: ClassVar[bool] = False
-    phase: ClassVar[int] = TELL
+    phase: ClassVar[int] = REPORT
 
     def __post_init__(self) -> None:
         check(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the action as a decision carries it: `action` and every parameter."""
+        """Return the action as a `Decision` stores it: `action` and every parameter."""
         return {"action": self.name, **asdict(self)}
 
     def sentence(self) -> str:
-        """Return what the action does, as the end of a sentence that starts with "the guard"."""
+        """Return what the action does, as the predicate of a sentence that starts with "the guard"."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Skip(Action):
-    """Leave the refused step out and do nothing else."""
+    """Skip the refused step and do nothing else."""
 
     name: ClassVar[str] = "skip"
-    phase: ClassVar[int] = LEAVE_OUT
+    phase: ClassVar[int] = SKIP
 
     def sentence(self) -> str:
-        return "leaves the step out"
+        return "skips the step"
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback(Action):
-    """Go back to a verified snapshot, and on from there past the batches that failed.
+    """Restore a verified snapshot and continue with the batches after those that failed.
 
     Attributes:
-        depth: which verified snapshot: 1 is the newest, 2 the one before it. Too deep means the oldest there is.
+        depth: which verified snapshot: 1 is the newest, 2 the one before it. Beyond the oldest one, the oldest is used.
         deeper: go one snapshot deeper for every rollback that the same rule still counts against its limits.
-        skip_batches: batches to leave out after the rollback, on top of those that failed.
-        reseed: move random seeds on, so that the same step is not run again blindly.
+        skip_batches: batches to skip after the rollback, in addition to those that failed.
+        reseed: advance the random seeds, so that the same step is not repeated identically.
     """
 
     name: ClassVar[str] = "rollback"
     changes: ClassVar[bool] = True
-    phase: ClassVar[int] = GO_BACK
+    phase: ClassVar[int] = RESTORE
 
     depth: int = field(
         default=1, metadata=spec("which verified snapshot, 1 is the newest", unit="snapshots", ge=1, le=100)
     )
-    deeper: bool = field(default=False, metadata=spec("one snapshot deeper on every repetition"))
+    deeper: bool = field(default=False, metadata=spec("go one snapshot deeper on every repetition"))
     skip_batches: int = field(
         default=0,
-        metadata=spec("batches to leave out afterwards, besides those that failed", unit="batches", ge=0, le=1e6),
+        metadata=spec("batches to skip afterwards, in addition to those that failed", unit="batches", ge=0, le=1e6),
     )
-    reseed: bool = field(default=True, metadata=spec("move the random seeds on"))
+    reseed: bool = field(default=True, metadata=spec("advance the random seeds"))
 
     def sentence(self) -> str:
         which = (
@@ -117,8 +117,8 @@ class Rollback(Action):
             else f"verified snapshot number {self.depth} from the newest"
         )
         deeper = " (one deeper on every repetition)" if self.deeper else ""
-        past = f", then leaves {self.skip_batches} batches out" if self.skip_batches else ""
-        return f"goes back to {which}{deeper}{past}"
+        past = f", then skips {self.skip_batches} batches" if self.skip_batches else ""
+        return f"rolls back to {which}{deeper}{past}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ class LowerLr(Action):
 
     Attributes:
         factor: the new rate divided by the old one.
-        min_lr: the rate is never lowered below this; one that is already lower stays.
-        cooldown: not again within this many steps.
-        recover_after: good steps after which the rate returns to what it would have been; None: it stays low. The
-            newest lowering decides for all earlier ones, so one without `recover_after` makes them permanent.
-        ramp: steps over which it returns.
+        min_lr: lower bound. A rate that is already lower is not changed.
+        cooldown: minimum number of steps between two reductions.
+        recover_after: good steps after which the rate returns to what it would have been; None: it stays reduced. The
+            latest reduction decides for all earlier ones, so one without `recover_after` makes them permanent.
+        ramp: steps over which the rate returns.
     """
 
     name: ClassVar[str] = "lower_lr"
@@ -139,28 +139,28 @@ class LowerLr(Action):
     phase: ClassVar[int] = CHANGE
 
     factor: float = field(default=0.1, metadata=spec("new rate divided by old rate", gt=0, lt=1))
-    min_lr: float = field(default=0.0, metadata=spec("lowest rate", ge=0))
-    cooldown: int = field(default=0, metadata=spec("not again within", unit="steps", ge=0))
+    min_lr: float = field(default=0.0, metadata=spec("lower bound on the learning rate", ge=0))
+    cooldown: int = field(default=0, metadata=spec("minimum number of steps between two reductions", unit="steps", ge=0))
     recover_after: int | None = field(
-        default=None, metadata=spec("good steps until the rate returns, never if left out", unit="steps", ge=1)
+        default=None, metadata=spec("good steps until the rate returns, never if omitted", unit="steps", ge=1)
     )
-    ramp: int = field(default=100, metadata=spec("steps over which it returns", unit="steps", ge=0))
+    ramp: int = field(default=100, metadata=spec("steps over which the rate returns", unit="steps", ge=0))
 
     def sentence(self) -> str:
         floor = f", never below {self.min_lr:g}" if self.min_lr else ""
         once = f", at most once in {self.cooldown} steps" if self.cooldown else ""
-        back = f", back up after {self.recover_after} good steps over {self.ramp} steps" if self.recover_after else ""
+        back = f", and restores it after {self.recover_after} good steps over {self.ramp} steps" if self.recover_after else ""
         return f"multiplies the learning rate by {self.factor:g}{floor}{once}{back}"
 
 
 @dataclass(frozen=True, slots=True)
 class Clip(Action):
-    """Turn clipping by global gradient norm on, or tighten it.
+    """Enable clipping by global gradient norm, or tighten it.
 
     Attributes:
-        global_clipnorm: the norm to clip at where nothing is clipped yet; a looser one is brought down to it.
-        factor: a norm that is already as tight is multiplied by this.
-        min_clipnorm: never tighter than this.
+        global_clipnorm: the norm to clip at. A larger `global_clipnorm` of the optimizer is reduced to it.
+        factor: multiplies a `global_clipnorm` of the optimizer that is already as small.
+        min_clipnorm: lower bound on the norm to clip at.
     """
 
     name: ClassVar[str] = "clip"
@@ -168,27 +168,27 @@ class Clip(Action):
     phase: ClassVar[int] = CHANGE
 
     global_clipnorm: float = field(default=1.0, metadata=spec("norm to clip at", gt=0))
-    factor: float = field(default=0.5, metadata=spec("how much tighter where it already clips", gt=0, le=1))
-    min_clipnorm: float = field(default=1e-3, metadata=spec("never tighter than", gt=0))
+    factor: float = field(default=0.5, metadata=spec("multiplies a norm that is already as small", gt=0, le=1))
+    min_clipnorm: float = field(default=1e-3, metadata=spec("lower bound on the norm to clip at", gt=0))
 
     ordered: ClassVar = (("min_clipnorm", "global_clipnorm"),)
 
     def sentence(self) -> str:
         return (
-            f"clips gradients at global norm {self.global_clipnorm:g}, or {self.factor:g} times what it was where that "
-            f"is tighter, never below {self.min_clipnorm:g}"
+            f"clips gradients at global norm {self.global_clipnorm:g}, or at {self.factor:g} times the present norm where "
+            f"that is already as small, never below {self.min_clipnorm:g}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class FixLossScale(Action):
-    """Bring the loss scale back between a floor and a ceiling, and keep it there.
+    """Move the loss scale between a floor and a ceiling, and keep it there.
 
     Attributes:
         floor: lowest scale from now on.
         ceiling: highest scale from now on.
-        reset_to: scale to start again from; None: the nearest one between floor and ceiling.
-        growth_steps: good steps before the scale doubles; None: as it was.
+        reset_to: scale to restart from; None: the nearest one between floor and ceiling.
+        growth_steps: good steps before the scale doubles; None: unchanged.
     """
 
     name: ClassVar[str] = "fix_loss_scale"
@@ -197,20 +197,20 @@ class FixLossScale(Action):
 
     floor: float = field(default=1.0, metadata=spec("lowest scale from now on", gt=0, le=2.0**100))
     ceiling: float = field(default=2.0**24, metadata=spec("highest scale from now on", gt=0, le=2.0**100))
-    reset_to: float | None = field(default=None, metadata=spec("scale to start again from", gt=0, le=2.0**100))
-    growth_steps: int | None = field(default=None, metadata=spec("good steps before it doubles", unit="steps", ge=1))
+    reset_to: float | None = field(default=None, metadata=spec("scale to restart from", gt=0, le=2.0**100))
+    growth_steps: int | None = field(default=None, metadata=spec("good steps before the scale doubles", unit="steps", ge=1))
 
     ordered: ClassVar = (("floor", "ceiling"), ("floor", "reset_to"), ("reset_to", "ceiling"))
 
     def sentence(self) -> str:
-        start = f" and starts again from {self.reset_to:g}" if self.reset_to is not None else ""
+        start = f" and restarts from {self.reset_to:g}" if self.reset_to is not None else ""
         growth = f", doubling after {self.growth_steps} good steps" if self.growth_steps is not None else ""
         return f"keeps the loss scale between {self.floor:g} and {self.ceiling:g}{start}{growth}"
 
 
 @dataclass(frozen=True, slots=True)
 class Repair(Action):
-    """Overwrite the bad entries of weights, statistics and slots from `source`, and leave the good ones."""
+    """Overwrite the bad entries of weights, statistics and slots from `source`; the others stay unchanged."""
 
     name: ClassVar[str] = "repair"
     changes: ClassVar[bool] = True
@@ -218,17 +218,17 @@ class Repair(Action):
 
     source: str = field(
         default="last_good",
-        metadata=spec("what to write over bad entries", choices=("last_good", "zeros", "ones", "initializer")),
+        metadata=spec("what replaces bad entries", choices=("last_good", "zeros", "ones", "initializer")),
     )
 
     def sentence(self) -> str:
-        words = {"last_good": "from the last good state", "initializer": "from each variable's own initializer"}
-        return f"overwrites bad entries {words.get(self.source, f'with {self.source}')}"
+        sources = {"last_good": "from the last good state", "initializer": "from each variable's own initializer"}
+        return f"overwrites bad entries {sources.get(self.source, f'with {self.source}')}"
 
 
 @dataclass(frozen=True, slots=True)
 class ResetBatchnorm(Action):
-    """Set the moving statistics of BatchNorm layers back: to mean 0 and variance 1, or to the last good state."""
+    """Reset the moving statistics of BatchNorm layers: to mean 0 and variance 1, or to the last good state."""
 
     name: ClassVar[str] = "reset_batchnorm"
     changes: ClassVar[bool] = True
@@ -240,13 +240,13 @@ class ResetBatchnorm(Action):
 
     def sentence(self) -> str:
         return (
-            f"sets BatchNorm statistics back to their {'initial' if self.source == 'initial' else 'last good'} values"
+            f"resets BatchNorm statistics to their {'initial' if self.source == 'initial' else 'last good'} values"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RecalibrateBatchnorm(Action):
-    """Estimate the moving statistics of BatchNorm layers anew over the next `batches` batches."""
+    """Re-estimate the moving statistics of BatchNorm layers over the next `batches` batches."""
 
     name: ClassVar[str] = "recalibrate_batchnorm"
     changes: ClassVar[bool] = True
@@ -255,12 +255,12 @@ class RecalibrateBatchnorm(Action):
     batches: int = field(default=100, metadata=spec("batches to estimate from", unit="batches", ge=1, le=1e6))
 
     def sentence(self) -> str:
-        return f"estimates BatchNorm statistics anew over the next {self.batches} batches"
+        return f"re-estimates BatchNorm statistics over the next {self.batches} batches"
 
 
 @dataclass(frozen=True, slots=True)
 class ResetSlots(Action):
-    """Set optimizer slots (momentum, second moments) back to their initial values: the bad or all."""
+    """Reset optimizer slots (momentum, second moments) to their initial values: the bad ones, or all."""
 
     name: ClassVar[str] = "reset_slots"
     changes: ClassVar[bool] = True
@@ -269,48 +269,48 @@ class ResetSlots(Action):
     scope: str = field(default="bad", metadata=spec("which slots", choices=("bad", "all")))
 
     def sentence(self) -> str:
-        return f"sets {'the bad' if self.scope == 'bad' else 'all'} optimizer slots back to their initial values"
+        return f"resets {'the bad' if self.scope == 'bad' else 'all'} optimizer slots to their initial values"
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine(Action):
-    """Keep the bad batch on disk, to look at later. Needs the guard's `directory`.
+    """Save the bad batch to disk for later inspection. Needs the guard's `directory`.
 
     Attributes:
-        max_batches: keep at most so many.
-        max_mb: and at most so many megabytes in all.
+        max_batches: maximum number of batches to save.
+        max_mb: maximum size of them all, in megabytes.
     """
 
     name: ClassVar[str] = "quarantine"
 
-    max_batches: int = field(default=20, metadata=spec("most batches to keep", unit="batches", ge=1, le=1e6))
-    max_mb: float = field(default=1024.0, metadata=spec("most space they take", unit="MB", gt=0, le=1e7))
+    max_batches: int = field(default=20, metadata=spec("maximum number of batches to save", unit="batches", ge=1, le=1e6))
+    max_mb: float = field(default=1024.0, metadata=spec("maximum size of them all", unit="MB", gt=0, le=1e7))
 
     def sentence(self) -> str:
-        return f"keeps the bad batch on disk (at most {self.max_batches} batches, {self.max_mb:g} MB)"
+        return f"saves the bad batch to disk (at most {self.max_batches} batches, {self.max_mb:g} MB)"
 
 
 @dataclass(frozen=True, slots=True)
 class Warn(Action):
-    """Tell it in one line, with the words of `message` added."""
+    """Report the incident in one line, followed by `message`."""
 
     name: ClassVar[str] = "warn"
 
-    message: str = field(default="", metadata=spec("words to add"))
+    message: str = field(default="", metadata=spec("text to append"))
 
     def sentence(self) -> str:
-        return f"tells it in one line ({self.message})" if self.message else "tells it in one line"
+        return f"reports it in one line ({self.message})" if self.message else "reports it in one line"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop(Action):
-    """End training gracefully, by default with the last good state put back first."""
+    """End training gracefully, by default after restoring the last good state."""
 
     name: ClassVar[str] = "stop"
     terminal: ClassVar[bool] = True
     phase: ClassVar[int] = END
 
-    restore: bool = field(default=True, metadata=spec("put the last good state back first"))
+    restore: bool = field(default=True, metadata=spec("restore the last good state first"))
 
     def sentence(self) -> str:
         return f"stops training{' with the last good state restored' if self.restore else ''}"
@@ -318,13 +318,13 @@ class Stop(Action):
 
 @dataclass(frozen=True, slots=True)
 class RaiseError(Action):
-    """End training with a `NonFiniteError` that carries the incident, by default with the last good state put back."""
+    """End training with a `NonFiniteError` that carries the incident, by default after restoring the last good state."""
 
     name: ClassVar[str] = "raise_error"
     terminal: ClassVar[bool] = True
     phase: ClassVar[int] = END
 
-    restore: bool = field(default=True, metadata=spec("put the last good state back first"))
+    restore: bool = field(default=True, metadata=spec("restore the last good state first"))
 
     def sentence(self) -> str:
         return f"raises NonFiniteError{' with the last good state restored' if self.restore else ''}"
@@ -332,11 +332,11 @@ class RaiseError(Action):
 
 @dataclass(frozen=True, slots=True)
 class Call(Action):
-    """Call a function that was registered with the guard by name. A policy file names it and cannot define it."""
+    """Call a function that was registered with the guard. A policy file names it and cannot define it."""
 
     name: ClassVar[str] = "call"
 
-    function: str = field(metadata=spec("name under which it was registered", pattern=NAME))
+    function: str = field(metadata=spec("name under which the function was registered", pattern=NAME))
 
     def sentence(self) -> str:
         return f"calls {self.function!r}"
@@ -346,16 +346,16 @@ _REPAIRS = (Rollback, LowerLr, Clip, FixLossScale, Repair, ResetBatchnorm, Recal
 _ALL: tuple[type[Action], ...] = (Skip, *_REPAIRS, Quarantine, Warn, Stop, RaiseError, Call)
 
 ACTIONS: dict[str, type[Action]] = {kind.name: kind for kind in _ALL}
-"""Every action by its name in policy files."""
+"""Every action, by its name in policy files."""
 
 
 def validated(item: Any) -> Action:
-    """Return the same action, of an item that has been validated as part of a policy."""
+    """Return the action of an item that has been validated as part of a policy, without validating it again."""
     ((name, given),) = ({item: {}} if isinstance(item, str) else item).items()
-    return made(ACTIONS[name], given)
+    return construct(ACTIONS[name], given)
 
 
 def to_file(action: Action) -> str | dict[str, Any]:
     """Return an action as `from_file` reads it, in its shortest form."""
-    given = changed(action)
+    given = non_defaults(action)
     return {action.name: given} if given else action.name

@@ -1,6 +1,6 @@
-"""Validates a record that is written in code, by the same pydantic model as a table of a policy file.
+"""Validation of records written in code, by the same pydantic models as the tables of policy files.
 
-pydantic is imported only where there is something to validate. Imports no backend.
+Imports pydantic only where there is something to validate. Imports no backend.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from keras_nanguard._policy.fields import contradictions, optional, refuse, with_floats
+from keras_nanguard._policy.fields import contradictions, optional, raise_problems, with_floats
 
 __all__ = ["check"]
 
 
 def check(record: Any) -> None:
-    """Validate a record that was written in code; whole numbers in float fields become floats.
+    """Validate a record that was written in code, and convert integers in float fields to floats.
 
-    A record may name pairs of fields in `ordered`, of which the first must not exceed the second, and add problems of its
-    own in a method `conflicts()`.
+    A record may list pairs of fields in `ordered`, of which the first must not exceed the second, and return further
+    problems from a method `conflicts()`.
 
     Raises:
         PolicyError: with every problem of the record.
@@ -29,7 +29,7 @@ def check(record: Any) -> None:
     from keras_nanguard._policy.problems import problems_of
     from keras_nanguard._policy.tables import model_of
 
-    nothing = {entry.name for entry in fields(record) if optional(entry)}
-    told = {word: value for word, value in given.items() if value is not None or word not in nothing}
-    refuse(problems_of(model_of(type(record)), told) or contradictions(record))
+    nullable = {entry.name for entry in fields(record) if optional(entry)}
+    checked = {name: value for name, value in given.items() if value is not None or name not in nullable}
+    raise_problems(problems_of(model_of(type(record)), checked) or contradictions(record))
     with_floats(record)

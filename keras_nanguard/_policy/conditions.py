@@ -1,7 +1,7 @@
-"""When a rule fires: conditions on what the ledger remembers, which combine with `any`, `all` and `not`.
+"""When a rule fires: conditions on the counts of the ledger, which combine with `any`, `all` and `not`.
 
-A condition counts the bad steps that its rule matches, and counts anew each time the rule has fired: `consecutive = 3`
-fires at the third bad step in a row, at the sixth, at the ninth. Level 0: imports no backend.
+A condition counts the bad steps that its rule matches, and restarts from zero each time the rule has fired:
+`consecutive = 3` fires at the third bad step in a row, at the sixth, at the ninth. Imports no backend.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from keras_nanguard._policy.checking import check
-from keras_nanguard._policy.fields import made, spec
+from keras_nanguard._policy.fields import construct, spec
 from keras_nanguard._policy.ledger import Tally
 
 __all__ = [
     "CONDITIONS",
-    "LONGEST_WINDOW",
+    "MAX_WINDOW",
     "AllOf",
     "AnyOf",
     "Condition",
@@ -31,13 +31,13 @@ __all__ = [
     "from_file",
 ]
 
-LONGEST_WINDOW = 10_000
-"""Most steps a window may span: what is inside it is remembered step by step."""
+MAX_WINDOW = 10_000
+"""Longest window, in steps: the ledger stores every matching step inside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition, as data. `name` is its word in policy files."""
+    """One condition, as data. `name` is its name in policy files."""
 
     name: ClassVar[str] = ""
 
@@ -45,27 +45,27 @@ class Condition:
         check(self)
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
-        """Return whether the condition holds at `step`, which the tally has counted already."""
+        """Return whether the condition holds at `step`, which the tally has already counted."""
         raise NotImplementedError
 
     def needs(self, sole: bool) -> int | None:
-        """Return after how many matching steps since the last firing it surely holds, all of them in one bad run.
+        """Return the number of matching steps of one bad run, since the last firing, after which it certainly holds.
 
         Args:
-            sole: every step of the run matches; otherwise bad steps of other rules may stand in between.
+            sole: every step of the run matches; otherwise bad steps of other rules may lie in between.
 
         Returns:
-            The number, or None where nothing is sure.
+            The number, or None where nothing is certain.
         """
         raise NotImplementedError
 
     @property
     def horizon(self) -> int:
-        """How many steps back the matching steps have to be remembered one by one."""
+        """For how many steps back the ledger has to store every matching step."""
         return 0
 
     def sentence(self) -> str:
-        """Return the condition as the start of a sentence."""
+        """Return the condition in words."""
         raise NotImplementedError
 
     def to_file(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Immediately(Condition):
-    """Always. What a rule without `after` has."""
+    """Always holds: the condition of a rule without `after`."""
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return True
@@ -93,7 +93,7 @@ class Immediately(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Consecutive(Condition):
-    """So many bad steps with no good step in between."""
+    """A number of bad steps with no good step in between."""
 
     name: ClassVar[str] = "consecutive"
     steps: int = field(metadata=spec("bad steps in a row", unit="steps", ge=1, le=1e6))
@@ -113,10 +113,10 @@ class Consecutive(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Total(Condition):
-    """So many bad steps in all, in a row or not."""
+    """A number of bad steps in total, in a row or not."""
 
     name: ClassVar[str] = "total"
-    steps: int = field(metadata=spec("bad steps in all", unit="steps", ge=1, le=1e6))
+    steps: int = field(metadata=spec("bad steps in total", unit="steps", ge=1, le=1e6))
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return tally.since >= self.steps
@@ -133,11 +133,11 @@ class Total(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Within(Condition):
-    """So many bad steps within a window of steps."""
+    """A number of bad steps within a window of steps."""
 
     name: ClassVar[str] = "within"
-    times: int = field(metadata=spec("bad steps", unit="steps", ge=1, le=LONGEST_WINDOW))
-    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+    times: int = field(metadata=spec("bad steps", unit="steps", ge=1, le=MAX_WINDOW))
+    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=MAX_WINDOW))
 
     ordered: ClassVar = (("times", "steps"),)
 
@@ -157,11 +157,11 @@ class Within(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Fraction(Condition):
-    """A share of the last steps was bad. Steps before the run count as good."""
+    """A share of the last steps was bad. Steps before the start of training count as good."""
 
     name: ClassVar[str] = "fraction"
     share: float = field(metadata=spec("share of bad steps", gt=0, le=1))
-    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+    steps: int = field(metadata=spec("window", unit="steps", ge=1, le=MAX_WINDOW))
 
     @property
     def times(self) -> int:
@@ -179,16 +179,16 @@ class Fraction(Condition):
         return self.steps
 
     def sentence(self) -> str:
-        return f"when {self.share * 100:g}% of the last {self.steps} steps were so"
+        return f"when {self.share * 100:g}% of the last {self.steps} steps match"
 
 
 @dataclass(frozen=True, slots=True)
 class Spike(Condition):
-    """Loss or gradient norm made so many finite jumps within the last steps, the present one included."""
+    """A number of finite jumps of the loss or the gradient norm within the last steps, the present one included."""
 
     name: ClassVar[str] = "spike"
     times: int = field(default=1, metadata=spec("finite jumps", ge=1, le=1000))
-    steps: int = field(default=100, metadata=spec("window", unit="steps", ge=1, le=LONGEST_WINDOW))
+    steps: int = field(default=100, metadata=spec("window", unit="steps", ge=1, le=MAX_WINDOW))
 
     ordered: ClassVar = (("times", "steps"),)
 
@@ -287,17 +287,17 @@ def from_file(table: Mapping[str, Any]) -> Condition:
     """Return the condition that a policy file writes as `{ consecutive = 3 }` or `{ any = [{...}, {...}] }`.
 
     Args:
-        table: what has been validated (see `_schema`).
+        table: a validated table (see `_policy/schema.py`).
     """
     ((name, given),) = table.items()
     kind = CONDITIONS[name]
     if kind in (Consecutive, Total):
-        return made(kind, {"steps": given})
+        return construct(kind, {"steps": given})
     if kind is Not:
         return Not(from_file(given))
     if kind in (AnyOf, AllOf):
-        return made(kind, {"parts": tuple(from_file(part) for part in given)})
-    return made(kind, given)
+        return construct(kind, {"parts": tuple(from_file(part) for part in given)})
+    return construct(kind, given)
 
 
 def _inside(tally: Tally, step: int, window: int) -> int:

@@ -1,7 +1,7 @@
-"""Policy documents: presets, what lies over what, and how one is written as TOML. Level 0: imports no backend.
+"""Policy documents: presets, how documents override one another, and output as TOML. Imports no backend.
 
-A document is the plain table that a policy file holds. pydantic is imported only where a document of the user's own has
-to be validated; the presets of this package are validated by its tests.
+A document is the plain table that a policy file holds. pydantic is imported only to validate a document of the user;
+the tests validate the presets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._policy.documents import SUFFIXES, checked_depth, parsed, read
-from keras_nanguard._policy.fields import follow, refuse, shown
+from keras_nanguard._policy.fields import raise_problems, reconciled, shown
 from keras_nanguard._policy.presets import DEFAULT_PRESET, NO_PRESET, PRESETS
 from keras_nanguard._policy.settings import LossScaleCheck, Snapshot
 from keras_nanguard._policy.spelling import nearest
@@ -26,12 +26,12 @@ __all__ = ["Resolved", "over", "preset", "resolved", "toml"]
 
 @cache
 def preset(name: str) -> Mapping[str, Any]:
-    """Return the document of a preset, resolved down to `NO_PRESET`. It is shared: do not change it."""
+    """Return the document of a preset with everything it inherits. It is cached and shared: do not modify it."""
     if name == NO_PRESET:
         return {}
     text = Path(__file__).parents[1].joinpath("policies", f"{name}.toml").read_text("utf-8")
     document = parsed(text, ".toml", name)
-    return _over(preset(document.get("preset", DEFAULT_PRESET)), document)
+    return _merged(preset(document.get("preset", DEFAULT_PRESET)), document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Resolved:
 
     Attributes:
         document: the table, validated, with nothing left to inherit.
-        own: of each rule that was laid over one of the same name, the fields that were given.
+        overridden: for each rule that overrides one of the same name, the fields that were given.
     """
 
     document: Mapping[str, Any]
-    own: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    overridden: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def resolved(
@@ -52,15 +52,15 @@ def resolved(
     overrides: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """Return the whole document of a policy: its preset laid under it and `overrides` over it.
+    """Return the complete document of a policy: the source merged over its preset, and `overrides` merged over both.
 
-    What source and overrides set stays, and is refused where it contradicts itself; what they leave to the preset gives
-    way to it.
+    Values set by source and overrides are kept, and rejected where they contradict one another. Inherited values that
+    contradict them are adjusted.
 
     Args:
         source: name of a preset, path of a file, or document.
-        overrides: sections that lie over the source.
-        defaults: sections that lie between the preset and the source.
+        overrides: sections with precedence over the source.
+        defaults: sections with precedence over the preset, but not over the source.
 
     Raises:
         PolicyError: with every problem of the source, or of the overrides.
@@ -74,36 +74,36 @@ def resolved(
     elif isinstance(source, (str, os.PathLike)):
         document = _validated(_file(source), shown(os.fspath(source)))
     else:
-        raise PolicyError(expected(_A_POLICY, *_no_policy(source)))
+        raise PolicyError(expected(_EXPECTED, *_received_and_remedy(source)))
     if overrides:
-        document = _over(document, _validated(overrides, "the sections given as arguments"), yields=False)
-    return _laid(_over(preset(document.get("preset", DEFAULT_PRESET)), defaults or {}), document)
+        document = _merged(document, _validated(overrides, "the sections given as arguments"), adjust=False)
+    return _layered(_merged(preset(document.get("preset", DEFAULT_PRESET)), defaults or {}), document)
 
 
 def over(
     below: Mapping[str, Any], overrides: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Resolved:
-    """Return the whole document of a policy, `below`, with `overrides` over it, to which it gives way.
+    """Return the complete document of a policy, `below`, with `overrides` merged over it; it is adjusted where they contradict it.
 
     Raises:
         PolicyError: with every problem of the overrides.
     """
     given = _validated(overrides, "the sections given as arguments")
-    base = _over(preset(given.get("preset", NO_PRESET)), below)
-    return _laid(_over(base, defaults or {}), given)
+    base = _merged(preset(given.get("preset", NO_PRESET)), below)
+    return _layered(_merged(base, defaults or {}), given)
 
 
-def _laid(below: Mapping[str, Any], above: Mapping[str, Any]) -> Resolved:
+def _layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> Resolved:
     names = {rule["name"] for rule in below.get("rules", ())}
-    own = {rule["name"]: frozenset(rule) for rule in above.get("rules", ()) if rule["name"] in names}
-    return Resolved(_over(below, above), own)
+    overridden = {rule["name"]: frozenset(rule) for rule in above.get("rules", ()) if rule["name"] in names}
+    return Resolved(_merged(below, above), overridden)
 
 
-_A_POLICY = f"a policy: the name of a preset ({', '.join(PRESETS)}), a file, a dict or a Policy"
+_EXPECTED = f"a policy: the name of a preset ({', '.join(PRESETS)}), a file, a dict or a Policy"
 
 
-def _no_policy(source: object) -> tuple[str, str]:
-    """Return what was received, and what to do, where something is given for a policy that is none."""
+def _received_and_remedy(source: object) -> tuple[str, str]:
+    """Return what was received, and the remedy, for an argument that is not a policy."""
     if source is None or isinstance(source, (bool, int, float)):
         return shown(source), f"Write {DEFAULT_PRESET!r} for the default, 'observe' to change nothing."
     if isinstance(source, type):
@@ -112,7 +112,7 @@ def _no_policy(source: object) -> tuple[str, str]:
 
 
 def _file(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the document in a file, or tell which preset was meant."""
+    """Return the document in a file, or raise with the preset that was probably meant."""
     path = os.fspath(source)
     if not isinstance(path, str):
         raise PolicyError(expected("the path of a policy file as text", shown(path), "Decode it first."))
@@ -131,54 +131,54 @@ def _validated(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     from keras_nanguard._policy.schema import problems_in
 
     checked_depth(document, name)
-    refuse(problems_in(document), name)
+    raise_problems(problems_in(document), name)
     return document
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any], yields: bool = True) -> dict[str, Any]:
-    """Lay one document over another: rules by their name, sections field by field, everything else as a whole.
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any], adjust: bool = True) -> dict[str, Any]:
+    """Merge one document over another: rules by name, sections field by field, everything else as a whole.
 
     Args:
-        yields: whether settings below that contradict one above give way to it.
+        adjust: whether settings of `below` that contradict one of `above` are adjusted to it.
     """
     merged = {**below, **above}
     if "snapshot" in above:
         settings = below.get("snapshot", {}), above["snapshot"]
-        merged["snapshot"] = Snapshot.over(*settings) if yields else {**settings[0], **settings[1]}
+        merged["snapshot"] = Snapshot.over(*settings) if adjust else {**settings[0], **settings[1]}
     if "checks" in above:
-        merged["checks"] = _sites_over(below.get("checks", {}), above["checks"], yields)
+        merged["checks"] = _sites_over(below.get("checks", {}), above["checks"], adjust)
     if "layers" in below and "layers" in above:
         globs = {**below["layers"], **above["layers"]}
         merged["layers"] = {
-            glob: _sites_over(below["layers"].get(glob, {}), above["layers"].get(glob, {}), yields) for glob in globs
+            glob: _sites_over(below["layers"].get(glob, {}), above["layers"].get(glob, {}), adjust) for glob in globs
         }
     if "rules" in below and "rules" in above:
         merged["rules"] = _rules_over(below["rules"], above["rules"])
     return merged
 
 
-def _sites_over(below: Mapping[str, Any], above: Mapping[str, Any], yields: bool) -> dict[str, Any]:
-    """Lay sites over sites, `true` and `false` standing for `{ enabled = ... }`."""
+def _sites_over(below: Mapping[str, Any], above: Mapping[str, Any], adjust: bool) -> dict[str, Any]:
+    """Merge the checks of sites; `true` and `false` stand for `{ enabled = ... }`."""
     under, over = (
         {site: {"enabled": given} if isinstance(given, bool) else given for site, given in sites.items()}
         for sites in (below, above)
     )
     merged = {site: {**under.get(site, {}), **over.get(site, {})} for site in {**under, **over}}
-    if yields and "loss_scale" in over:
-        merged["loss_scale"] = follow(LossScaleCheck, over["loss_scale"], under.get("loss_scale"))
+    if adjust and "loss_scale" in over:
+        merged["loss_scale"] = reconciled(LossScaleCheck, over["loss_scale"], under.get("loss_scale"))
     return merged
 
 
 def _rules_over(below: list[Mapping[str, Any]], above: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Lay rules over the rules of the same name, field by field; the others come first, in their order."""
+    """Merge rules over the rules of the same name, field by field; new rules come first, in their order."""
     given = {rule["name"]: rule for rule in above}
     names = {rule["name"] for rule in below}
-    fresh = [rule for rule in above if rule["name"] not in names]
-    return [*fresh, *({**rule, **given.get(rule["name"], {})} for rule in below)]
+    new = [rule for rule in above if rule["name"] not in names]
+    return [*new, *({**rule, **given.get(rule["name"], {})} for rule in below)]
 
 
 def toml(document: Mapping[str, Any]) -> str:
-    """Return a document as TOML, in the shape in which one would write it by hand."""
+    """Return a document as TOML, formatted as one would write it by hand."""
     lines = [_line(word, value) for word, value in document.items() if not isinstance(value, (dict, list))]
     for word, section in document.items():
         if word == "rules":

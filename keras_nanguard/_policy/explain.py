@@ -1,4 +1,4 @@
-"""What a policy will do, in sentences: the text of `keras-nanguard check-policy`. Level 0: imports no backend."""
+"""A policy in sentences: the text of `keras-nanguard check-policy`. Imports no backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENTS = {
     "refused": " of a refused step",
     "committed": " in a committed state",
     "before_training": " before the first step",
-    "from_start": " of a refused step, as long as no step has committed",
+    "from_start": " of a refused step while no step has committed",
 }
 
 
@@ -26,12 +26,12 @@ KINDS = {
     "spike": "a spike",
     "out_of_range": "a value out of range",
     "collapse": "a collapse",
-    "stuck": "a value that never moves",
+    "stuck": "a value that never changes",
 }
 
 
 def explain(policy: Policy) -> str:
-    """Return sentences, one on a line, that tell what a policy will do."""
+    """Return sentences, one per line, that say what a policy will do."""
     return "\n".join(line for part in (_title, _bound, _checks, _snapshots, _rules, _layers) for line in part(policy))
 
 
@@ -42,7 +42,7 @@ def _title(policy: Policy) -> Iterator[str]:
 
 def _bound(policy: Policy) -> Iterator[str]:
     if not policy.refuse:
-        yield "Bad steps are seen and told, and are not refused."
+        yield "Bad steps are reported and are not refused."
     steps = policy.longest_trouble
     if steps is not None:
         yield f"A bad step is refused. If every step is bad, training ends after at most {_times(steps, 'step')}."
@@ -54,15 +54,15 @@ def _checks(policy: Policy) -> Iterator[str]:
     named = [(entry.name, getattr(policy.checks, entry.name)) for entry in fields(Checks)]
     off = [name for name, site in named if name in SWITCHED and not site.enabled]
     if off:
-        yield f"Between two steps it does not look at {', '.join(off)}."
+        yield f"It does not check {', '.join(off)} between two steps."
     limits = [f"{name} {site.max_abs:g}" for name, site in named if name in LIMITED and site.max_abs]
     if limits:
-        yield f"Largest magnitudes that are in order: {', '.join(limits)}."
+        yield f"Largest magnitudes allowed: {', '.join(limits)}."
     scale, trend = policy.checks.loss_scale, policy.checks.trend
     if scale.enabled:
         yield (
-            f"The loss scale is in order from {scale.min_value:g} to {scale.max_value:g}; "
-            f"{_times(scale.patience, 'overflow')} in a row may settle by themselves."
+            f"The loss scale is valid from {scale.min_value:g} to {scale.max_value:g}; "
+            f"dynamic scaling may handle {_times(scale.patience, 'overflow')} in a row."
         )
     if trend.enabled:
         yield (
@@ -72,13 +72,14 @@ def _checks(policy: Policy) -> Iterator[str]:
 
 
 def _snapshots(policy: Policy) -> Iterator[str]:
-    kept = policy.snapshot
-    if kept.every == 0:
+    snapshot = policy.snapshot
+    if snapshot.every == 0:
         yield "It takes no snapshots."
         return
-    where = "in host memory" if kept.storage == "memory" else "on disk"
-    proved = f"after {_times(kept.good_after, 'good step')}" if kept.good_after else "at once"
-    yield f"It takes a snapshot every {_times(kept.every, 'step')}, keeps {kept.keep} {where}, and holds one for good {proved}."
+    where = "in host memory" if snapshot.storage == "memory" else "on disk"
+    verified = f"after {_times(snapshot.good_after, 'good step')}" if snapshot.good_after else "at once"
+    every = _times(snapshot.every, "step")
+    yield f"It takes a snapshot every {every}, keeps {snapshot.keep} {where}, and counts one as verified {verified}."
 
 
 def _rules(policy: Policy) -> Iterator[str]:
@@ -88,13 +89,13 @@ def _rules(policy: Policy) -> Iterator[str]:
 
 def _rule(rule: Rule) -> str:
     if not rule.enabled:
-        return "switched off."
-    kinds = " or ".join(KINDS[kind] for kind in rule.kind) or "trouble"
+        return "disabled."
+    kinds = " or ".join(KINDS[kind] for kind in rule.kind) or "any finding"
     what = f"{kinds}{' in ' + ', '.join(rule.on) if rule.on else ''}{MOMENTS[rule.when]}"
     narrowed = "".join(_narrowed(rule))
-    pauses = f" It then rests for {_times(rule.cooldown, 'step')}." if rule.cooldown else ""
-    again = f" After {_times(rule.reset_after, 'good step')} in a row it starts anew." if rule.reset_after else ""
-    return f"on {what}{narrowed}, {rule.after.sentence()}, the guard {_ladder(rule)}.{pauses}{again}"
+    cooldown = f" It then does not fire for {_times(rule.cooldown, 'step')}." if rule.cooldown else ""
+    reset = f" After {_times(rule.reset_after, 'good step')} in a row its counts are reset." if rule.reset_after else ""
+    return f"on {what}{narrowed}, {rule.after.sentence()}, the guard {_ladder(rule)}.{cooldown}{reset}"
 
 
 def _narrowed(rule: Rule) -> Iterator[str]:
@@ -107,9 +108,9 @@ def _narrowed(rule: Rule) -> Iterator[str]:
     if rule.magnitude.min_share is not None:
         yield f", in {rule.magnitude.min_share * 100:g}% of the entries or more"
     sites, causes = " or ".join(rule.unless.on), " or ".join(rule.unless.cause)
-    excepted = [*([f"{sites} are bad too"] if sites else ()), *([f"the cause is {causes}"] if causes else ())]
-    if excepted:
-        yield f", unless {' or '.join(excepted)}"
+    exceptions = [*([f"{sites} are bad too"] if sites else ()), *([f"the cause is {causes}"] if causes else ())]
+    if exceptions:
+        yield f", unless {' or '.join(exceptions)}"
 
 
 def _ladder(rule: Rule) -> str:
@@ -122,13 +123,13 @@ def _ladder(rule: Rule) -> str:
 def _layers(policy: Policy) -> Iterator[str]:
     for section in policy.layers:
         parts = [f"{site} {_setting(given)}" for site, given in section.to_file().items()]
-        yield f"Layers that meet {section.glob!r} differ: {'; '.join(parts)}."
+        yield f"Layers that match {section.glob!r} differ: {'; '.join(parts)}."
 
 
 def _setting(given: object) -> str:
     if isinstance(given, dict):
         return ", ".join(f"{word} = {value}" for word, value in given.items())
-    return "looked at" if given else "not looked at"
+    return "checked" if given else "not checked"
 
 
 def _times(count: int, word: str) -> str:

@@ -1,7 +1,7 @@
-"""What a policy remembers between incidents: frozen counts, by step number, that survive a process as JSON.
+"""The state of a policy between incidents: frozen counts, by step number, that can be saved as JSON.
 
-Healthy steps are never told to the ledger one by one: what they are follows from the step numbers of the bad ones.
-Two counters, named apart: `consecutive` (bad steps in a row, up to now) and `total`. Level 0: imports no backend.
+Healthy steps are not recorded one by one; they follow from the step numbers of the bad ones. There are two counters:
+`consecutive` (bad steps in a row, up to now) and `total`. Imports no backend.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from keras_nanguard._core.incident import Incident
 __all__ = ["FORMAT", "STATE_SITES", "TRAINING_SITES", "Ledger", "Tally", "is_bad_step"]
 
 FORMAT = 1
-"""Number of the JSON form of a `Ledger`."""
+"""Version of the JSON format of a `Ledger`."""
 
 MAX_JUMPS = 1000
-"""How many finite jumps are remembered at most."""
+"""Maximum number of finite jumps that are stored."""
 
 STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
-"""The sites that live on after a step: trouble in one of them spoils every later step."""
+"""The sites that persist after a step: trouble in one of them spoils every later step."""
 
 TRAINING_SITES = ("inputs", "targets", "state", "outputs", "loss", "gradients", *STATE_SITES[1:])
 """The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
@@ -36,16 +36,16 @@ def is_bad_step(incident: Incident) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What one rule remembers.
+    """The counts of one rule.
 
     Attributes:
         consecutive: matching bad steps with no good step in between, up to `last`.
-        total: matching steps in all.
+        total: matching steps in total.
         since: matching steps since the rule last fired.
         last: the last matching step, None before the first.
         fired: the step at which the rule last fired, None before the first.
-        recent: the matching steps that a window of the rule can still reach.
-        spent: for each rung of the rule's ladder, the steps at which it acted and that its limit still counts.
+        recent: the matching steps that lie within the longest window of the rule.
+        spent: for each rung of the rule's ladder, the steps at which it acted, as far as its limit counts them.
     """
 
     consecutive: int = 0
@@ -89,16 +89,16 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Everything a policy remembers. Start with `Ledger()`; `decide` returns the next one.
+    """The counts of a policy. Start with `Ledger()`; `decide` returns the next one.
 
     Attributes:
         step: the latest step of any incident, None before the first.
         last: the latest bad step, None before the first.
-        run: the first step of the unbroken run of bad steps that `last` ends, None before the first.
-        consecutive: how many bad steps that run holds.
-        total: bad steps in all.
+        run: the first step of the unbroken run of bad steps that ends at `last`, None before the first.
+        consecutive: number of bad steps in that run.
+        total: bad steps in total.
         jumps: the latest steps at which a finite jump was seen (kinds `spike` and `explosion`).
-        rules: what each rule remembers, by its name.
+        rules: the counts of each rule, by its name.
     """
 
     step: int | None = None
@@ -109,18 +109,18 @@ class Ledger:
     jumps: tuple[int, ...] = ()
     rules: Mapping[str, Tally] = field(default_factory=dict)
 
-    def at(self, incident: Incident) -> int:
-        """Return the step under which an incident is entered.
+    def step_of(self, incident: Incident) -> int:
+        """Return the step under which an incident is recorded.
 
-        That is its own step number, unless an incident of a later step was entered before: then it counts as one more
-        step after that one, so that no order of telling can keep a streak from growing.
+        That is its own step number, unless an incident of a later step was recorded before: then it counts as one more
+        step after that one, so that no order of reporting can keep a streak from growing.
         """
         if self.step is None or incident.step >= self.step:
             return incident.step
         return self.step + 1
 
     def entered(self, incident: Incident, step: int) -> Ledger:
-        """Return the ledger after one more incident, the rules' tallies untouched."""
+        """Return the ledger after one more incident, with the tallies of the rules unchanged."""
         jumped = any(finding.kind in ("spike", "explosion") for finding in incident.findings)
         jumps = (*self.jumps, step)[-MAX_JUMPS:] if jumped and step not in self.jumps[-1:] else self.jumps
         seen = replace(self, step=step, jumps=jumps)
@@ -136,12 +136,12 @@ class Ledger:
         )
 
     def good_steps(self, tally: Tally, step: int) -> int:
-        """Return how many steps before `step` were good as far as a rule with this tally can tell."""
+        """Return how many good steps precede `step`, as seen by a rule with this tally."""
         known = [earlier for earlier in (self.last, tally.last) if earlier is not None]
         return max(0, step - max(known) - 1) if known else 0
 
     def resumed(self) -> Ledger:
-        """Return this ledger for a fit that counts its steps from 0 again: counts and budgets stay, streaks end."""
+        """Return this ledger for a fit that counts its steps from 0 again: counts and limits are kept, streaks end."""
         if self.step is None:
             return self
         by = -(self.step + 2)
@@ -155,7 +155,7 @@ class Ledger:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values with a format number."""
+        """Return plain JSON values with a format version."""
         return {"format": FORMAT, **_listed(asdict(self))}
 
     @classmethod
@@ -163,7 +163,7 @@ class Ledger:
         """Rebuild a ledger from `to_dict()`.
 
         Raises:
-            FileFormatError: if it is of another format, or a field is missing, unknown or no whole number.
+            FileFormatError: if it has another format, or a field is missing, unknown or not an integer.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = data.get("format") if isinstance(data, Mapping) else type(data).__name__
@@ -175,29 +175,29 @@ class Ledger:
             plain = {key: value for key, value in data.items() if key not in ("format", "rules")}
             return cls(**_checked({**plain, "rules": {}}, cls) | {"rules": rules})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            remedy = "Do not edit it by hand; start with Ledger() where it is broken."
+            remedy = "Do not edit it by hand; start with Ledger() if it is damaged."
             raise FileFormatError(expected("a ledger as Ledger.to_dict() writes it", error, remedy)) from error
 
 
 def _checked(table: Mapping[str, Any], kind: type[Tally | Ledger]) -> dict[str, Any]:
-    """Return the fields of a record from JSON, lists as tuples, refusing everything that is no whole number."""
+    """Return the fields of a record from JSON, lists as tuples; raise for anything that is not an integer."""
     names = {entry.name for entry in fields(kind)}
     if set(table) != names:
         raise ValueError(f"the fields {sorted(table)} are not {sorted(names)}")
-    return {name: _whole(name, value) for name, value in table.items()}
+    return {name: _integers(name, value) for name, value in table.items()}
 
 
-def _whole(name: str, value: Any) -> Any:
-    """Return one field as the record holds it. The names in `_LISTS` say what stands in a list under a name."""
+def _integers(name: str, value: Any) -> Any:
+    """Return one field as the record stores it. `_LISTS` names the elements of each list."""
     if name == "rules" or (value is None and name in ("step", "last", "run", "fired")):
         return value
     if name in _LISTS:
         if not isinstance(value, (list, tuple)):
-            raise TypeError(f"{name}={value!r} is no list")
-        return tuple(_whole(_LISTS[name], item) for item in value)
+            raise TypeError(f"{name}={value!r} is not a list")
+        return tuple(_integers(_LISTS[name], item) for item in value)
     least = 0 if name in ("consecutive", "total", "since") else -math.inf
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} is no step number or count")
+        raise ValueError(f"{name}={value!r} is not a step number or count")
     return value
 
 

@@ -1,7 +1,7 @@
 """YAML for policy files: the plain core of YAML 1.2. No tags, no anchors, no aliases, no key twice.
 
-PyYAML reads YAML 1.1, in which the key `on` is the boolean true, `1e6` is a text and `1:30` is ninety. Policy files
-have a field `on` and many numbers, so the core schema of YAML 1.2 is set up here instead. Needs pyyaml.
+PyYAML reads YAML 1.1, in which the key `on` is the boolean true, `1e6` is a string and `1:30` is ninety. Policy files
+have a field `on` and many numbers, so this loader uses the core schema of YAML 1.2 instead. Needs pyyaml.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["loaded"]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]  # no stubs, no base class
-    """A safe loader that knows null, true, false, whole numbers and numbers, and nothing else."""
+    """A safe loader that knows null, booleans, integers and floats, and nothing else."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
 
-def loaded(text: str, deepest: int) -> Any:
-    """Return what a YAML text stands for.
+def loaded(text: str, max_depth: int) -> Any:
+    """Return the value of a YAML text.
 
     Raises:
         ValueError: if it is not well formed, or holds a tag, an anchor, an alias or a key twice, or nests deeper than
-            `deepest`.
+            `max_depth`.
     """
     try:
-        _refuse_tricks(text, deepest)
+        _reject_features(text, max_depth)
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
@@ -39,8 +39,8 @@ def loaded(text: str, deepest: int) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _refuse_tricks(text: str, deepest: int) -> None:
-    """Go through the events once, which needs no recursion, and refuse what a policy file has no use for."""
+def _reject_features(text: str, max_depth: int) -> None:
+    """Scan the events once, without recursion, and raise for features that policy files do not have."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1
@@ -49,8 +49,8 @@ def _refuse_tricks(text: str, deepest: int) -> None:
         if getattr(event, "tag", None):
             raise ValueError(f"the tag {shown(event.tag)} in line {line}, which policy files do not have")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > deepest:
-            raise ValueError(f"more than {deepest} levels of nesting in line {line}")
+        if depth > max_depth:
+            raise ValueError(f"more than {max_depth} levels of nesting in line {line}")
 
 
 def _table(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _table(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise ValueError(f"the key {shown(key)}, which is no word; put it in quotes")
+            raise ValueError(f"the key {shown(key)}, which is not a string; put it in quotes")
         if key in table:
             raise ValueError(f"the key {shown(key)} twice in one table")
         table[key] = loader.construct_object(value_node, deep=True)

@@ -1,20 +1,20 @@
-"""The names in policy documents that are fixed: presets, sections, the number of the form. Imports no backend."""
+"""The fixed names of policy documents: presets, sections, format version. Imports no backend."""
 
 from __future__ import annotations
 
 __all__ = ["DEFAULT_PRESET", "NO_PRESET", "PRESETS", "SECTIONS", "VERSION"]
 
 VERSION = 1
-"""Number of the form of policy files."""
+"""Version of the format of policy files."""
 
 PRESETS = ("recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run")
 """The policies that come with the package."""
 
 DEFAULT_PRESET = "recover"
-"""What a document builds on where it does not say."""
+"""The preset of a document that names none."""
 
 SECTIONS = ("version", "preset", "title", "refuse", "checks", "snapshot", "rules", "layers")
-"""The words that a document may hold."""
+"""The sections of a document."""
 
 NO_PRESET = "none"
-"""What a document says that builds on nothing."""
+"""The preset of a document that inherits nothing."""

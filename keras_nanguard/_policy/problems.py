@@ -1,6 +1,6 @@
-"""From the errors of pydantic to the problems of a policy: each with its path, and the word that was meant.
+"""Translation of pydantic errors to the problems of a policy, each with its path and a suggestion.
 
-Needs pydantic; level 0: imports no backend.
+Needs pydantic. Imports no backend.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from keras_nanguard._core.incident import CAUSES, KINDS, SITES
-from keras_nanguard._policy.fields import MOMENTS, at, problem
+from keras_nanguard._policy.fields import MOMENTS, field_path, problem
 from keras_nanguard._policy.spelling import nearest
-from keras_nanguard._policy.tables import WORDINGS
+from keras_nanguard._policy.tables import EXPECTED_VALUES
 
 __all__ = ["problems_of"]
 
 
 def problems_of(model: Any, value: object) -> list[str]:
-    """Return every problem of a value by a model, each with its path; an empty list where it is valid."""
+    """Return every problem of a value for a model, each with its path; an empty list where it is valid."""
     try:
         model.model_validate(value)
     except ValidationError as error:
@@ -30,14 +30,14 @@ def problems_of(model: Any, value: object) -> list[str]:
 
 
 def _problems_of(detail: ErrorDetails, root: Any) -> list[str]:
-    """Return the problems that one error of pydantic stands for, of a value of the model `root`."""
+    """Return the problems for one error of pydantic, for a value of the model `root`."""
     loc, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    path = at(*(part for part in loc if part != "[key]"))
+    path = field_path(*(part for part in loc if part != "[key]"))
     if kind == "together":
         return [f"{path}.{line}".lstrip(".") for line in context["problems"].split("\n")]
     model, field = _place(loc, root)
     if kind == "missing":
-        return [f"{path}: expected {WORDINGS.get((model.__name__, field), 'a value')}, received nothing"]
+        return [f"{path}: expected {EXPECTED_VALUES.get((model.__name__, field), 'a value')}, received nothing"]
     if kind == "extra_forbidden":
         known = [entry.alias or name for name, entry in model.model_fields.items()]
         word = str(loc[-1])
@@ -54,7 +54,7 @@ def _problems_of(detail: ErrorDetails, root: Any) -> list[str]:
         "too_short": "at least one entry",
         "bool_type": "true or false",
     }
-    what = plain.get(kind) or WORDINGS.get((model.__name__, field)) or detail["msg"].removeprefix("Input should be ")
+    what = plain.get(kind) or EXPECTED_VALUES.get((model.__name__, field)) or detail["msg"].removeprefix("Input should be ")
     meant = ""
     if kind == "model_type":
         meant = _table_meant(model, field, detail["input"])
@@ -63,7 +63,7 @@ def _problems_of(detail: ErrorDetails, root: Any) -> list[str]:
     return [problem(path, what, detail["input"]) + meant]
 
 
-CHIEF = {
+MAIN_FIELD = {
     **dict.fromkeys(("SiteCheck", "StatisticsCheck"), "max_abs"),
     **dict.fromkeys(("Repair", "ResetBatchnorm"), "source"),
     "Snapshot": "every",
@@ -79,13 +79,13 @@ CHIEF = {
     "Warn": "message",
     "Call": "function",
 }
-"""The field of a table that is meant where a bare value stands in place of the table."""
+"""The field of a table that a bare value in place of the table probably means."""
 
 
 def _table_meant(model: Any, field: str, value: Any) -> str:
-    """Return a question for the table that a bare value stands for, `""` where that is not known."""
+    """Return a suggestion for the table that a bare value probably means, `""` where there is none."""
     table = _model_in(model.model_fields[field].annotation) if field else None
-    chief = CHIEF.get(table.__name__) if table is not None else None
+    chief = MAIN_FIELD.get(table.__name__) if table is not None else None
     if table is None or chief is None:
         return ""
     try:
@@ -95,19 +95,19 @@ def _table_meant(model: Any, field: str, value: Any) -> str:
     return f", did you mean {json.dumps({chief: value})}?"
 
 
-QUESTIONS: dict[str, tuple[str, ...]] = {"on": SITES, "kind": KINDS, "when": MOMENTS, "cause": CAUSES}
-"""The fields of a rule whose words are easily taken for one another's."""
+VOCABULARIES: dict[str, tuple[str, ...]] = {"on": SITES, "kind": KINDS, "when": MOMENTS, "cause": CAUSES}
+"""The fields of a rule whose words are easily confused."""
 
 
 def _misplaced(word: object, field: str) -> str:
-    """Return where a word of a rule belongs that stands in the wrong field, `""` where that is not known."""
-    others = {name: words for name, words in QUESTIONS.items() if field in QUESTIONS and name != field}
+    """Return the field to which a word in the wrong field of a rule belongs, `""` where there is none."""
+    others = {name: words for name, words in VOCABULARIES.items() if field in VOCABULARIES and name != field}
     found = ((name, word if word in words else nearest(word, words)) for name, words in others.items())
     return next((f'{name} = "{meant}"' for name, meant in found if meant), "")
 
 
 def _place(loc: tuple[int | str, ...], root: Any) -> tuple[Any, str]:
-    """Return the model in which an error stands, and the name of the field."""
+    """Return the model and the name of the field of an error."""
     model, field, words = root, "", [part for part in loc if isinstance(part, str)]
     for depth, word in enumerate(words):
         if depth == 1 and words[0] == "layers":

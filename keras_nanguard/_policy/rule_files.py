@@ -1,4 +1,4 @@
-"""Rules as policy files write them. The tables have been validated before (see `_schema`); level 0, no backend."""
+"""Rules in policy files. The tables have already been validated (see `_policy/schema.py`). Imports no backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_nanguard._policy import actions, conditions
 from keras_nanguard._policy.conditions import Immediately
-from keras_nanguard._policy.fields import changed, made
+from keras_nanguard._policy.fields import construct, non_defaults
 from keras_nanguard._policy.rules import Limit, Magnitude, Rule, Rung, Unless
 
 __all__ = ["rule_from_file", "rule_to_file"]
@@ -17,25 +17,25 @@ LISTS = ("on", "kind", "layer", "cause")
 
 
 def rule_from_file(table: Mapping[str, Any]) -> Rule:
-    """Return the rule that a policy file writes under `[[rules]]`."""
+    """Return the rule of a table under `[[rules]]`."""
     parts: dict[str, Any] = {word: _listed(words) if word in LISTS else words for word, words in table.items()}
     parts["ladder"] = tuple(_rungs(table))
     if "after" in table:
         parts["after"] = conditions.from_file(table["after"])
     if "magnitude" in table:
-        parts["magnitude"] = made(Magnitude, table["magnitude"])
+        parts["magnitude"] = construct(Magnitude, table["magnitude"])
     if "unless" in table:
         parts["unless"] = Unless(**{word: _listed(words) for word, words in table["unless"].items()})
-    return made(Rule, {word: part for word, part in parts.items() if word not in ("do", "limit", "otherwise")})
+    return construct(Rule, {word: part for word, part in parts.items() if word not in ("do", "limit", "otherwise")})
 
 
 def rule_to_file(rule: Rule) -> dict[str, Any]:
     """Return a rule as `rule_from_file` reads it, in its shortest form."""
     table: dict[str, Any] = {"name": rule.name}
     table |= {word: _shortest(words) for word in LISTS if (words := getattr(rule, word))}
-    table |= {word: value for word, value in changed(rule).items() if word != "name"}
+    table |= {word: value for word, value in non_defaults(rule).items() if word != "name"}
     unless = {word: _shortest(words) for word in ("on", "cause") if (words := getattr(rule.unless, word))}
-    parts = {"magnitude": changed(rule.magnitude), "unless": unless}
+    parts = {"magnitude": non_defaults(rule.magnitude), "unless": unless}
     table |= {word: part for word, part in parts.items() if part}
     if rule.after != Immediately():
         table["after"] = rule.after.to_file()
@@ -44,18 +44,18 @@ def rule_to_file(rule: Rule) -> dict[str, Any]:
 
 def _rungs(table: Mapping[str, Any]) -> Iterator[Rung]:
     """Yield the rungs of a ladder from the `do`, `limit` and `otherwise` of a table."""
-    do, limit, rest = table["do"], table.get("limit"), table.get("otherwise")
+    do, limit, otherwise = table["do"], table.get("limit"), table.get("otherwise")
     chosen = tuple(actions.validated(item) for item in ([do] if isinstance(do, (str, Mapping)) else do))
-    yield Rung(chosen, None if limit is None else made(Limit, limit))
-    if rest is not None:
-        yield from _rungs(rest if isinstance(rest, Mapping) and "do" in rest else {"do": rest})
+    yield Rung(chosen, None if limit is None else construct(Limit, limit))
+    if otherwise is not None:
+        yield from _rungs(otherwise if isinstance(otherwise, Mapping) and "do" in otherwise else {"do": otherwise})
 
 
 def _ladder_to_file(ladder: tuple[Rung, ...]) -> dict[str, Any]:
     first, *rest = ladder
     table: dict[str, Any] = {"do": _shortest([actions.to_file(action) for action in first.do])}
     if first.limit is not None:
-        table["limit"] = changed(first.limit)
+        table["limit"] = non_defaults(first.limit)
     if rest:
         below = _ladder_to_file(tuple(rest))
         table["otherwise"] = below["do"] if set(below) == {"do"} else below

@@ -1,4 +1,4 @@
-"""Rules: which incidents, under which condition, do what, how often, and what then. Level 0: imports no backend."""
+"""Rules: which incidents lead to which actions, under which condition, how often, and what follows. Imports no backend."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from keras_nanguard._policy.checking import check
 from keras_nanguard._policy.conditions import Condition, Immediately
 from keras_nanguard._policy.fields import MOMENTS, NAME, spec
 from keras_nanguard._policy.ledger import Ledger, Tally
-from keras_nanguard._policy.settings import on_path
+from keras_nanguard._policy.settings import matches_path
 
 __all__ = ["Limit", "Magnitude", "Rule", "Rung", "Unless"]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A budget: so many times within so many steps, or in the whole run."""
+    """A limit on repetitions, within a number of steps or in the whole run."""
 
-    times: int = field(metadata=spec("how often", ge=1, le=10_000))
-    per_steps: int | None = field(default=None, metadata=spec("within, the whole run if left out", unit="steps", ge=1))
+    times: int = field(metadata=spec("maximum number of times", ge=1, le=10_000))
+    per_steps: int | None = field(default=None, metadata=spec("within this many, in the whole run if omitted", unit="steps", ge=1))
 
     def __post_init__(self) -> None:
         check(self)
 
     def sentence(self) -> str:
-        """Return the budget in words."""
+        """Return the limit in words."""
         times = "once" if self.times == 1 else f"{self.times} times"
-        return f"{times} in {self.per_steps} steps" if self.per_steps else f"{times} in all"
+        return f"{times} in {self.per_steps} steps" if self.per_steps else f"{times} in total"
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """How bad a finding has to be. A non-finite value is larger than any bound."""
+    """Minimum severity of a finding. A non-finite value exceeds any bound."""
 
-    min_abs: float | None = field(default=None, metadata=spec("smallest magnitude of the value", ge=0))
-    min_share: float | None = field(default=None, metadata=spec("smallest share of NaN and Inf entries", ge=0, le=1))
+    min_abs: float | None = field(default=None, metadata=spec("minimum magnitude of the value", ge=0))
+    min_share: float | None = field(default=None, metadata=spec("minimum share of NaN and Inf entries", ge=0, le=1))
 
     def __post_init__(self) -> None:
         check(self)
 
     def met(self, finding: Finding) -> bool:
-        """Return whether a finding is as bad as that."""
+        """Return whether a finding is that severe."""
         if self.min_abs is not None and (finding.value is None or abs(finding.value) < self.min_abs):
             return False
         if self.min_share is None:
@@ -53,13 +53,13 @@ class Magnitude:
 
 @dataclass(frozen=True, slots=True)
 class Unless:
-    """What makes a rule pass an incident by: any finding on one of these sites, or one of these causes."""
+    """Exceptions of a rule: any finding at one of these sites, or one of these causes."""
 
     on: tuple[str, ...] = ()
     cause: tuple[str, ...] = ()
 
     def met(self, incident: Incident) -> bool:
-        """Return whether the rule has to pass the incident by."""
+        """Return whether the rule has to ignore the incident."""
         if any(finding.site in self.on for finding in incident.findings):
             return True
         return incident.diagnosis is not None and incident.diagnosis.cause in self.cause
@@ -67,7 +67,7 @@ class Unless:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung of a rule's ladder: what is done, and how often before the next rung takes over."""
+    """One rung of a rule's ladder: its actions, and how often they are done before the next rung follows."""
 
     do: tuple[Action, ...]
     limit: Limit | None = None
@@ -83,12 +83,12 @@ class Rung:
         return any(action.changes for action in self.do)
 
     def sentence(self) -> str:
-        """Return what is done, and how often, as the end of a sentence that starts with "the guard"."""
+        """Return what is done, and how often, as the predicate of a sentence that starts with "the guard"."""
         budget = f" ({self.limit.sentence()})" if self.limit else ""
         return " and ".join(action.sentence() for action in self.do) + budget
 
     def open(self, spent: tuple[int, ...], step: int) -> bool:
-        """Return whether the limit leaves room for one more time at `step`. An ending is always open."""
+        """Return whether the limit allows one more time at `step`. A terminal rung is always open."""
         return self.limit is None or self.terminal or self.counted(spent, step) < self.limit.times
 
     def counted(self, spent: tuple[int, ...], step: int) -> int:
@@ -99,38 +99,38 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which incidents, under which condition, do what.
+    """Which incidents lead to which actions, under which condition.
 
     Attributes:
-        name: what the rule is called; rules of the same name override one another.
-        ladder: what is done: the first rung whose limit leaves room acts. Files write the first rung as `do` and
+        name: name of the rule; rules of the same name override one another.
+        ladder: the rungs; the first one whose limit is not exhausted acts. Files write the first rung as `do` and
             `limit`, and the next ones as `otherwise`.
-        on: sites that it looks at; none given: all.
-        kind: kinds of trouble; none given: all.
-        layer: globs of Keras paths; none given: all.
-        cause: causes the diagnosis may name; none given: any, and none at all.
-        magnitude: how bad a finding has to be.
+        on: sites that it matches; empty: all.
+        kind: kinds of trouble; empty: all.
+        layer: globs of Keras paths; empty: all.
+        cause: causes of the diagnosis; empty: any, also no diagnosis at all.
+        magnitude: minimum severity of a finding.
         when: one of `MOMENTS`.
-        unless: what makes the rule pass an incident by.
+        unless: exceptions, for which the rule ignores an incident.
         after: the condition under which it fires.
         cooldown: steps after firing in which it does not fire again.
-        reset_after: good steps in a row after which its counts and budgets start anew; None: never.
-        enabled: whether it takes part.
+        reset_after: good steps in a row after which its counts and limits are reset; None: never.
+        enabled: whether the rule is applied.
     """
 
-    name: str = field(metadata=spec("what the rule is called", pattern=NAME))
+    name: str = field(metadata=spec("name of the rule", pattern=NAME))
     ladder: tuple[Rung, ...]
     on: tuple[str, ...] = ()
     kind: tuple[str, ...] = ()
     layer: tuple[str, ...] = ()
     cause: tuple[str, ...] = ()
     magnitude: Magnitude = field(default_factory=Magnitude)
-    when: str = field(default="any", metadata=spec("at which moments", choices=MOMENTS))
+    when: str = field(default="any", metadata=spec("moments that the rule is restricted to", choices=MOMENTS))
     unless: Unless = field(default_factory=Unless)
     after: Condition = field(default_factory=Immediately)
-    cooldown: int = field(default=0, metadata=spec("steps after firing without another", unit="steps", ge=0))
-    reset_after: int | None = field(default=None, metadata=spec("good steps that reset it", unit="steps", ge=1))
-    enabled: bool = field(default=True, metadata=spec("whether the rule takes part"))
+    cooldown: int = field(default=0, metadata=spec("steps after firing in which it does not fire again", unit="steps", ge=0))
+    reset_after: int | None = field(default=None, metadata=spec("good steps in a row that reset its counts", unit="steps", ge=1))
+    enabled: bool = field(default=True, metadata=spec("whether the rule is applied"))
 
     def __post_init__(self) -> None:
         check(self)
@@ -138,7 +138,7 @@ class Rule:
             raise PolicyError("no action", ("do: expected at least one action, received nothing",))
 
     def matches(self, incident: Incident) -> bool:
-        """Return whether the rule looks at this incident: one finding meets everything asked of a finding."""
+        """Return whether the rule matches this incident: one of its findings meets every condition on findings."""
         if not self.enabled or not self._moment(incident) or self.unless.met(incident):
             return False
         if self.cause and (incident.diagnosis is None or incident.diagnosis.cause not in self.cause):
@@ -146,7 +146,7 @@ class Rule:
         return any(self._finding(finding) for finding in incident.findings)
 
     def tally(self, ledger: Ledger) -> Tally:
-        """Return what the ledger holds for this rule."""
+        """Return the counts of this rule in the ledger."""
         return ledger.rules.get(self.name) or Tally()
 
     def ready(self, tally: Tally, step: int) -> bool:
@@ -154,17 +154,17 @@ class Rule:
         return tally.fired is None or step - tally.fired > self.cooldown
 
     def rung(self, tally: Tally, step: int) -> int | None:
-        """Return the number of the first rung whose limit leaves room, None where all budgets are used up."""
+        """Return the number of the first rung whose limit is not exhausted, None where all of them are."""
         spent = (*tally.spent, *((),) * len(self.ladder))
         open_rungs = (number for number, rung in enumerate(self.ladder) if rung.open(spent[number], step))
         return next(open_rungs, None)
 
     def uses(self, kind: type[Action]) -> bool:
-        """Return whether an action of this kind stands anywhere on the ladder."""
+        """Return whether an action of this kind is anywhere on the ladder."""
         return any(isinstance(action, kind) for rung in self.ladder for action in rung.do)
 
     def counted(self, tally: Tally, step: int) -> int:
-        """Return how many earlier actings of this rule its limits still count at `step`."""
+        """Return how many earlier actions of this rule its limits still count at `step`."""
         return sum(rung.counted(spent, step) for rung, spent in zip(self.ladder, tally.spent, strict=False))
 
     def _moment(self, incident: Incident) -> bool:
@@ -180,6 +180,6 @@ class Rule:
         return (
             (not self.on or finding.site in self.on)
             and (not self.kind or finding.kind in self.kind)
-            and (not self.layer or any(on_path(finding.path, glob) for glob in self.layer))
+            and (not self.layer or any(matches_path(finding.path, glob) for glob in self.layer))
             and self.magnitude.met(finding)
         )

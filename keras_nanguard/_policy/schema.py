@@ -1,7 +1,7 @@
-"""The schema of policy files: pydantic models made from the records, for validation and for the published JSON Schema.
+"""The schema of policy files: pydantic models generated from the records, for validation and the published JSON Schema.
 
-Each model is made from the dataclass that the value ends up in, so that a bound, a choice or a new action is written
-once. Print the JSON Schema with `python -m keras_nanguard._policy.schema`. Needs pydantic; level 0: imports no backend.
+Each model is generated from the dataclass of its values, so that a bound, a choice or a new action is written once.
+`python -m keras_nanguard._policy.schema` prints the JSON Schema. Needs pydantic. Imports no backend.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from keras_nanguard._core.incident import CAUSES, KINDS, SITES
 from keras_nanguard._policy import actions
 from keras_nanguard._policy.actions import ACTIONS, Action
 from keras_nanguard._policy.conditions import CONDITIONS, AllOf, AnyOf, Consecutive, Not, Total
-from keras_nanguard._policy.fields import refuse, shown
+from keras_nanguard._policy.fields import raise_problems, shown
 from keras_nanguard._policy.presets import NO_PRESET, PRESETS, VERSION
 from keras_nanguard._policy.problems import problems_of
 from keras_nanguard._policy.rules import Limit, Magnitude, Rule
 from keras_nanguard._policy.settings import LAYER_SITES, Checks, Snapshot
-from keras_nanguard._policy.tables import MODELS, WORDINGS, OneKey, checked_printable, described, model, table_of
+from keras_nanguard._policy.tables import EXPECTED_VALUES, MODELS, OneKey, checked_printable, described, model, table_of
 
 __all__ = ["ActionTable", "PolicyTable", "action_from_dict", "action_from_file", "json_schema", "problems_in"]
 
-class _Short:
-    """Lets a value also be written in a short form, which `lengthen` turns into the long one.
+class _ShortForm:
+    """Allows a short form of a value, which `lengthen` converts to the long one.
 
-    `short` is the JSON Schema of the short form; None: it is one entry of the list that the long form is.
+    `short` is the JSON Schema of the short form; None: one element of the list that the long form is.
     """
 
     def __init__(self, lengthen: Callable[[Any], Any], short: dict[str, Any] | None = None):
@@ -49,13 +49,13 @@ class _Short:
         return {"anyOf": [self._short or long["items"], long]}
 
 
-def _also(annotation: Any, short: _Short) -> Any:
+def _with_short_form(annotation: Any, short: _ShortForm) -> Any:
     return Annotated[annotation, short]
 
 
 def _one_or_more(item: Any) -> Any:
     several = Annotated[list[item], Described(min_length=1)]
-    return _also(several, _Short(lambda given: given if isinstance(given, list) else [given]))
+    return _with_short_form(several, _ShortForm(lambda given: given if isinstance(given, list) else [given]))
 
 
 def _camel(name: str) -> str:
@@ -66,7 +66,7 @@ def _optional(annotation: Any, **description: Any) -> tuple[Any, Any]:
     return annotation, Described(default=None, **description)
 
 
-# Actions: a word, or a table with the word as its one key.
+# Actions: a name, or a table with the name as its only key.
 
 ActionTable = model(
     "ActionTable",
@@ -74,26 +74,26 @@ ActionTable = model(
     {name: _optional(table_of(kind, _camel(name))) for name, kind in ACTIONS.items()},
     base=OneKey,
 )
-WORDS = [name for name, kind in ACTIONS.items() if name != "call"]  # a call needs the name of its function
-WORD = _Short(lambda given: {given: {}} if isinstance(given, str) else given, {"enum": WORDS, "type": "string"})
-Actions = _one_or_more(_also(ActionTable, WORD))
+NAMES = [name for name, kind in ACTIONS.items() if name != "call"]  # a call needs the name of its function
+NAME_ALONE = _ShortForm(lambda given: {given: {}} if isinstance(given, str) else given, {"enum": NAMES, "type": "string"})
+Actions = _one_or_more(_with_short_form(ActionTable, NAME_ALONE))
 
-# Conditions: a table with one key, which may hold conditions again.
+# Conditions: a table with one key, which may contain further conditions.
 
 
-CONDITIONS_INSIDE: Any = Annotated[list["ConditionTable"], Described(min_length=1)]  # type: ignore[valid-type]
+NESTED_CONDITIONS: Any = Annotated[list["ConditionTable"], Described(min_length=1)]  # type: ignore[valid-type]
 
 
 def _condition(kind: type[Any]) -> tuple[Any, Any]:
     doc = (kind.__doc__ or "").split("\n")[0]
     if kind in (AnyOf, AllOf):
-        return _optional(CONDITIONS_INSIDE, description=doc)
+        return _optional(NESTED_CONDITIONS, description=doc)
     if kind is Not:
         return _optional("ConditionTable", alias="not", description=doc)
     if kind in (Consecutive, Total):
         table_of(kind, _camel(kind.name))
         annotation, entry = described(fields(kind)[0], "ConditionTable")
-        WORDINGS["ConditionTable", kind.name] = WORDINGS.pop(("ConditionTable", "steps"))
+        EXPECTED_VALUES["ConditionTable", kind.name] = EXPECTED_VALUES.pop(("ConditionTable", "steps"))
         return Annotated[annotation, entry.metadata[0], entry.metadata[1]], Described(
             default=None, description=doc
         )
@@ -116,25 +116,25 @@ def _rung(given: Any) -> Any:
     return given if known else {"do": given}
 
 
-ACTIONS_HERE = {"$comment": "actions"}
-"""Stands in the JSON Schema for the schema of `do`, until `json_schema` puts it there."""
+ACTIONS_PLACEHOLDER = {"$comment": "actions"}
+"""Placeholder in the JSON Schema for the schema of `do`, which `json_schema` inserts."""
 
 LimitTable = table_of(Limit, "Limit")
 RungTable = model(
     "RungTable",
-    "What is done once the limit above is used up.",
+    "What is done once the limit above is exhausted.",
     {
         "do": (Actions, ...),
         "limit": _optional(LimitTable),
-        "otherwise": _optional(_also("RungTable", _Short(_rung, ACTIONS_HERE))),
+        "otherwise": _optional(_with_short_form("RungTable", _ShortForm(_rung, ACTIONS_PLACEHOLDER))),
     },
 )
 RungTable.model_rebuild(_types_namespace={"RungTable": RungTable, "Actions": Actions})
-Otherwise = _also(RungTable, _Short(_rung, ACTIONS_HERE))
+Otherwise = _with_short_form(RungTable, _ShortForm(_rung, ACTIONS_PLACEHOLDER))
 
 UnlessTable = model(
     "Unless",
-    "What makes the rule pass an incident by.",
+    "Exceptions, for which the rule ignores an incident.",
     {"on": _optional(_one_or_more(Literal[SITES])), "cause": _optional(_one_or_more(Literal[CAUSES]))},
 )
 Glob = Annotated[str, Described(min_length=1, max_length=200), AfterValidator(checked_printable)]
@@ -142,16 +142,16 @@ RuleTable = table_of(
     Rule,
     "Rule",
     alone=False,
-    on=_optional(_one_or_more(Literal[SITES]), description="sites that the rule looks at, all if left out"),
-    kind=_optional(_one_or_more(Literal[KINDS]), description="kinds of trouble, all if left out"),
-    layer=_optional(_one_or_more(Glob), description="globs of Keras paths, all if left out"),
-    cause=_optional(_one_or_more(Literal[CAUSES]), description="causes that the diagnosis may name"),
-    magnitude=_optional(table_of(Magnitude, "Magnitude"), description="how bad a finding has to be"),
+    on=_optional(_one_or_more(Literal[SITES]), description="sites that the rule matches, all if omitted"),
+    kind=_optional(_one_or_more(Literal[KINDS]), description="kinds of trouble, all if omitted"),
+    layer=_optional(_one_or_more(Glob), description="globs of Keras paths, all if omitted"),
+    cause=_optional(_one_or_more(Literal[CAUSES]), description="causes of the diagnosis"),
+    magnitude=_optional(table_of(Magnitude, "Magnitude"), description="minimum severity of a finding"),
     unless=_optional(UnlessTable),
-    after=_optional(ConditionTable, description="the condition under which it fires, each time if left out"),
+    after=_optional(ConditionTable, description="condition under which the rule fires, each time if omitted"),
     do=_optional(Actions, description="what is done"),
-    limit=_optional(LimitTable, description="how often, before `otherwise` takes over"),
-    otherwise=_optional(Otherwise, description="what is done once the limit is used up"),
+    limit=_optional(LimitTable, description="how often, before `otherwise` follows"),
+    otherwise=_optional(Otherwise, description="what is done once the limit is exhausted"),
 )
 
 # The sections, and the whole.
@@ -161,18 +161,18 @@ def _site(name: str) -> tuple[Any, Any]:
     record = next(entry.default for entry in fields(Checks) if entry.name == name)
     kind = type(record)
     found = MODELS.get(kind) or table_of(kind, kind.__name__, alone=False)
-    switch = _Short(lambda given: {"enabled": given} if isinstance(given, bool) else given, {"type": "boolean"})
-    return _optional(_also(found, switch))
+    switch = _ShortForm(lambda given: {"enabled": given} if isinstance(given, bool) else given, {"type": "boolean"})
+    return _optional(_with_short_form(found, switch))
 
 
 ChecksTable = model(
     "Checks",
-    "Which sites are looked at, and within which limits.",
+    "Which sites are checked, and their limits.",
     {entry.name: _site(entry.name) for entry in fields(Checks)},
 )
 LayerTable = model(
     "LayerChecks",
-    "Checks that differ for the layers that meet a glob.",
+    "Checks that differ for the layers that match a glob.",
     {site: _site(site) for site in LAYER_SITES},
 )
 
@@ -198,8 +198,8 @@ PolicyTable = model(
     "PolicyTable",
     "A policy of keras_nanguard.",
     {
-        "version": (Literal[VERSION], Described(default=VERSION, description="number of this form of policy files")),
-        "preset": (Literal[(NO_PRESET, *PRESETS)], Described(default="recover", description="what it builds on")),
+        "version": (Literal[VERSION], Described(default=VERSION, description="version of the format of policy files")),
+        "preset": (Literal[(NO_PRESET, *PRESETS)], Described(default="recover", description="preset that the policy is based on")),
         "title": (Title, Described(default="", description="one line about the policy")),
         "refuse": (bool, Described(default=True, description="whether bad steps are refused")),
         "checks": _optional(ChecksTable),
@@ -216,15 +216,15 @@ def problems_in(document: Mapping[str, Any]) -> list[str]:
 
 
 def action_from_file(item: object) -> Action:
-    """Return the action that a policy file writes as `"rollback"` or `{ lower_lr = { factor = 0.5 } }`.
+    """Return the action of `"rollback"` or `{ lower_lr = { factor = 0.5 } }` in a policy file.
 
     Raises:
         PolicyError: if the action or a parameter is unknown, or a value is out of range.
     """
     table = {item: {}} if isinstance(item, str) else item
     if not isinstance(table, Mapping) or len(table) != 1:
-        refuse([f"expected {ActionTable.__doc__}, received {shown(item)}"], "the action")
-    refuse(problems_of(ActionTable, table), "the action")
+        raise_problems([f"expected {ActionTable.__doc__}, received {shown(item)}"], "the action")
+    raise_problems(problems_of(ActionTable, table), "the action")
     return actions.validated(table)
 
 
@@ -232,7 +232,7 @@ def action_from_dict(data: Mapping[str, Any]) -> Action:
     """Rebuild an action from `Action.to_dict()`.
 
     Raises:
-        PolicyError: as `action_from_file`.
+        PolicyError: as in `action_from_file`.
     """
     given = dict(data)
     return action_from_file({str(given.pop("action", None)): given})
@@ -246,12 +246,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _pruned(value: Any, actions: Any) -> Any:
-    """Leave out what no editor needs, titles made from names and defaults that say null, and put the actions in."""
+    """Remove what no editor needs, generated titles and null defaults, and insert the actions."""
     if isinstance(value, list):
         return [_pruned(inner, actions) for inner in value]
     if not isinstance(value, dict):
         return value
-    if value == ACTIONS_HERE:
+    if value == ACTIONS_PLACEHOLDER:
         return _pruned(actions, actions)
     named = "type" in value or "$ref" in value or "anyOf" in value
     drop = {"title"} if named and isinstance(value.get("title"), str) else set()

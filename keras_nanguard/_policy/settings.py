@@ -1,6 +1,6 @@
-"""The settings of a policy besides its rules: what is checked, within which limits, and how states are kept.
+"""The settings of a policy besides its rules: which sites are checked, their limits, and how snapshots are taken.
 
-Level 0: imports no backend.
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from keras_nanguard._policy.checking import check
-from keras_nanguard._policy.fields import changed, follow, made, problem, spec
+from keras_nanguard._policy.fields import construct, non_defaults, problem, reconciled, spec
 
 __all__ = [
     "LAYER_SITES",
@@ -24,7 +24,7 @@ __all__ = [
     "Snapshot",
     "StatisticsCheck",
     "TrendCheck",
-    "on_path",
+    "matches_path",
 ]
 
 
@@ -33,12 +33,12 @@ class SiteCheck:
     """How one site is checked.
 
     Attributes:
-        enabled: look there between two steps (sites in `SWITCHED`; no other is looked at in this way).
-        max_abs: a finite value larger than this is trouble of kind `out_of_range` (sites in `LIMITED`); None: no limit.
+        enabled: check the site between two steps (only for sites in `SWITCHED`).
+        max_abs: a finite value larger than this is a finding of kind `out_of_range` (only for sites in `LIMITED`); None: no limit.
     """
 
-    enabled: bool = field(default=True, metadata=spec("look there at all"))
-    max_abs: float | None = field(default=None, metadata=spec("largest magnitude that is in order", gt=0))
+    enabled: bool = field(default=True, metadata=spec("whether the site is checked"))
+    max_abs: float | None = field(default=None, metadata=spec("largest magnitude allowed", gt=0))
 
     def __post_init__(self) -> None:
         check(self)
@@ -49,11 +49,11 @@ class StatisticsCheck(SiteCheck):
     """How the moving statistics of BatchNorm and Normalization are checked.
 
     Attributes:
-        stuck_after: trainable BatchNorm statistics that have not moved for so many steps are `stuck`; 0: never.
+        stuck_after: trainable BatchNorm statistics that have not changed for so many steps are `stuck`; 0: never.
     """
 
-    max_abs: float = field(default=1e30, metadata=spec("largest magnitude that is in order", gt=0))
-    stuck_after: int = field(default=500, metadata=spec("steps without any movement, 0 is never", unit="steps", ge=0))
+    max_abs: float = field(default=1e30, metadata=spec("largest magnitude allowed", gt=0))
+    stuck_after: int = field(default=500, metadata=spec("steps without any change, 0 is never", unit="steps", ge=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,16 @@ class LossScaleCheck:
     """How the loss scale of mixed_float16 is checked.
 
     Attributes:
-        enabled: look at it at all.
+        enabled: whether the loss scale is checked.
         min_value: a scale below this has collapsed.
-        max_value: a scale above this has run away.
-        patience: overflows in a row that dynamic scaling may settle by itself before they are trouble.
+        max_value: a scale above this has diverged.
+        patience: overflows in a row that are left to dynamic scaling before they are reported.
     """
 
-    enabled: bool = field(default=True, metadata=spec("look there at all"))
+    enabled: bool = field(default=True, metadata=spec("whether the loss scale is checked"))
     min_value: float = field(default=1.0, metadata=spec("a scale below this has collapsed", gt=0))
-    max_value: float = field(default=2.0**32, metadata=spec("a scale above this has run away", gt=0))
-    patience: int = field(default=8, metadata=spec("overflows in a row that are in order", unit="steps", ge=0, le=1000))
+    max_value: float = field(default=2.0**32, metadata=spec("a scale above this has diverged", gt=0))
+    patience: int = field(default=8, metadata=spec("overflows in a row left to dynamic scaling", unit="steps", ge=0, le=1000))
 
     ordered: ClassVar = (("min_value", "max_value"),)
 
@@ -78,27 +78,27 @@ class LossScaleCheck:
         check(self)
 
     def leaves(self, streak: int, scale: float) -> bool:
-        """Whether the last of so many overflows in a row, at this scale, is left to dynamic scaling, which halves the scale."""
+        """Whether overflow number `streak` in a row, at this scale, is left to dynamic scaling, which halves the scale."""
         return streak <= self.patience and self.min_value <= scale * 0.5 <= self.max_value
 
 
 @dataclass(frozen=True, slots=True)
 class TrendCheck:
-    """How loss and gradient norm of healthy steps are watched for finite trouble (see `Trend`).
+    """How loss and gradient norm of healthy steps are monitored for jumps and growth (see `Trend`).
 
     Attributes:
-        enabled: watch at all.
-        spike_factor: a jump to so many times the robust level is a spike.
-        explosion_factor: growth to so many times the level at the start is an explosion.
-        patience: steps in a row that the growth has to last.
-        warmup: values to see before anything but a jump by a factor of a million is called a spike.
+        enabled: whether they are monitored.
+        spike_factor: a jump to this multiple of the robust level is a spike.
+        explosion_factor: growth to this multiple of the initial level is an explosion.
+        patience: steps in a row for which the growth has to last.
+        warmup: values to collect before a jump by less than a factor of a million is reported as a spike.
     """
 
-    enabled: bool = field(default=True, metadata=spec("watch at all"))
-    spike_factor: float = field(default=1e4, metadata=spec("a jump to so many times the robust level", ge=2))
-    explosion_factor: float = field(default=1e6, metadata=spec("growth to so many times the first level", ge=10))
-    patience: int = field(default=3, metadata=spec("steps in a row that growth lasts", unit="steps", ge=1, le=1000))
-    warmup: int = field(default=20, metadata=spec("values seen before the first spike below 1e6", unit="steps", ge=5, le=1000))
+    enabled: bool = field(default=True, metadata=spec("whether loss and gradient norm are monitored"))
+    spike_factor: float = field(default=1e4, metadata=spec("a jump to this multiple of the robust level", ge=2))
+    explosion_factor: float = field(default=1e6, metadata=spec("growth to this multiple of the initial level", ge=10))
+    patience: int = field(default=3, metadata=spec("steps in a row for which growth lasts", unit="steps", ge=1, le=1000))
+    warmup: int = field(default=20, metadata=spec("values collected before the first spike below 1e6", unit="steps", ge=5, le=1000))
 
     def __post_init__(self) -> None:
         check(self)
@@ -106,7 +106,7 @@ class TrendCheck:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Which sites are looked at, and within which limits. Policy files write `true` or `false` for a site in short."""
+    """Which sites are checked, and their limits. Policy files may write `true` or `false` for a site."""
 
     inputs: SiteCheck = SiteCheck()
     targets: SiteCheck = SiteCheck()
@@ -124,7 +124,7 @@ class Checks:
 
     @classmethod
     def from_file(cls, table: Mapping[str, Any]) -> Checks:
-        """Return the checks that a policy file writes under `[checks]`, as it has been validated."""
+        """Return the checks of a validated `[checks]` table of a policy file."""
         return Checks(**_merged(cls(), table))
 
     def to_file(self) -> dict[str, Any]:
@@ -134,10 +134,10 @@ class Checks:
 
 
 SWITCHED = ("gradients", "statistics", "loss_scale", "trend")
-"""Checks that can be switched off: what is looked at between two steps. Whether a step is refused depends on none of them."""
+"""Checks that can be disabled: those between two steps. Whether a step is refused depends on none of them."""
 
 LIMITED = ("weights", "statistics", "slots")
-"""Sites whose finite values are held against `max_abs`, in the state before a step that was refused."""
+"""Sites whose finite values are compared with `max_abs`, in the state before a refused step."""
 
 LAYER_SITES = ("outputs", "gradients", "weights", "statistics", "slots")
 """The sites that have a value per layer or variable, and so may have limits per layer."""
@@ -145,11 +145,11 @@ LAYER_SITES = ("outputs", "gradients", "weights", "statistics", "slots")
 
 @dataclass(frozen=True, slots=True)
 class LayerChecks:
-    """The checks of the layers whose Keras path meets a glob, where they differ from `[checks]`.
+    """The checks of the layers whose Keras path matches a glob, where they differ from `[checks]`.
 
     Attributes:
-        glob: pattern of a path or of a part of it between slashes (see `on_path`).
-        sites: what differs, by site: a plain table of the fields of the site's check.
+        glob: pattern of a path or of a part of it between slashes (see `matches_path`).
+        sites: the fields that differ, by site.
     """
 
     glob: str
@@ -157,11 +157,11 @@ class LayerChecks:
 
     @classmethod
     def from_file(cls, glob: str, table: Mapping[str, Any]) -> LayerChecks:
-        """Return the checks that a policy file writes under `[layers."glob"]`, as it has been validated."""
+        """Return the checks of a validated `[layers."glob"]` table of a policy file."""
         return cls(glob, {site: _lengthened(given) for site, given in table.items()})
 
     def over(self, checks: Checks) -> Checks:
-        """Return `checks` with these differences."""
+        """Return `checks` with the fields that differ replaced."""
         return replace(checks, **_merged(checks, self.sites))
 
     def to_file(self) -> dict[str, Any]:
@@ -171,20 +171,20 @@ class LayerChecks:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How states are kept to go back to.
+    """How snapshots of the train state are taken and stored.
 
     Attributes:
-        every: steps between two snapshots; 0: none is taken, and nothing can be gone back to.
-        keep: how many are kept.
+        every: steps between two snapshots; 0: none is taken, and no rollback is possible.
+        keep: number of snapshots to keep.
         storage: in host memory, or on disk under the guard's `directory`.
-        good_after: good steps that have to follow before a snapshot counts as good.
+        good_after: good steps that have to follow before a snapshot counts as verified.
     """
 
     every: int = field(default=100, metadata=spec("steps between two snapshots, 0 is none", unit="steps", ge=0))
-    keep: int = field(default=2, metadata=spec("how many are kept", unit="snapshots", ge=1, le=1000))
-    storage: str = field(default="memory", metadata=spec("where they are kept", choices=("memory", "disk")))
+    keep: int = field(default=2, metadata=spec("number of snapshots to keep", unit="snapshots", ge=1, le=1000))
+    storage: str = field(default="memory", metadata=spec("where snapshots are stored", choices=("memory", "disk")))
     good_after: int = field(
-        default=10, metadata=spec("good steps before a snapshot counts as good", unit="steps", ge=0)
+        default=10, metadata=spec("good steps before a snapshot counts as verified", unit="steps", ge=0)
     )
 
     ordered: ClassVar = (("good_after", "every"),)
@@ -193,17 +193,17 @@ class Snapshot:
         check(self)
 
     def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between the fields."""
+        """Yield the conflicts between the fields."""
         if self.keep == 1 and self.good_after:
-            yield problem("keep", "at least 2 (one good, one to become good), or good_after = 0", self.keep)
+            yield problem("keep", "at least 2 (one verified, one not yet), or good_after = 0", self.keep)
 
     @classmethod
     def over(cls, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings `given` over those of `below`, which give way where the two contradict (see `follow`).
+        """Return the settings `given` merged over those of `below`, which are adjusted to them (see `reconciled`).
 
-        Where there is room for one snapshot only, it counts as good at once: none could become good beside it.
+        With `keep=1` a snapshot counts as verified at once: there is no room for a second one that is not yet verified.
         """
-        table = follow(cls, given, below)
+        table = reconciled(cls, given, below)
         if table.get("keep") == 1 and "good_after" not in given:
             table["good_after"] = 0
         elif table.get("keep") == 1 and "keep" not in given and given["good_after"]:
@@ -212,13 +212,13 @@ class Snapshot:
 
     def to_file(self) -> dict[str, Any]:
         """Return what differs from the defaults, as a policy file writes it."""
-        return changed(self)
+        return non_defaults(self)
 
 
-def on_path(path: str, glob: str) -> bool:
-    """Return whether a glob meets a Keras path, or a run of the parts of it between slashes.
+def matches_path(path: str, glob: str) -> bool:
+    """Return whether a glob matches a Keras path, or a run of the parts of it between slashes.
 
-    `post_bn*` meets `post_bn_1`, `model/post_bn_1` and `model/post_bn_1/moving_mean`; so does `model/post_bn_1`.
+    `post_bn*` matches `post_bn_1`, `model/post_bn_1` and `model/post_bn_1/moving_mean`.
     """
     if fnmatchcase(path, glob):
         return True
@@ -233,7 +233,7 @@ def _merged(checks: Checks, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _over(present: Any, given: Mapping[str, Any]) -> Any:
-    return made(type(present), {entry.name: given.get(entry.name, getattr(present, entry.name)) for entry in fields(present)})
+    return construct(type(present), {entry.name: given.get(entry.name, getattr(present, entry.name)) for entry in fields(present)})
 
 
 def _lengthened(given: Any) -> Mapping[str, Any]:
@@ -245,4 +245,4 @@ def _shortened(table: Mapping[str, Any]) -> Any:
 
 
 def _short(check_of_site: Any) -> Any:
-    return _shortened(changed(check_of_site))
+    return _shortened(non_defaults(check_of_site))

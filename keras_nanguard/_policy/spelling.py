@@ -1,13 +1,13 @@
-"""The known word that somebody meant: first by what people say instead, then by spelling. Level 0: imports no backend."""
+"""Suggestions for unknown words: first by synonym, then by spelling. Imports no backend."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
 
-__all__ = ["SAID", "nearest"]
+__all__ = ["SYNONYMS", "nearest"]
 
-SAID: Mapping[str, str] = {
+SYNONYMS: Mapping[str, str] = {
     # kinds of trouble
     "nonfinite": "nan nans inf infs infinity infinite non_finite not_finite invalid overflow overflows",
     "explosion": "explode explodes exploding diverge divergence diverging blow_up blowup growth runaway",
@@ -112,23 +112,23 @@ SAID: Mapping[str, str] = {
     "restore": "rollback restore_best_weights",
     "function": "fn callable name",
 }
-"""What people say instead of each word of a policy; which of several is meant follows from the words that are known there."""
+"""Synonyms of each word of a policy; the words that are valid in a place decide between several candidates."""
 
-_MEANT: dict[str, list[str]] = {}
-for _word, _others in SAID.items():
-    for _other in _others.split():
-        _MEANT.setdefault(_other, []).append(_word)
+_BY_SYNONYM: dict[str, list[str]] = {}
+for _word, _synonyms in SYNONYMS.items():
+    for _synonym in _synonyms.split():
+        _BY_SYNONYM.setdefault(_synonym, []).append(_word)
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """Return the known word that `word` stands for, or is nearest to in spelling; `""` where there is none."""
+    """Return the known word that `word` is a synonym of, or is nearest to in spelling; `""` where there is none."""
     words = {_plain(name): name for name in known}
     if not isinstance(word, str) or word in words.values():
         return ""
-    said = _plain(word)
-    meant = next((other for other in _MEANT.get(said, ()) if other in words.values()), "")
-    found = difflib.get_close_matches(said, words, n=1, cutoff=0.7)
-    return words.get(said) or meant or (words[found[0]] if found else "")
+    key = _plain(word)
+    meant = next((other for other in _BY_SYNONYM.get(key, ()) if other in words.values()), "")
+    found = difflib.get_close_matches(key, words, n=1, cutoff=0.7)
+    return words.get(key) or meant or (words[found[0]] if found else "")
 
 
 def _plain(word: str) -> str:

@@ -1,6 +1,6 @@
-"""pydantic models made from records: each table of a policy file has the fields of the dataclass that its values end up in.
+"""pydantic models generated from records: each table of a policy file has the fields of the dataclass of its values.
 
-Needs pydantic; imports no backend.
+Needs pydantic. Imports no backend.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, create_model, model_
 from pydantic import Field as Described
 from pydantic_core import PydanticCustomError
 
-from keras_nanguard._policy.fields import MAX_INTEGER, contradictions, made, plain_type, printable, wording
+from keras_nanguard._policy.fields import MAX_INTEGER, construct, contradictions, expected_value, plain_type, printable
 
-__all__ = ["MODELS", "WORDINGS", "OneKey", "Table", "checked_printable", "described", "model", "model_of", "table_of"]
+__all__ = ["EXPECTED_VALUES", "MODELS", "OneKey", "Table", "checked_printable", "described", "model", "model_of", "table_of"]
 
-WORDINGS: dict[tuple[str, str], str] = {}
-"""What a field of a model expects, in words, by the names of model and field."""
+EXPECTED_VALUES: dict[tuple[str, str], str] = {}
+"""The valid values of each field in words, by the names of model and field."""
 
 
 MODELS: dict[type[Any], Any] = {}
@@ -26,13 +26,13 @@ MODELS: dict[type[Any], Any] = {}
 
 
 class Table(BaseModel):
-    """A table of a policy file: no unknown words, no conversions, no NaN."""
+    """A table of a policy file: no unknown keys, no conversions, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class OneKey(Table):
-    """A table whose one key says what it is."""
+    """A table with exactly one key, which names its kind."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -47,21 +47,21 @@ class OneKey(Table):
 def model(
     name: str, doc: str, entries: Mapping[str, Any], base: type[Table] = Table, checks: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return a model made at run time; nothing of it is known to a type checker."""
+    """Return a model created at run time; a type checker knows nothing of it."""
     make: Any = create_model
     return make(name, __base__=base, __doc__=doc, __validators__=dict(checks or {}), **entries)
 
 
 def described(entry: Field[Any], model: str) -> tuple[Any, Any]:
-    """Return annotation and description of one field of a record, as pydantic wants them."""
+    """Return annotation and description of one field of a record for pydantic."""
     meta, kind = entry.metadata, plain_type(entry)
-    WORDINGS[model, entry.name] = wording(entry)
+    EXPECTED_VALUES[model, entry.name] = expected_value(entry)
     annotation: Any = {"int": int, "float": float, "str": str, "bool": bool}[kind]
     bounds = dict(meta["bounds"])
     if meta["choices"]:
         annotation = Literal[meta["choices"]]
     elif kind == "str":
-        bounds = {"pattern": meta["pattern"]} if meta["pattern"] else {"max_length": meta["longest"]}
+        bounds = {"pattern": meta["pattern"]} if meta["pattern"] else {"max_length": meta["max_length"]}
         annotation = Annotated[str, AfterValidator(checked_printable)]
     elif kind == "int":
         bounds = {"ge": 0, "le": MAX_INTEGER, **bounds}
@@ -71,19 +71,19 @@ def described(entry: Field[Any], model: str) -> tuple[Any, Any]:
 
 
 def checked_printable(text: str) -> str:
-    """Refuse a text that can not stand in a report."""
+    """Raise for a string that is not fit for a report."""
     if not printable(text):
         raise PydanticCustomError("printable", "printable")
     return text
 
 
 def table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> Any:
-    """Return the model of a record; `alone`: no other document is laid under it, so fields are checked together too."""
+    """Return the model of a record; `alone`: it is never merged over another document, so fields are also checked together."""
     known = {entry.name: described(entry, name) for entry in fields(record) if "meaning" in entry.metadata}
 
     def together(table: Table) -> Table:
         given = {word: getattr(table, word) for word in known if word in table.model_fields_set}
-        found = contradictions(made(record, given))
+        found = contradictions(construct(record, given))
         if found:
             raise PydanticCustomError("together", "{problems}", {"problems": "\n".join(found)})
         return table
@@ -94,7 +94,7 @@ def table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> A
 
 
 def model_of(record: type[Any]) -> Any:
-    """Return the model of a record that is written in code: its fields one by one, without regard to one another."""
+    """Return the model of a record written in code, which checks each field by itself."""
     if record not in _ALONE:
         known = {entry.name: described(entry, record.__name__) for entry in fields(record) if "meaning" in entry.metadata}
         _ALONE[record] = model(record.__name__, (record.__doc__ or "").split("\n")[0], known)

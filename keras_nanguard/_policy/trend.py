@@ -1,20 +1,20 @@
-"""Finite trouble in loss and gradient norm: jumps, and growth that will overflow. Level 0: imports no backend.
+"""Monitoring of finite loss and gradient norm: jumps, and growth that will overflow. Imports no backend.
 
-Both are judged on the logarithm of the magnitude, against what the run itself has shown to be healthy, and both err to
-silence: a false alarm costs a healthy run more than a late one costs a sick run, which overflows soon anyway and is
-refused then. With `v` the magnitude of the loss or of the gradient norm:
+Both are judged on the logarithm of the magnitude, relative to the healthy steps of the same run, and both prefer missed
+alarms to false ones: a false alarm costs a healthy run more than a late one costs a diverging run, which overflows soon
+and is refused then. With `v` the magnitude of the loss or of the gradient norm:
 
     start      median of the first five values
-    level      of log v: median of the first `warmup` values, then a running mean to which no value counts for more
+    level      of log v: median of the first `warmup` values, then a running mean in which no value counts for more
                than a factor of 20
-    spread     running mean of how far log v lies above the level
+    spread     running mean of the amount by which log v exceeds the level
     spike      v > 10 * start  and  v > floor  and  log v > level + max(log spike_factor, min(20 * spread, log 1e9))
     early      v > 1e6 * median of the values so far  and  v > floor, from the fourth value to the end of the warm-up: a spike
-    explosion  v > explosion_factor * max(start, 1), and the last `patience` values were within a hundredth of that
+    explosion  v > explosion_factor * max(start, 1), and the last `patience` values exceeded a hundredth of that
 
-Values that are not finite, and exact zeros, say nothing about a magnitude and never enter. A spike enters as a factor
-of 20, so that a lasting shift becomes the new level after some steps. Where log v is normally distributed, 20 spreads
-are 8 standard deviations.
+Values that are not finite, and exact zeros, have no useful magnitude and are ignored. A spike enters the means as a
+factor of 20, so that a lasting shift becomes the new level after some steps. Where log v is normally distributed, 20
+spreads are 8 standard deviations.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from keras_nanguard._policy.settings import TrendCheck
 
 __all__ = ["Trend"]
 
-RATE = 0.05
-"""Weight of a new value in the running means: they look back over about 20 values."""
+SMOOTHING = 0.05
+"""Weight of a new value in the running means, which average over about 20 values."""
 
-CLIP = 3.0
-"""The most that one value counts for, as a natural logarithm."""
+MAX_DEVIATION = 3.0
+"""Maximum deviation from the level that one value counts for, as a natural logarithm."""
 
-SPREADS = 20.0
-"""How many spreads above the level a spike lies, at least."""
+MIN_SPREADS = 20.0
+"""Minimum distance of a spike from the level, in spreads."""
 
-STARTS = 5
-"""From how many values the magnitude at the start is taken."""
+START_VALUES = 5
+"""Number of values from which the initial magnitude is taken."""
 
-SUSTAINED = math.log(100.0)
-"""How far below the bar of an explosion the values before it may lie."""
+SUSTAINED_BELOW = math.log(100.0)
+"""How far below the threshold of an explosion the values before it may lie."""
 
-FURTHEST = math.log(1e9)
-"""A jump by that factor is a spike, however widely the values spread."""
+MAX_MARGIN = math.log(1e9)
+"""A jump by this factor is a spike, however large the spread is."""
 
-LEAP, FEWEST = math.log(1e6), 3
-"""A jump by that factor is a spike even while the spread is being learned, as soon as there are so many values before it."""
+EARLY_JUMP, EARLY_MIN_VALUES = math.log(1e6), 3
+"""A jump by this factor is a spike even during the warm-up, once this many values precede it."""
 
 REPORT_AGAIN_GROWTH = math.log(1000.0)
-"""An explosion is told again when it has grown by this much more."""
+"""An explosion is reported again when it has grown by this much more."""
 
 FLOORS = {"loss": math.log(1.0), "gradients": math.log(10.0)}
-"""A jump to less than this is no trouble, however small the level was."""
+"""A jump to less than this is not reported, however small the level was."""
 
 
 class _Series:
-    """What loss or gradient norm has shown so far."""
+    """The running statistics of the loss or of the gradient norm."""
 
     __slots__ = (
-        "_bar",
         "_check",
         "_first",
         "_floor",
         "_grown",
-        "_high",
+        "_jumping",
+        "_last_reported",
         "_level",
         "_limit",
         "_lowest",
         "_margin",
         "_spread",
         "_sustained",
-        "_told",
+        "_threshold",
     )
 
     def __init__(self, site: str, check: TrendCheck):
@@ -79,84 +79,84 @@ class _Series:
         self._first: list[float] | None = []
         self._level = self._spread = 0.0
         self._limit = self._lowest = -math.inf
-        self._bar = self._sustained = math.inf
+        self._threshold = self._sustained = math.inf
         self.settle()
 
     def settle(self) -> None:
-        """Forget what is under way and keep what was learned."""
-        self._grown, self._high, self._told = 0, False, -math.inf
+        """Discard growth and jumps in progress, and keep the statistics."""
+        self._grown, self._jumping, self._last_reported = 0, False, -math.inf
 
     def push(self, size: float) -> str:
-        """Take the logarithm of one magnitude in and return the kind of trouble, `""` where it is healthy.
+        """Add the logarithm of one magnitude and return the kind of trouble, `""` where it is healthy.
 
-        This runs twice in every step: it holds no call, and does by hand what `_next_jump` says.
+        This runs twice in every step, so it makes no call and computes `_next_jump` inline.
         """
         if size >= self._limit:
             return self._learn(size) if self._first is not None else self._judge(size)
         above = size - self._level
         if above > 0.0:
-            if above > CLIP:
-                above = CLIP
-            spread = self._spread + RATE * (above - self._spread)
+            if above > MAX_DEVIATION:
+                above = MAX_DEVIATION
+            spread = self._spread + SMOOTHING * (above - self._spread)
         else:
-            if above < -CLIP:
-                above = -CLIP
-            spread = self._spread * (1.0 - RATE)
+            if above < -MAX_DEVIATION:
+                above = -MAX_DEVIATION
+            spread = self._spread * (1.0 - SMOOTHING)
         self._spread = spread
-        level = self._level = self._level + RATE * above
-        margin = SPREADS * spread
-        limit = level + (self._margin if margin < self._margin else margin if margin < FURTHEST else FURTHEST)
+        level = self._level = self._level + SMOOTHING * above
+        margin = MIN_SPREADS * spread
+        limit = level + (self._margin if margin < self._margin else margin if margin < MAX_MARGIN else MAX_MARGIN)
         if limit < self._lowest:
             limit = self._lowest
         self._limit = self._sustained if limit > self._sustained else limit
-        self._high = False
+        self._jumping = False
         self._grown = 0
         return ""
 
     def _next_jump(self) -> float:
-        """Return the size from which a value is a jump."""
-        return max(self._level + max(min(SPREADS * self._spread, FURTHEST), self._margin), self._lowest)
+        """Return the threshold from which a value is a jump."""
+        return max(self._level + max(min(MIN_SPREADS * self._spread, MAX_MARGIN), self._margin), self._lowest)
 
     def _learn(self, size: float) -> str:
-        """Take one of the first values in: only growth and a leap can be judged yet."""
+        """Add one of the first values: only growth and very large jumps can be judged yet."""
         first = self._first
         if first is None:
             return ""
-        leap = len(first) >= FEWEST and size >= max(median_low(first) + LEAP, self._floor)
+        leap = len(first) >= EARLY_MIN_VALUES and size >= max(median_low(first) + EARLY_JUMP, self._floor)
         first.append(size)
-        if len(first) == STARTS:
+        if len(first) == START_VALUES:
             start = median_low(first)
             self._lowest = max(start + math.log(10.0), self._floor)
             growth = math.log(self._check.explosion_factor)
-            self._bar = max(start, 0.0) + growth - 1e-9  # so that rounding hides none
-            self._sustained = self._bar - min(SUSTAINED, growth / 2)
+            self._threshold = max(start, 0.0) + growth - 1e-9  # tolerance for rounding
+            self._sustained = self._threshold - min(SUSTAINED_BELOW, growth / 2)
         if len(first) == self._check.warmup:
             self._level = median_low(first)
-            self._spread = sum(min(max(0.0, value - self._level), LEAP) for value in first) / len(first)
+            self._spread = sum(min(max(0.0, value - self._level), EARLY_JUMP) for value in first) / len(first)
             self._limit, self._first = min(self._next_jump(), self._sustained), None
-        told, fresh = self._growth(size), leap and not self._high
-        self._high = leap or self._grown > 0
-        return told or ("spike" if fresh else "")
+        growing, new_jump = self._growth(size), leap and not self._jumping
+        self._jumping = leap or self._grown > 0
+        return growing or ("spike" if new_jump else "")
 
     def _judge(self, size: float) -> str:
-        """Judge a value that is not plainly healthy."""
+        """Judge a value that is not clearly healthy."""
         jump, growth = size >= self._next_jump(), self._growth(size)
-        fresh, self._high = jump and not self._high, jump or self._grown > 0
-        self._level += RATE * max(-CLIP, min(size - self._level, CLIP))
+        new_jump, self._jumping = jump and not self._jumping, jump or self._grown > 0
+        self._level += SMOOTHING * max(-MAX_DEVIATION, min(size - self._level, MAX_DEVIATION))
         self._limit = min(self._next_jump(), self._sustained)
-        return growth or ("spike" if fresh else "")
+        return growth or ("spike" if new_jump else "")
 
     def _growth(self, size: float) -> str:
-        """Return `"explosion"` where growth has lasted and is told for the first time, or has gone on much further."""
+        """Return `"explosion"` where growth has lasted and is reported for the first time, or has continued much further."""
         self._grown = self._grown + 1 if size >= self._sustained else 0
-        if self._grown < self._check.patience or size < self._bar or size < self._told + REPORT_AGAIN_GROWTH:
+        if self._grown < self._check.patience or size < self._threshold or size < self._last_reported + REPORT_AGAIN_GROWTH:
             return ""
-        self._told = size
+        self._last_reported = size
         return "explosion"
 
 
 class Trend:
-    """Watches loss and gradient norm of the healthy steps of one fit, on the host.
+    """Monitors loss and gradient norm of the healthy steps of one fit, on the host.
 
     Args:
         check: thresholds; `policy.checks.trend`.
@@ -179,7 +179,7 @@ class Trend:
         self.step = -1
 
     def push(self, step: int, loss: float | None = None, gradient_norm: float | None = None) -> tuple[Finding, ...]:
-        """Take in what one healthy step measured and return what is wrong with it: nothing, as a rule."""
+        """Add the measurements of one healthy step and return the findings, usually none."""
         if not self._enabled:
             return ()
         self.step = step
@@ -195,6 +195,6 @@ class Trend:
         return found
 
     def settle(self) -> None:
-        """Call this after a rollback: what was under way is over, what was learned stays."""
+        """Discard growth and jumps in progress, and keep the statistics. To be called after a rollback."""
         self._loss.settle()
         self._norm.settle()

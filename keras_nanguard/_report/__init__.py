@@ -1,1 +1,1 @@
-"""How incidents are told: on the console and in files."""
+"""Reports of incidents: on the console and in files."""

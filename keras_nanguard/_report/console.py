@@ -1,4 +1,4 @@
-"""Incidents in plain sentences. Pure: takes records, returns text."""
+"""Incidents as text. Pure functions from records to strings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from keras_nanguard._core.incident import Incident
 
 __all__ = ["Lines", "epoch_line", "incident_line", "kinds", "markdown", "summary"]
 
-SHOWN = 3
-"""Incidents of one kind about which nothing is changed that get a line of their own; the others are counted."""
+MAX_PRINTED = 3
+"""Number of incidents of a kind that are printed, if nothing is changed about them; further ones are counted."""
 
 
 class Lines:
-    """Which lines are printed while training runs: each kind of trouble a few times, and then how often it came again.
+    """Selects the lines that are printed during training: a few incidents of each kind, then only how often it recurred.
 
-    An incident about which something was changed always has its line.
+    An incident with an action that changes something is always printed.
 
     Args:
-        every: whether each incident has its line.
+        every: whether every incident is printed.
     """
 
     def __init__(self, every: bool = False):
@@ -29,26 +29,26 @@ class Lines:
         self._counted: list[Incident] = []
 
     def line(self, incident: Incident) -> str:
-        """Return the line of an incident, `""` where it is only counted.
+        """Return the line of an incident, `""` if it is only counted.
 
-        The 10th, 100th, ... of a kind has a line again, for a loop that has no epochs in which to count.
+        The 10th, 100th, ... of a kind is printed again, for loops without epochs.
         """
         kind = _kind(incident)
         same = (*kind, incident.batch, incident.diagnosis.samples if incident.diagnosis is not None else ())
         self._seen.update((kind, same))
-        often = self._seen[kind]
-        round_number = often >= 10 and str(often).strip("0") == "1"
-        fresh = often <= SHOWN and self._seen[same] == 1
-        if fresh or round_number or self.every or incident.changes or incident.decision is None:
-            return incident_line(incident) + (f" The {often}th of its kind." if round_number and not self.every else "")
+        count = self._seen[kind]
+        round_number = count >= 10 and str(count).strip("0") == "1"
+        new = count <= MAX_PRINTED and self._seen[same] == 1
+        if new or round_number or self.every or incident.changes or incident.decision is None:
+            return incident_line(incident) + (f" The {count}th of its kind." if round_number and not self.every else "")
         self._counted.append(incident)
         return ""
 
     def counted(self) -> str:
-        """Return which incidents were only counted since this was last asked, `""` where there were none."""
+        """Return which incidents were only counted since the last call, `""` if there were none."""
         groups, self._counted = _groups(self._counted), []
-        again = "; ".join(f"{len(group)} x {_why(group[0])}" for group in groups)
-        return f"As reported before: {again}." if again else ""
+        recurred = "; ".join(f"{len(group)} x {_why(group[0])}" for group in groups)
+        return f"As reported before: {recurred}." if recurred else ""
 
 
 def incident_line(incident: Incident) -> str:
@@ -57,32 +57,32 @@ def incident_line(incident: Incident) -> str:
 
 
 def epoch_line(epoch: int, refused: int, committed: int, counted: str = "", unmeasured: Sequence[str] = ()) -> str:
-    """Return the line at the end of an epoch, `""` where there is nothing to say.
+    """Return the line at the end of an epoch, `""` if there is nothing to report.
 
     Args:
         epoch: the epoch.
-        refused, committed: how many steps of it were refused, and how many not.
-        counted: what `Lines.counted` says.
-        unmeasured: names of logs that no step of this fit has measured.
+        refused, committed: numbers of its steps that were refused and committed.
+        counted: the text of `Lines.counted`.
+        unmeasured: names of logs that no committed step of this fit has measured.
     """
     means = f"the means are over the other {committed}."
     if not committed and unmeasured:
         means = (
-            f"there is nothing to take a mean over. In the logs 3.4e+38 (-3.4e+38 for what is to grow) stands for {', '.join(unmeasured)}; "
-            f"callbacks that look for the best value pass over it."
+            "there is nothing to take a mean over. In the logs 3.4e+38 (-3.4e+38 for metrics that should grow) stands for "
+            f"{', '.join(unmeasured)}; callbacks that search for the best value ignore it."
         )
     elif not committed:
         means = "the logs are those of the last step that was not."
-    told = [f"{refused} of {refused + committed} steps were left out; {means}" if refused else "", counted]
-    return f"NanGuard: epoch {epoch + 1}: {' '.join(filter(None, told))}" if any(told) else ""
+    parts = [f"{refused} of {refused + committed} steps were refused; {means}" if refused else "", counted]
+    return f"NanGuard: epoch {epoch + 1}: {' '.join(filter(None, parts))}" if any(parts) else ""
 
 
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:
-    """Return a few lines: how many steps (if known) and left out, how many incidents of which cause, what was done."""
+    """Return a few lines: numbers of steps (if known) and refused steps, of incidents by cause, and of actions."""
     counted = "" if steps is None else f"{steps} steps, "
-    lines = [f"NanGuard: {counted}{refused} left out, {len(incidents)} incidents."]
+    lines = [f"NanGuard: {counted}{refused} refused, {len(incidents)} incidents."]
     if overflows:
-        lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling dealt with.")
+        lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling handled.")
     causes = Counter(_why(i) for i in incidents if i.diagnosis is not None)
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
@@ -91,10 +91,10 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
 
 
 def kinds(incidents: Iterable[Incident]) -> list[str]:
-    """Return one line for each kind of trouble, the most frequent first: how often, what was done about it, and the first."""
+    """Return one line per kind of incident, the most frequent first: how often, what was done, and the first one."""
     lines = []
     for group in _groups(incidents):
-        done = " and ".join(group[0].changes) or ("left out" if group[0].refused else "reported")
+        done = " and ".join(group[0].changes) or ("refused" if group[0].refused else "reported")
         lines.append(f"{len(group)} x {_why(group[0])}: {done}; the first at {group[0].moment}, {group[0].first}")
     return lines
 
@@ -108,16 +108,16 @@ def _groups(incidents: Iterable[Incident]) -> list[list[Incident]]:
 
 
 def _kind(incident: Incident) -> tuple[Any, ...]:
-    """Return what two incidents of the same kind have in common."""
+    """Return the key that incidents of the same kind share."""
     first = incident.first
     place = (first.site, first.kind, first.path) if first is not None else ()
     return (incident.refused, _why(incident), place, incident.changes)
 
 
 def _why(incident: Incident) -> str:
-    """Return cause and place, or what was found where there is no diagnosis."""
+    """Return cause and place, or the first finding if there is no diagnosis."""
     if incident.diagnosis is None:
-        return f"{incident.first.kind} {incident.first.site}" if incident.first is not None else "trouble"
+        return f"{incident.first.kind} {incident.first.site}" if incident.first is not None else "incident"
     return incident.diagnosis.place
 
 

@@ -1,4 +1,4 @@
-"""Incidents in files: written by a guard, read back by the command line. Data only; nothing in a file can run code."""
+"""Files of incidents: written by a guard, read by the command line. They contain only data; nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from keras_nanguard._report import console, log
 
 __all__ = ["read", "write"]
 
-LARGEST = 256 << 20
-"""Bytes of the largest file that is read."""
+MAX_BYTES = 256 << 20
+"""Maximum size of a file that is read."""
 
 
 def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]) -> Path:
-    """Write incidents to a file and return its path; it is written beside and renamed, so it is never half there.
+    """Write incidents to a file atomically, and return its path.
 
     Args:
-        incidents: what to write.
-        head: a few lines that stand before the incidents in a text for people.
-        path: ends in `.json` (one object with a format number), `.jsonl` (one incident a line), `.md` or `.html`.
+        incidents: the incidents.
+        head: lines before the incidents in Markdown and HTML.
+        path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line), `.md` or `.html`.
 
     Raises:
-        GuardError: for another ending.
-        OSError: if it cannot be written, such as `FileNotFoundError` where its folder is missing; it names `path`.
+        GuardError: for another suffix.
+        OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing; it names `path`.
     """
     path = Path(path)
     texts: dict[str, Callable[[], str]] = {
@@ -44,7 +44,7 @@ def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]
     try:
         with atomic_files.beside(path) as unfinished:
             unfinished.write_text(texts[path.suffix](), encoding="utf-8")
-    except OSError as error:  # of the temporary file, which is not what was asked for
+    except OSError as error:  # it names the temporary file
         raise type(error)(error.errno, error.strerror, str(path)) from None
     return path
 
@@ -62,7 +62,7 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
     """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, or a folder of bundles.
 
     Raises:
-        GuardError: if there is no such file, or it holds something else.
+        GuardError: if there is no such file, or it contains something else.
     """
     path = Path(path)
     if path.is_dir():
@@ -76,19 +76,19 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
 
 
 def _of_folder(path: Path) -> list[Incident]:
-    """Return the incidents of a run by its directory: those of its log, and of the bundles that the log does not list."""
+    """Return the incidents in the directory of a run: those of its log, and of bundles that the log does not list."""
     logged = _lines(path / log.NAME) if (path / log.NAME).is_file() else None
     listed = {Path(incident.bundle).name for incident in logged or () if incident.bundle}
     patterns = ("incident.json", "*/incident.json", "incidents/*/incident.json")
     files = sorted({p for pattern in patterns for p in path.glob(pattern) if p.is_file() and p.parent.name not in listed})
     if not files and logged is None:
-        raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which holds neither", _REMEDY))
+        raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which contains neither", _REMEDY))
     bundled = sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
     return [*bundled, *(logged or ())]
 
 
 def _lines(path: Path) -> list[Incident]:
-    """Return the incidents of a file of lines; a last one without its end belongs to a process that writes it, or died there."""
+    """Return the incidents of a `.jsonl` file; an incomplete last line of a log belongs to a process that writes it, or died."""
     lines = _text(path).split("\n")
     if path.name == log.NAME:
         del lines[-1]
@@ -100,13 +100,13 @@ _REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the dir
 
 def _text(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file():  # a pipe would never end
+        if path.exists() and not path.is_file():  # a pipe would block
             raise GuardError(expected("a file or a folder", f"{str(path)!r}, which is neither", _REMEDY))
-        if path.stat().st_size > LARGEST:
-            raise GuardError(expected(f"a file of at most {LARGEST} bytes", f"{str(path)!r}, which is larger", _REMEDY))
+        if path.stat().st_size > MAX_BYTES:
+            raise GuardError(expected(f"a file of at most {MAX_BYTES} bytes", f"{str(path)!r}, which is larger", _REMEDY))
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise GuardError(expected("a readable report", f"{str(path)!r}: {reason}", _REMEDY)) from error
 
 

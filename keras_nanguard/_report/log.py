@@ -1,7 +1,7 @@
-"""The incidents of a run in its directory, one JSON line each, written as they happen.
+"""The log of incidents in the directory of a run: one JSON line per incident, appended as they happen.
 
-Whole lines only: a line that could not be written to its end is taken back, and what a killed process left half-written goes when the
-next one begins. Imports no backend.
+Only complete lines: a line that could not be written completely is removed, and so is a partial line of a killed process when the
+next run starts. Imports no backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TAIL = 1 << 20
 
 
 def begin(directory: str | os.PathLike[str]) -> None:
-    """Make the file where it is missing, so that a run without incidents can be told from none, and end it with a whole line.
+    """Create the file if it is missing, which distinguishes a run without incidents from no run, and remove a partial last line.
 
     Raises:
         OSError: if it cannot be written.
@@ -41,10 +41,10 @@ def begin(directory: str | os.PathLike[str]) -> None:
 
 
 def add(directory: str | os.PathLike[str], incident: Incident) -> None:
-    """Write one incident at the end of the file.
+    """Append one incident to the file.
 
     Raises:
-        OSError: if it cannot be written; the file is then as it was.
+        OSError: if it cannot be written; the file is then unchanged.
     """
     line = (incident.to_json() + "\n").encode()
     with (Path(directory) / NAME).open("ab", buffering=0) as file:

@@ -109,7 +109,7 @@ def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]))
-def test_misuse_is_told_with_usage_and_exit_code_two(words, capsys):
+def test_misuse_is_reported_with_usage_and_exit_code_two(words, capsys):
     """Unknown words and missing arguments, and no abbreviation is guessed."""
     assert main(words) == MISUSE
     assert "usage: keras-nanguard" in capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
 
 
 def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
-    """The first bad layer is named, and inference is told from training."""
+    """The first bad layer is named, and inference is distinguished from training."""
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32))
     assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
@@ -224,7 +224,7 @@ def test_diagnose_of_data_that_the_model_does_not_take(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=np.zeros((8, 5), np.float32))
     assert main(["diagnose", sound, "--data", str(tmp_path / "data.npz")]) == MISUSE
     printed = capsys.readouterr()
-    assert "Nothing can be said" in printed.out and "Nothing bad" not in printed.out
+    assert "No diagnosis is possible" in printed.out and "Nothing bad" not in printed.out
     assert printed.err.count("\n") == 1 and "ValueError" in printed.err
 
 
@@ -277,7 +277,7 @@ def test_bash_completes(typed, offered):
 
 
 def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
-    """On a terminal: a table with the worst first; square brackets in a name are no markup."""
+    """On a terminal: a table with the worst first; square brackets in a name are not markup."""
     from rich.console import Console
 
     from keras_nanguard._cli.tables import Tables

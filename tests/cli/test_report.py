@@ -1,4 +1,4 @@
-"""`keras-nanguard report`: what a guarded run has written down, told again."""
+"""`keras-nanguard report`: what a guarded run has written down, printed again."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_missing(tmp_path, capsys):
 
 
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
-    """What is written beside and renamed has a name of its own, which nobody asked for."""
+    """An error names the requested file, and not the temporary one."""
     path = tmp_path / "missing" / "run.md"
     with pytest.raises(FileNotFoundError) as caught:
         files.write(INCIDENTS, "head", path)
@@ -122,7 +122,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     assert met == [1, 2]
     assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
     assert main(["report", str(run)]) == 1
-    assert "2 left out, 2 incidents" in capsys.readouterr().out
+    assert "2 refused, 2 incidents" in capsys.readouterr().out
     bundles = [i for i in guard.incidents if i.bundle]
     assert bundles
     (run / log.NAME).unlink()

@@ -123,21 +123,21 @@ def test_wrong_input_is_one_sentence(command, given, good, tmp_path, capfd):
     before = sorted(tmp_path.rglob("*"))
     code = main([word.format(path, **good) for word in COMMANDS[command]])
     captured = capfd.readouterr()
-    told = [line for line in captured.err.splitlines() if line.startswith("keras-nanguard: ")]
+    reported = [line for line in captured.err.splitlines() if line.startswith("keras-nanguard: ")]
     if command == "check-policy" and code == 1:  # a policy that can be read, and is wrong, is a finding
-        assert captured.out and not told
+        assert captured.out and not reported
         return
     assert code == MISUSE, captured
-    assert len(told) == 1
+    assert len(reported) == 1
     assert "Traceback" not in captured.err
     assert captured.out == ""
-    assert len(told[0]) < 600
+    assert len(reported[0]) < 600
     assert sorted(tmp_path.rglob("*")) == before
 
 
 OUTPUTS = {
     "exists": ("good.npz", "--overwrite"),
-    "no folder": ("nowhere/out.npz", "Make the folder"),
+    "no folder": ("nowhere/out.npz", "Create the folder"),
     "itself": ("bad.npz", "--in-place"),
 }
 

@@ -91,7 +91,7 @@ def test_nothing_is_guessed_from_nothing():
         ("Mul", (ZERO, Operand(0.0, False, False, "float32", infinite=True)), "pole"),
     ],
 )
-def test_overflow_is_told_from_a_pole(operation, operands, expected):
+def test_overflow_is_reported_from_a_pole(operation, operands, expected):
     assert kind(replace(LOG, op=operation, operands=operands)) == expected
 
 

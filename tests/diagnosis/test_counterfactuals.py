@@ -47,18 +47,18 @@ def test_the_bundle_holds_the_way_to_the_bad_step(bundle):
 
 
 def test_as_it_was_the_same_step_goes_bad_and_what_cures_it_is_named(bundle):
-    told = dict(replay(bundle, counterfactuals=True).counterfactuals)
+    reported = dict(replay(bundle, counterfactuals=True).counterfactuals)
     step = _bundle.read(bundle).incident.step
-    assert told["as it was"].startswith(f"the {step + 1} steps from the state before the first step: ")
-    assert told["as it was"].endswith(f"the loss goes bad at step {step + 1} of {step + 1}")
-    assert "gradients clipped" in told["what cures it"]
-    assert "finite" in told["with gradients clipped to a global norm of 1"]
+    assert reported["unchanged"].startswith(f"the {step + 1} steps from the state before the first step: ")
+    assert reported["unchanged"].endswith(f"the loss is not finite at step {step + 1} of {step + 1}")
+    assert "gradients clipped" in reported["cured by"]
+    assert "finite" in reported["with gradients clipped to a global norm of 1"]
 
 
 def test_a_rate_too_high_is_cured_by_a_tenth_of_it(tmp_path):
     _, incident = diverging(tmp_path, rate=0.03)
-    told = dict(replay(incident.bundle, counterfactuals=True).counterfactuals)
-    assert "with a tenth of the learning rate" in told["what cures it"]
+    reported = dict(replay(incident.bundle, counterfactuals=True).counterfactuals)
+    assert "with a tenth of the learning rate" in reported["cured by"]
 
 
 def test_nothing_of_it_stays_in_the_model(bundle):
@@ -105,8 +105,8 @@ def test_a_bundle_without_it_still_reads(bundle, tmp_path):
     about = json.loads((copy / "bundle.json").read_text())
     about["before"] = None
     (copy / "bundle.json").write_text(json.dumps(about))
-    told = dict(replay(copy, counterfactuals=True).counterfactuals)
-    assert "10 steps on the batch" in told["as it was"]
+    reported = dict(replay(copy, counterfactuals=True).counterfactuals)
+    assert "10 steps on the batch" in reported["unchanged"]
 
 
 def test_of_a_finite_jump_the_batch_is_known_and_its_rows(tmp_path):

@@ -83,7 +83,7 @@ def test_only_models_are_examined():
         diagnose("model.keras", np.zeros((1, 4)))
 
 
-def test_bad_statistics_are_told_after_validation(trained, variance):
+def test_bad_statistics_are_reported_after_validation(trained, variance):
     model, x, y = trained
     variance.assign([np.nan] * 8)
     guard = NanGuard(verbose=0)

@@ -1,4 +1,4 @@
-"""Healthy training raises no incident, whatever the initialiser, optimizer, precision and architecture."""
+"""Healthy training has no incident, with any initializer, optimizer, precision and architecture."""
 
 from __future__ import annotations
 

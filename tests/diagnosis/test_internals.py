@@ -41,14 +41,14 @@ def test_operations_losses_and_inputs_are_found():
 
 def test_a_policy_is_exchanged_and_put_back():
     layer, undo = layers.Dense(2, dtype="mixed_float16"), []
-    keras_layers.exchange_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
+    keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), ("float16",), undo)
     assert layer.compute_dtype == "float32"
     for target, name, value in reversed(undo):
         object.__setattr__(target, name, value)
     assert layer.compute_dtype == "float16"
 
 
-def test_the_rate_of_the_last_step_is_told_under_a_schedule():
+def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5]))
     variable = keras.Variable([1.0])
     optimizer.apply([ops.ones(1)], [variable])

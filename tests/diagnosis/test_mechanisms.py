@@ -1,4 +1,4 @@
-"""Every mechanism by which a program fails is named, with its place and its rows; without the fault nothing is told."""
+"""Every mechanism by which a program fails is named, with its place and its rows; without the fault nothing is reported."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
 
 
 def check(case, guard):
-    """Compare what was told with what the program was made to fail by."""
+    """Compare what was reported with what the program was made to fail by."""
     if not case.causes:
         assert all(incident.diagnosis.cause == "unknown" or not incident.refused for incident in guard.incidents)
         return
     assert guard.incidents, getattr(guard, "raised", "no incident")
-    told = next((i for i in guard.incidents[:3] if i.diagnosis.cause in case.causes), guard.incidents[0])
-    assert told.diagnosis.cause in case.causes, told.diagnosis.evidence
-    assert case.culprit in told.diagnosis.culprit
+    reported = next((i for i in guard.incidents[:3] if i.diagnosis.cause in case.causes), guard.incidents[0])
+    assert reported.diagnosis.cause in case.causes, reported.diagnosis.evidence
+    assert case.culprit in reported.diagnosis.culprit
     if case.rows is not None:
-        assert set(told.diagnosis.samples) == set(case.rows)
+        assert set(reported.diagnosis.samples) == set(case.rows)
     if case.step is not None:
         assert guard.incidents[0].step == case.step
 

@@ -1,4 +1,4 @@
-"""Trouble that stays finite is told, by tests that no healthy run can meet."""
+"""Trouble that stays finite is reported, by tests that no healthy run can meet."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def regression(rate: float, steps: int = 200):
     return guard
 
 
-def test_a_network_that_died_after_a_jump_is_told():
+def test_a_network_that_died_after_a_jump_is_reported():
     (incident,) = regression(0.1).incidents
     assert {(f.site, f.kind) for f in incident.findings} == {("gradients", "stuck")}
     assert (incident.refused, incident.diagnosis.cause) == (False, "divergence")
-    assert "stand still" in " ".join(incident.diagnosis.evidence)
+    assert "no longer change" in " ".join(incident.diagnosis.evidence)
 
 
 def test_the_same_network_with_a_sound_rate_is_quiet():
@@ -67,7 +67,7 @@ def test_a_fingerprint_changes_with_the_last_bit(dtype, changes):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-25, 1e-8, 1.0, 1e8, 1e25, 1e37])
 def test_sizes(scale):
-    """They are those of the closed form, at magnitudes whose squares are no float32 any more."""
+    """They are those of the closed form, at magnitudes whose squares overflow float32."""
     array = (np.random.default_rng(0).normal(size=(40, 50)) * scale).astype("float32")
     wide = array.astype("float64")
     assert sizes(array) == pytest.approx((np.linalg.norm(wide), np.abs(wide).max()), rel=1e-5)
@@ -102,7 +102,7 @@ def test_history_gives_back_the_last_steps_in_order():
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_network_that_dies_in_a_moderate_rise_of_the_loss_is_told(dies):
+def test_a_network_that_dies_in_a_moderate_rise_of_the_loss_is_reported(dies):
     """Below a twentyfold rise two looks have to agree, and the kernels have to have moved before."""
     keras.utils.set_random_seed(0)
     hidden = layers.Dense(16, "relu", name="hidden_1"), layers.Dense(16, "relu", name="hidden_2")

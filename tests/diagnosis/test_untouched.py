@@ -1,4 +1,4 @@
-"""A diagnosis leaves no trace: state, seeds and generators are what they were, whatever the mode."""
+"""A diagnosis has no side effects: state, seeds and generators are unchanged in every mode."""
 
 from __future__ import annotations
 
@@ -118,5 +118,5 @@ def test_a_diagnosis_is_taken_over_for_the_same_findings_only(monkeypatch):
     explain, session = Explainer(), type("Session", (), {"model": None})
     outputs, inputs = Finding("outputs", path="output_0"), Finding("inputs", path="x")
     each = [*[(outputs,)] * 5, (inputs, outputs)]
-    told = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
-    assert told == [*["float16_overflow"] * 5, "input_nonfinite"]
+    reported = [explain(session, Incident(step, 0, step, findings), None).cause for step, findings in enumerate(each)]
+    assert reported == [*["float16_overflow"] * 5, "input_nonfinite"]

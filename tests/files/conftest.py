@@ -152,7 +152,7 @@ def nested(keras):
 
 @pytest.fixture(scope="session")
 def task():
-    """Return images of three classes that are told apart by their brightness."""
+    """Return images of three classes that differ in brightness."""
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 3, 192)
     images = draw.normal(0.0, 0.3, (192, 8, 8, 3)) + labels[:, None, None, None]

@@ -56,7 +56,7 @@ def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_every_sixteen_bit_float_is_counted(dtype):
-    """All 65536 patterns of a 16-bit float are told apart, denormals and NaN payloads included."""
+    """All 65536 patterns of a 16-bit float are distinguished, denormals and NaN payloads included."""
     agrees(np.arange(65536, dtype=np.uint16).view(named_dtype(dtype)), 1.0)
 
 
@@ -77,8 +77,8 @@ def test_the_pieces_do_not_matter(array, piece):
 @pytest.mark.parametrize(("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")])
 def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
     """One bad value alone is found at the first, the last and every inner border of the pieces that are counted."""
-    size = arrays._PIECE * 2 + 3
-    for place in (0, 1, arrays._PIECE - 1, arrays._PIECE, 2 * arrays._PIECE, size - 1):
+    size = arrays._PIECE_VALUES * 2 + 3
+    for place in (0, 1, arrays._PIECE_VALUES - 1, arrays._PIECE_VALUES, 2 * arrays._PIECE_VALUES, size - 1):
         array = np.ones(size, named_dtype(dtype))
         array[place] = bad
         found = statistics(array)
@@ -102,7 +102,7 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
     assert statistics(array).mean == pytest.approx(finite.mean(), rel=1e-5)
 
 
-def test_constant_and_all_zero_are_told():
+def test_constant_and_all_zero_are_reported():
     """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN spoils both."""
     assert statistics(np.full(5, 2.5)).constant
     assert statistics(np.array([0.0, -0.0])).all_zero

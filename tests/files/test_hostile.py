@@ -48,7 +48,7 @@ def test_what_is_no_model_file_is_refused_in_one_sentence(make, tmp_path):
     """Missing, empty, foreign, a folder, a device, a name with a NUL: each has its sentence."""
     assert "There is no such file" in refusal(tmp_path / "missing.keras")
     assert "empty file" in refusal(make.raw(b""))
-    assert "begins with b'hello wo'" in refusal(make.raw(b"hello world"))
+    assert "starts with b'hello wo'" in refusal(make.raw(b"hello world"))
     assert "neither" in refusal(tmp_path)
     assert "a file or a folder" in refusal("/dev/null")
     assert "There is no such file" in refusal("a\0b")
@@ -67,7 +67,7 @@ def zipped(make, members, name="any.zip"):
 
 @pytest.mark.parametrize("share", (0.1, 0.5, 0.9, 0.999))
 @pytest.mark.parametrize("kind", ("keras", "weights", "npz"))
-def test_a_truncated_file_is_refused_or_its_rest_is_told_missing(make, kind, share):
+def test_a_truncated_file_is_refused_or_its_rest_is_reported_missing(make, kind, share):
     """A file that was cut off never passes for clean."""
     made = make.npz(a=np.arange(500.0)) if kind == "npz" else getattr(make, kind)()
     with open(made, "rb") as file:
@@ -184,7 +184,7 @@ def test_a_member_that_lies_about_its_place_is_refused(make):
 
 
 def test_an_encrypted_member_is_refused(make):
-    """Encryption is told as such."""
+    """Encryption is reported as such."""
     with open(make.keras(), "rb") as file:
         data = bytearray(file.read())
     at = data.rfind(b"PK\x01\x02")
@@ -194,11 +194,11 @@ def test_an_encrypted_member_is_refused(make):
 
 @pytest.mark.parametrize("name", ("../x.weights.h5", "/etc/passwd", "a/b.h5", "C:x.h5", "..", "", "a\\b.h5", 3, None))
 def test_a_shard_outside_of_its_folder_is_refused(make, name):
-    """The names of shards cannot lead anywhere but beside their index."""
+    """Shards can only be in the folder of their index."""
     assert "leads out" in refusal(make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json"))
 
 
-def test_a_missing_shard_is_told_by_name(make):
+def test_a_missing_shard_is_reported_by_name(make):
     """A shard that is not there is an error, not a smaller model."""
     path = make.sharded()
     os.unlink(make.folder / "model_00001.weights.h5")
@@ -206,7 +206,7 @@ def test_a_missing_shard_is_told_by_name(make):
 
 
 def test_names_from_a_file_are_safe_to_print(make):
-    """Escape sequences, line breaks, markup and bytes that are no UTF-8 reach the terminal escaped."""
+    """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they reach the terminal."""
     path = make.folder / "names.weights.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset(b"\xff\xfe", data=np.full(3, np.nan))
@@ -228,15 +228,15 @@ def test_any_text_is_made_printable(text):
 
 
 def test_a_hostile_configuration_costs_names_and_nothing_else(make):
-    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, a note tells."""
+    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, and a note reports it."""
     for config in (b"\xff{", b"[" * 100_000, b"[]", b'{"config": {"layers": 3}}', b'{"config": {"layers": [null, 1]}}'):
         report = scan(make.keras({make.KERNEL: np.nan}, config=config))
         assert [entry.location for entry in report.bad] == [make.KERNEL]
-    assert any("was not understood" in note for note in scan(make.keras(config=b"{")).notes)
+    assert any("could not be parsed" in note for note in scan(make.keras(config=b"{")).notes)
 
 
 def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
-    """Members called `../x` are carried over by a repair as they are and never unpacked by name."""
+    """A repair copies members named `../x` unchanged and never unpacks them by name."""
     path = make.keras({make.SECOND_VARIANCE: np.nan}, extra=[("../outside.txt", b"x"), ("/abs.txt", b"y")])
     before = set(tmp_path.parent.iterdir())
     report = repair(path)
@@ -246,7 +246,7 @@ def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
 
 
 def test_ten_thousand_layers_are_a_result(tmp_path):
-    """A model of 10,000 layers is scanned, and its one bad layer stands first."""
+    """A model of 10,000 layers is scanned, and its one bad layer is listed first."""
     path = tmp_path / "many.weights.h5"
     with h5py.File(path, "w") as file:
         for number in range(10_000):

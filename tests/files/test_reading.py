@@ -1,4 +1,4 @@
-"""What stands in a file is found and named as the live model names it, and no backend is imported for it."""
+"""The arrays in a file are found and named as in the live model, without importing a backend."""
 
 import inspect
 import os

@@ -14,7 +14,7 @@ def chain(keras, *layers, shape=(4,)):
 
 @pytest.mark.parametrize("batch_size", (1, 7, 64, 500))
 def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
-    """For a layer that sees the data itself, mean and variance are those of the whole, whatever the batches."""
+    """For the first layer, mean and variance are those of all data, independent of the batches."""
     draw = np.random.default_rng(0)
     x = (draw.normal(size=(200, 5, 4)) * [1, 10, 100, 0.01] + [0, 1000, -5, 3]).astype(np.float32)
     model = chain(keras, keras.layers.BatchNormalization(name="bn"), shape=(5, 4))
@@ -64,7 +64,7 @@ def test_nothing_else_moves(keras, task):
 
 
 def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
-    """States and seeds that running the model moves are put back."""
+    """States and seeds that running the model changes are restored."""
     inputs = keras.Input((3, 2), batch_size=4)
     x = keras.layers.Dropout(0.5, name="always")(keras.layers.BatchNormalization()(inputs), training=True)
     model = keras.Model(inputs, keras.layers.LSTM(2, stateful=True, name="memory")(x))

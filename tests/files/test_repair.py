@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._core.errors import FileFormatError, GuardError
-from keras_nanguard._files.initial_values import first_value
-from keras_nanguard._files.mend import Choices, bad_values, mended
+from keras_nanguard._files.initial_values import initial_value
+from keras_nanguard._files.mend import Choices, bad_values, repaired_values
 from keras_nanguard._files.names import identities
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.repair import repair
@@ -229,7 +229,7 @@ def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
 
 
 def test_npz_keeps_order_and_compression(make):
-    """An `.npz` array in Fortran order is repaired in place of its value and stays as it was stored."""
+    """An `.npz` array in Fortran order is repaired and keeps its order."""
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     array[1, 0] = np.nan
     path = make.folder / "x.npz"
@@ -345,7 +345,7 @@ def test_a_live_model_is_repaired_from_another(nested, task):
 
 
 def test_bad_weights_of_a_live_model_are_drawn_by_their_initialiser(nested):
-    """`weights="initial"` draws the bad entries anew and keeps the others."""
+    """`weights="initial"` redraws the bad entries and keeps the others."""
     model = nested()
     kernel = model.get_layer("head").kernel
     old = kernel.numpy()
@@ -366,7 +366,7 @@ INITIALISERS = ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal", "Lecun
 def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, shape):
     """Mean, spread and bounds of what is drawn with NumPy agree with what Keras draws."""
     config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
-    drawn = first_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
+    drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
     theirs = np.asarray(
         getattr(keras.initializers, name)(seed=1)(shape) if name not in ("Zeros", "Ones") else getattr(keras.initializers, name)()(shape),
         np.float64,
@@ -379,10 +379,10 @@ def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, s
 def test_what_has_no_first_value_is_a_reason():
     """An unknown variable, an unknown initialiser and nonsense in its configuration are sentences, not guesses."""
     draw = np.random.default_rng(0)
-    assert isinstance(first_value("kernel", (2,), {}, draw), str)
+    assert isinstance(initial_value("kernel", (2,), {}, draw), str)
     for node in ({"class_name": "Mine"}, {"class_name": "Constant", "config": {"value": "x"}}, {"class_name": None}):
-        assert isinstance(first_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
-    np.testing.assert_array_equal(first_value("moving_variance", (2,), {}, draw), [1.0, 1.0])
+        assert isinstance(initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
+    np.testing.assert_array_equal(initial_value("moving_variance", (2,), {}, draw), [1.0, 1.0])
 
 
 @given(hnp.arrays(np.float32, 8, elements=st.floats(width=32)), st.sampled_from(("zeros", "ones", "initial")))
@@ -390,7 +390,7 @@ def test_what_has_no_first_value_is_a_reason():
 def test_mending_touches_bad_values_only(array, method):
     """For any values: the good ones keep their bits, the bad ones become the replacement."""
     bad = bad_values(array.astype(np.float64), "moving_variance", "statistics", "", Choices())
-    new = mended(array, bad, method, np.full(8, 0.5), "")
+    new = repaired_values(array, bad, method, np.full(8, 0.5), "")
     assert new[~bad].tobytes() == array[~bad].tobytes()
     assert (new[bad] == {"zeros": 0.0, "ones": 1.0, "initial": 0.5}[method]).all()
     assert not bad_values(new.astype(np.float64), "moving_variance", "statistics", "", Choices()).any()

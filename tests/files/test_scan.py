@@ -53,7 +53,7 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("gamma", "weight", [1.0, 1.0], "BatchNormalization"),
         ("moving_mean", "statistics", [0.0, 0.0], "BatchNormalization"),
         ("moving_variance", "statistics", [1.0, 9e5], "BatchNormalization"),
-        ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes the data, whatever its scale
+        ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes the data, at any scale
         ("kernel_momentum", "slot", [[0.0, 0.0]], "Optimizer"),
         ("kernel_velocity", "slot", [[1e-310, 1e9]], "Optimizer"),
         ("kernel", "weight", [[3.0]], "Dense"),
@@ -61,7 +61,7 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
     ],
 )
 def test_what_is_in_order_is_not_reported(name, role, values, layer_class):
-    """First values, small slots, large data statistics and empty arrays are no problem."""
+    """Initial values, small slots, large data statistics and empty arrays are not problems."""
     assert judged(name, role, values, layer_class) == ()
 
 
@@ -86,7 +86,7 @@ def test_notes_do_not_spoil_a_clean_report(make):
     assert str(report).endswith("clean, 47 values in 10 variables.")
 
 
-def test_float16_layers_are_told_by_the_configuration(make):
+def test_float16_layers_are_reported_by_the_configuration(make):
     """A weight beyond 65504 is a warning in a layer that computes in float16 and a note elsewhere."""
     found = {entry.path: entry.problems for entry in scan(make.keras({make.KERNEL: 7e4})).variables if entry.problems}
     assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow", "constant"]
@@ -125,7 +125,7 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
 
 
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
-    """What stands in no list of layers is seen too: slots, metrics, the states of a stateful layer."""
+    """Variables that no layer lists are scanned, too: slots, metrics, the states of a stateful layer."""
     if keras.backend.backend() == "torch":
         pytest.skip("Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need")
     model = keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True, name="memory")], name="m")
@@ -167,7 +167,7 @@ def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
 
 
 def test_what_is_no_model_is_refused(keras):
-    """Something that is neither a path nor a built model is told so."""
+    """Something that is neither a path nor a built model is reported."""
     with pytest.raises(GuardError, match="Expected a Keras model"):
         scan(3)
     with pytest.raises(GuardError, match="built"):

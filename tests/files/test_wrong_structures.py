@@ -62,8 +62,8 @@ def outcome(path):
     """Scan, name and repair a file in a process of its own; returns what each gave, and the memory that it took."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout)
-    return told["found"], told["memory"]
+    reported = json.loads(done.stdout)
+    return reported["found"], reported["memory"]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -92,7 +92,7 @@ SOUND = ("big-endian", "layer of fill value", "values in Fortran's order", "init
 CAMPAIGN = MEASURED + """
 import json, random
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files import _isolated
+from keras_nanguard._files import isolated
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
 
@@ -100,7 +100,7 @@ isolated.STALL_SECONDS = 3.0
 target, seed, count, *samples = sys.argv[1:]
 draw = random.Random(int(seed))
 samples = [open(sample, "rb").read() for sample in samples]
-told = {"result": 0, "refused": 0}
+reported = {"result": 0, "refused": 0}
 for number in range(int(count)):
     data = bytearray(draw.choice(samples))
     for _ in range(draw.randint(1, 8)):
@@ -111,14 +111,14 @@ for number in range(int(count)):
     try:
         json.dumps(scan(target).to_dict(), allow_nan=False)
         str(repair(target, target + ".out", weights=draw.choice(("zeros", "initial")), overwrite=True))
-        told["result"] += 1
+        reported["result"] += 1
     except FileFormatError as error:
         assert "\\n" not in str(error), error
-        told["refused"] += 1
+        reported["refused"] += 1
     except BaseException:
         print(f"file {number} of seed {seed}", file=sys.stderr)
         raise
-print(json.dumps({**told, "memory": memory()}))
+print(json.dumps({**reported, "memory": memory()}))
 """
 
 
@@ -127,10 +127,10 @@ def campaign(folder, seed, count, timeout):
     words = [str(folder / "fuzzed"), str(seed), str(count), *map(str, _samples(folder))]
     done = subprocess.run([sys.executable, "-c", CAMPAIGN, *words], capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout)
-    assert told["memory"] < MEMORY
-    assert told["result"] > count // 20 and told["refused"] > count // 20
-    return told
+    reported = json.loads(done.stdout)
+    assert reported["memory"] < MEMORY
+    assert reported["result"] > count // 20 and reported["refused"] > count // 20
+    return reported
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,7 +147,7 @@ def test_a_long_campaign_of_changed_bytes(seed, tmp_path):
 
 
 def test_what_hdf5_reserves_is_bounded(monkeypatch):
-    """The child that reads a file cannot take more than it was given, whatever a library in it asks for."""
+    """The child that reads a file cannot exceed its memory limit, whatever a library requests."""
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux tells how much a process holds")
     monkeypatch.setattr(isolated, "MAX_MEMORY", 200 << 20)

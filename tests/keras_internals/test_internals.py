@@ -1,4 +1,4 @@
-"""Every name private to Keras that the library uses is still there: this file fails when a release takes one away."""
+"""Every name private to Keras that the library uses still exists: this file fails when a release removes one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from keras import layers
 from keras.src.utils import io_utils
+from support import zoo
 
+from keras_nanguard._keras import fitting, structure
 from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 
 
@@ -23,15 +26,15 @@ def model():
 
 
 def test_layers_at_any_depth(model):
-    """`Layer._flatten_layers` lists the model first, then every layer inside of it, and takes the two arguments."""
+    """`Layer._flatten_layers` lists the model first, then every layer inside it, and takes the two arguments."""
     nested = keras.Sequential([keras.Input((4,)), model])
     found = nested._flatten_layers(include_self=True, recursive=True)
     assert found[0] is nested and model in found and model.layers[0] in found
 
 
 def test_rate_of_the_next_step(model):
-    """`Optimizer._get_current_learning_rate` gives the rate of a number and of a schedule, and `_learning_rate` tells
-    one from the other."""
+    """`Optimizer._get_current_learning_rate` gives the rate of a number and of a schedule, and `_learning_rate`
+    distinguishes them."""
     plain = model.optimizer.inner_optimizer
     assert isinstance(plain._learning_rate, keras_variables.VARIABLE)
     assert float(plain._get_current_learning_rate()) == pytest.approx(1e-3)
@@ -49,7 +52,7 @@ def test_loss_scale_variables(model):
     assert len(optimizer.inner_optimizer._trainable_variables) == 4
 
 
-def test_compiled_anew():
+def test_compiled_again():
     """`Model._compile_config` is another object after each `compile`."""
     again = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     again.compile("sgd", "mse")
@@ -72,8 +75,8 @@ def test_train_function_protocol(model):
     model.jit_compile = before
 
 
-def test_callback_list_is_told_the_model_first():
-    """`CallbackList` hands the model to every callback when it is made, before a train function exists."""
+def test_callback_list_sets_the_model_first():
+    """`CallbackList` passes the model to every callback when it is created, before a train function exists."""
 
     class Probe(keras.callbacks.Callback):
         seen = None
@@ -93,16 +96,16 @@ def test_seed_generator_states(model):
     assert any(name.endswith("seed_generator_state") for name in names)
 
 
-def test_recurrent_states_stand_in_no_list():
-    """The states of a stateful RNN are variables that `model.variables` does not hold; the guard looks for them."""
+def test_no_list_contains_recurrent_states():
+    """The states of a stateful RNN are variables that `model.variables` does not contain; the guard searches for them."""
     rnn = layers.LSTM(2, stateful=True)
     model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), rnn])
     listed = {id(v) for v in model.variables}
     assert rnn.states and all(isinstance(s, keras_variables.VARIABLE) and id(s) not in listed for s in rnn.states)
 
 
-def test_what_an_optimizer_keeps_of_its_weights():
-    """An optimizer with averages lists them in the order of what it was built for."""
+def test_moving_averages_of_an_optimizer():
+    """An optimizer with moving averages lists them in the order of the variables that it was built for."""
     weights = [keras.Variable(np.ones(3)), keras.Variable(np.ones(2))]
     optimizer = keras.optimizers.SGD(use_ema=True)
     optimizer.build(weights)
@@ -110,8 +113,8 @@ def test_what_an_optimizer_keeps_of_its_weights():
     assert [tuple(a.shape) for a in optimizer._model_variables_moving_average] == [(3,), (2,)]
 
 
-def test_the_epoch_that_fit_begins_with(model):
-    """`fit` begins with `Model._initial_epoch` where it is set, before its first epoch."""
+def test_initial_epoch_of_a_model(model):
+    """`fit` starts at `Model._initial_epoch` if a callback sets it before the first epoch."""
     begun = []
 
     class Begin(keras.callbacks.Callback):
@@ -127,9 +130,143 @@ def test_the_epoch_that_fit_begins_with(model):
     assert begun == [2, 3]
 
 
-def test_a_metric_says_whether_it_is_to_grow():
+def test_direction_of_metrics():
     """`Metric._direction`, by the names under which metrics are logged."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score(name="r2"), "binary_accuracy"])
     model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
     assert keras_layers.rising(model) == {"r2", "binary_accuracy"}
+
+
+def test_functions_of_a_model_are_created_in_one_place():
+    """`Model._make_function` creates them on TensorFlow and JAX, since Keras 3.8 or so."""
+    assert hasattr(keras.Model, "_make_function") or zoo.OLD or keras.backend.backend() == "torch"
+
+
+def test_saves_of_orbax_checkpoints():
+    """`OrbaxCheckpoint._save_checkpoint`, where Keras has this callback."""
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    assert orbax is None or hasattr(orbax, "_save_checkpoint")
+
+
+def test_the_data_of_a_running_call():
+    """A local variable `epoch_iterator` of `fit` and `evaluate` has the `data_adapter`, and on TensorFlow the dataset."""
+    seen = {}
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen["arrays"], seen["spec"] = fitting.trains_on_arrays(), fitting.running_spec()
+
+        def on_test_batch_end(self, batch, logs=None):
+            seen["data"] = fitting.running_data()
+
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    model.fit(x, y, verbose=0, callbacks=[Look()])
+    model.evaluate(x, y, verbose=0, callbacks=[Look()])
+    assert seen["arrays"] and type(seen["data"]).__name__ == "ArrayDataAdapter"
+    assert (seen["spec"] is not None) == (keras.backend.backend() == "tensorflow")
+
+
+def test_masks_of_tensors():
+    """Keras attaches a mask to a tensor, which `get_keras_mask` and `set_keras_mask` read and write."""
+    masked = layers.Masking()(np.array([[[0.0], [1.0]]], "float32"))
+    copy = keras_layers.with_mask_of(masked, keras.ops.convert_to_tensor(np.ones((1, 2, 1), "float32")))
+    assert keras.ops.convert_to_numpy(keras.src.backend.get_keras_mask(copy)).tolist() == [[False, True]]
+
+
+def test_snake_case():
+    """`to_snake_case` writes class names as Keras names objects."""
+    assert keras_layers.snake_case("BinaryCrossentropy") == "binary_crossentropy"
+
+
+def test_states_losses_and_arguments_of_custom_layers():
+    """`_call_has_training_arg`, `_losses` and `_non_trainable_variables` describe a layer."""
+
+    class Custom(layers.Layer):
+        def build(self, shape):
+            self.state = self.add_weight(shape=(), name="state", trainable=False)
+            self.weight = self.add_weight(shape=(), name="weight")
+            self.weight.trainable = False
+
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return x
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.custom = Custom()
+
+        def call(self, x):
+            return self.custom(x)
+
+    own = Own()
+    own(np.ones((1, 2), "float32"))
+    assert keras_layers.mode(own, True) == {} and keras_layers.adds_losses(own)
+    assert keras_layers.states_of_own_layers(own) == {id(own.custom.state)}
+    plain = keras.Sequential([keras.Input((2,)), layers.Dropout(0.5)])
+    assert keras_layers.mode(plain, True) == {"training": True} and not keras_layers.adds_losses(plain)
+
+
+def test_an_optimizer_finds_slots_by_a_key():
+    """`Optimizer._var_key` and `_trainable_variables_indices`: an optimizer updates a registered twin as the variable."""
+    variable, twin = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer, undo = keras.optimizers.SGD(0.5), []
+    optimizer.build([variable])
+    keras_optimizers.register_twins(optimizer, [(variable, twin)], undo)
+    optimizer.apply([keras.ops.ones(1)], [twin])
+    assert len(undo) == 1 and twin.numpy().tolist() == [0.5] and variable.numpy().tolist() == [1.0]
+
+
+def test_the_graph_of_a_model():
+    """`KerasTensor._keras_history`, `Operation._inbound_nodes` and `Sequential._functional` lead through a graph."""
+    inputs = keras.Input((3,))
+    dense = layers.Dense(2)
+    outputs = keras.ops.log(dense(inputs))
+    operation, call, index = structure.source_of(outputs)
+    (argument,) = structure.symbolic_arguments(operation, call)
+    assert index == 0 and structure.source_of(argument)[0] is dense
+    assert [id(a) for a in structure.arguments_of(dense)] == [id(inputs)]
+    sequential = keras.Sequential([keras.Input((3,)), dense])
+    assert dense in structure.graph_operations(sequential) and dense in structure.children(sequential)
+
+
+def test_compile_arguments():
+    """`Model._compile_metrics`, `LossFunctionWrapper._fn_kwargs` and `Optimizer._learning_rate` keep what was given."""
+    rate = keras.optimizers.schedules.CosineDecay(0.5, 10)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse", metrics=["mae"])
+    assert structure.given_metrics(model) == ["mae"] and structure.given_rate(model.optimizer) is rate
+    assert structure.loss_options(keras.losses.BinaryCrossentropy(from_logits=True))["from_logits"] is True
+
+
+def test_the_global_seed_generator():
+    """Keras stores the generator that it uses without a seed under `global_seed_generator` in its global state."""
+    keras.random.normal((1,))
+    assert len(keras_variables.global_seed_variables()) == 1
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="variables of TensorFlow")
+def test_tensorflow_is_imported_lazily():
+    """`keras.src.utils.module_utils.tensorflow` has the raw operations."""
+    assert keras_variables.view(keras.Variable([1.0, 2.0])).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="the trainer of JAX")
+def test_the_state_of_the_trainer_of_jax():
+    """`_symbolic_build`, `_get_jax_state`, `_jax_state` with `_jax_state_synced`, and `_get_state_sharding_spec`."""
+    from keras_nanguard._keras import jax_trainer
+
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse")
+    jax_trainer.ready(model, (np.ones((1, 2), "float32"), np.ones((1, 1), "float32")))
+    assert model.optimizer.built and model.metrics_variables
+    state = jax_trainer.TrainerState(model)
+    state.synced = True
+    taken = state.take()
+    assert model.layers[0].kernel._value is None and not model._jax_state_synced
+    state.sync_variables()
+    assert model._jax_state_synced and model.layers[0].kernel.numpy().tolist() == [[1.0], [1.0]]
+    assert len(taken) == 4 and hasattr(model, "_get_state_sharding_spec")

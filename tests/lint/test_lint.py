@@ -131,7 +131,7 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
 
 @pytest.mark.parametrize(("rate", "bad"), [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)])
 def test_learning_rates(rate, bad):
-    """Zero, negative, NaN and absurd rates are told; what is merely large is not."""
+    """Zero, negative, NaN and absurd rates are reported; what is merely large is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile(keras.optimizers.Adam(rate), "mse")
     assert bool(lint(model).hazards) is bad
@@ -228,7 +228,7 @@ def test_every_keras_application_is_left_in_peace(name):
 
 
 def test_what_is_infinite_on_purpose_is_no_hazard():
-    """A mask of -Inf, a mark of NaN and a metric that is NaN are no weights; a moving variance and a slot that are bad are told."""
+    """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance and a bad slot are."""
 
     class Masked(layers.Layer):
         def build(self, shape):

@@ -76,7 +76,7 @@ def test_no_number_of_an_action_may_be_nan_or_infinite(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_parameter_is_told_with_the_nearest_known_one(name):
+def test_an_unknown_parameter_is_reported_with_the_nearest_known_one(name):
     """A parameter with a letter too many is answered with the right one."""
     for entry in fields(ACTIONS[name]):
         with pytest.raises(PolicyError, match=f"did you mean '{entry.name}'"):
@@ -114,7 +114,7 @@ def test_what_must_not_be_combined_is_refused():
 
 @pytest.mark.parametrize("item", ["", "rolback", 3, None, [], {}, {"stop": {}, "warn": {}}, {"stop": 3}, {"call": {}}])
 def test_what_is_no_action_is_refused(item):
-    """Whatever is no action gets an error of the library."""
+    """Anything that is not an action raises an error of the library."""
     with pytest.raises(PolicyError):
         actions.from_file(item)
 

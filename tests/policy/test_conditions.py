@@ -36,8 +36,8 @@ def firings(after, steps, jumps=(), **more):
     endless = {"name": "endless", "after": {"consecutive": 1000}, "when": "refused", "do": "stop"}
     poisoned = {"name": "poisoned", "when": "committed", "kind": "nonfinite", "do": "stop"}
     policy, ledger, fired = Policy.from_any({"preset": "none", "rules": [rule, endless, poisoned]}), Ledger(), []
-    told = [bad(step) for step in steps] + [bad(step, kind="spike", refused=False) for step in jumps]
-    for incident in sorted(told, key=lambda one: one.step):
+    reported = [bad(step) for step in steps] + [bad(step, kind="spike", refused=False) for step in jumps]
+    for incident in sorted(reported, key=lambda one: one.step):
         decision, ledger = decide(policy, ledger, incident)
         if any(action.get("message") == "fired" for action in decision.actions):
             fired.append(incident.step)
@@ -133,7 +133,7 @@ def test_good_steps_start_a_rule_anew():
 
 
 @pytest.mark.parametrize(
-    ("after", "told"),
+    ("after", "reported"),
     [
         ({}, "one condition"),
         ({"consecutive": 1, "total": 2}, "one condition"),
@@ -150,10 +150,10 @@ def test_good_steps_start_a_rule_anew():
         ({"within": {"times": 5, "steps": 10**6}}, "after.within.steps"),
     ],
 )
-def test_what_is_no_condition_is_refused(after, told):
+def test_what_is_no_condition_is_refused(after, reported):
     """A wrong condition is reported with its path."""
     problems = problems_in({"rules": [{"name": "x", "after": after, "do": "stop"}]})
-    assert len(problems) == 1 and told in problems[0]
+    assert len(problems) == 1 and reported in problems[0]
 
 
 def test_a_condition_in_code_is_validated_too():

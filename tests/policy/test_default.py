@@ -20,33 +20,33 @@ def bad(step, *sites, kind="nonfinite", refused=True, cause=None, value=None, co
 
 def run(policy, incidents):
     """Return the names of the actions decided at each incident, up to the first terminal decision."""
-    policy, ledger, told = Policy.from_any(policy), Ledger(), []
+    policy, ledger, reported = Policy.from_any(policy), Ledger(), []
     for incident in incidents:
         decision, ledger = decide(policy, ledger, incident)
-        told.append([action["action"] for action in decision.actions])
+        reported.append([action["action"] for action in decision.actions])
         if decision.terminal:
             break
-    return told
+    return reported
 
 
-def test_one_bad_batch_is_left_out_and_told():
-    """One bad step: left out, told in one line, nothing else."""
+def test_one_bad_batch_is_left_out_and_reported():
+    """One bad step: left out, reported in one line, nothing else."""
     assert run("recover", [bad(40)]) == [["warn", "skip"]]
 
 
 def test_scattered_bad_steps_are_left_out_for_ever():
     """One bad step in fifty never leads to more than leaving it out, in a million steps."""
-    told = run("recover", [bad(step) for step in range(0, 1_000_000, 500)])
-    assert {name for names in told for name in names} == {"warn", "skip"}
-    told = run("recover", [bad(step) for step in range(0, 20_000, 50)])
-    assert {name for names in told for name in names} == {"warn", "skip"}
+    reported = run("recover", [bad(step) for step in range(0, 1_000_000, 500)])
+    assert {name for names in reported for name in names} == {"warn", "skip"}
+    reported = run("recover", [bad(step) for step in range(0, 20_000, 50)])
+    assert {name for names in reported for name in names} == {"warn", "skip"}
 
 
 def test_half_of_the_steps_left_out_is_the_end():
     """Every other step bad is never a streak, and yet no training: it stops at half of the last 200."""
-    told = run("recover", [bad(step) for step in range(0, 1000, 2)])
-    assert told[-1] == ["stop"] or told[-1] == ["warn", "stop"]
-    assert len(told) == 100
+    reported = run("recover", [bad(step) for step in range(0, 1000, 2)])
+    assert reported[-1] == ["stop"] or reported[-1] == ["warn", "stop"]
+    assert len(reported) == 100
 
 
 def test_three_in_a_row_go_back_and_slow_down():
@@ -71,16 +71,16 @@ def test_what_cannot_be_cured_from_the_start_stops_at_the_third(cause):
 
     Bad data is left out instead, up to the twelfth, as it may be a stretch; and what comes by chance may pass.
     """
-    told = run("recover", [bad(step, "loss", cause=cause, committed=0) for step in range(30)])
-    assert told[-1][-1] == "stop" and len(told) == (3 if cause in HOPELESS else LIMIT)
-    assert cause not in HOPELESS or told == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
+    reported = run("recover", [bad(step, "loss", cause=cause, committed=0) for step in range(30)])
+    assert reported[-1][-1] == "stop" and len(reported) == (3 if cause in HOPELESS else LIMIT)
+    assert cause not in HOPELESS or reported == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
 
 
 @pytest.mark.parametrize("cause", HOPELESS)
 def test_the_same_causes_may_be_cured_once_steps_have_committed(cause):
     """A logarithm that leaves its domain late in training may do so because training went too far: back and slower."""
-    told = run("recover", [bad(step, "loss", cause=cause, committed=500) for step in range(500, 503)])
-    assert told[-1] == ["warn", "rollback", "lower_lr"]
+    reported = run("recover", [bad(step, "loss", cause=cause, committed=500) for step in range(500, 503)])
+    assert reported[-1] == ["warn", "rollback", "lower_lr"]
 
 
 def test_endless_trouble_from_step_0_stops_in_twelve_steps():
@@ -108,33 +108,33 @@ def test_a_rate_a_hundred_times_too_high_is_lowered_twice_for_good():
 
 
 def test_the_budget_returns_after_2000_steps():
-    """Three rollbacks in 2000 steps and no more; a streak every 3000 steps goes on for ever."""
+    """At most three rollbacks in 2000 steps; a streak every 3000 steps may recur forever."""
     seldom = [bad(step) for start in range(0, 60_000, 3000) for step in range(start, start + 3)]
     assert sum("rollback" in names for names in run("recover", seldom)) == 20
     often = [bad(step) for start in range(0, 60_000, 400) for step in range(start, start + 3)]
-    told = run("recover", often)
-    assert "stop" in told[-1] and sum("rollback" in names for names in told) == 3
+    reported = run("recover", often)
+    assert "stop" in reported[-1] and sum("rollback" in names for names in reported) == 3
 
 
 @pytest.mark.parametrize("site", ["inputs", "targets"])
 def test_bad_data_is_left_out_and_nothing_else_is_changed(site):
     """A stretch of bad data costs neither progress nor learning rate; data that is always bad stops within twelve."""
-    told = run("recover", [bad(step, site, "loss", "gradients") for step in range(30)])
-    assert len(told) == LIMIT and "stop" in told[-1]
-    assert {name for names in told[:-1] for name in names} == {"warn", "skip"}
+    reported = run("recover", [bad(step, site, "loss", "gradients") for step in range(30)])
+    assert len(reported) == LIMIT and "stop" in reported[-1]
+    assert {name for names in reported[:-1] for name in names} == {"warn", "skip"}
 
 
 def test_labels_out_of_range_are_bad_data_too():
     """The diagnosis may cut it short: a cause in the data is never answered with a lower rate."""
-    told = run("recover", [bad(step, "loss", cause="target_out_of_range") for step in range(11)])
-    assert {name for names in told for name in names} == {"warn", "skip"}
+    reported = run("recover", [bad(step, "loss", cause="target_out_of_range") for step in range(11)])
+    assert {name for names in reported for name in names} == {"warn", "skip"}
 
 
 @pytest.mark.parametrize("site", ["weights", "statistics", "slots", "state"])
 def test_a_poisoned_state_is_gone_back_from_at_once(site):
     """NaN in a committed state: back at once; again within 2000 steps: back and slower; in the end stop."""
-    told = run("recover", [bad(step, site, refused=False) for step in (10, 500, 900, 1500)])
-    names = [[name for name in one if name != "warn"] for one in told]
+    reported = run("recover", [bad(step, site, refused=False) for step in (10, 500, 900, 1500)])
+    names = [[name for name in one if name != "warn"] for one in reported]
     assert names == [["rollback"], ["rollback", "lower_lr"], ["rollback", "lower_lr"], ["stop"]]
 
 
@@ -147,41 +147,41 @@ def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
 def test_divergence_is_met_while_it_is_finite():
     """Growth by orders of magnitude: back, then back and slower, three times in 2000 steps, then stop."""
     steps = (50, 300, 500, 700, 900)
-    told = run("recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in steps])
-    assert told == [["warn", "rollback"]] + [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
+    reported = run("recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in steps])
+    assert reported == [["warn", "rollback"]] + [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
 
 
 @pytest.mark.parametrize("kind", ["nonfinite", "out_of_range"])
 def test_a_state_that_someone_damaged_is_healed_at_once(kind):
-    """NaN or absurd numbers that stood in the state before a refused step: back at once, and not for ever."""
-    told = run("recover", [bad(step, "state", "loss", kind=kind) for step in (40, 90, 140, 190)])
-    assert told[0] == ["warn", "rollback"]
-    assert told[1:3] == [["warn", "rollback", "lower_lr"]] * 2 and told[3][-1] == "stop"
+    """NaN or numbers out of range in the state before a refused step: a rollback at once, a bounded number of times."""
+    reported = run("recover", [bad(step, "state", "loss", kind=kind) for step in (40, 90, 140, 190)])
+    assert reported[0] == ["warn", "rollback"]
+    assert reported[1:3] == [["warn", "rollback", "lower_lr"]] * 2 and reported[3][-1] == "stop"
 
 
-def test_a_finite_spike_is_told_only():
-    """One jump of the loss changes nothing, and many are told three times in 1000 steps."""
-    told = run("recover", [bad(step, kind="spike", refused=False) for step in range(5)])
-    assert told == [["warn"]] * 3 + [[], []]
+def test_a_finite_spike_is_reported_only():
+    """One jump of the loss changes nothing, and many are reported three times in 1000 steps."""
+    reported = run("recover", [bad(step, kind="spike", refused=False) for step in range(5)])
+    assert reported == [["warn"]] * 3 + [[], []]
 
 
 @pytest.mark.parametrize("kind", ["collapse", "nonfinite", "out_of_range"])
 def test_a_loss_scale_that_collapsed_is_set_right(kind):
-    """The loss scale is put back into its range, three times, then training stops."""
-    told = run("recover", [bad(step, "loss_scale", kind=kind, refused=False) for step in (0, 100, 200, 300)])
-    assert all("fix_loss_scale" in names for names in told[:3]) and told[3] == ["stop"]
+    """The loss scale is moved into its range three times, then training stops."""
+    reported = run("recover", [bad(step, "loss_scale", kind=kind, refused=False) for step in (0, 100, 200, 300)])
+    assert all("fix_loss_scale" in names for names in reported[:3]) and reported[3] == ["stop"]
 
 
 @pytest.mark.parametrize("site", ["metrics", "validation", "predictions"])
-def test_results_that_are_not_finite_are_told_once_in_a_while(site):
-    """NaN in validation, predictions or metrics is told, and never refuses or ends anything."""
-    told = run("recover", [bad(step, site, refused=False) for step in range(0, 900, 100)])
-    assert told == [["warn"]] * 3 + [[]] * 6
+def test_results_that_are_not_finite_are_reported_once_in_a_while(site):
+    """NaN in validation, predictions or metrics is reported, and never refuses or ends anything."""
+    reported = run("recover", [bad(step, site, refused=False) for step in range(0, 900, 100)])
+    assert reported == [["warn"]] * 3 + [[]] * 6
 
 
 @pytest.mark.parametrize("preset", ["stop", "raise"])
 def test_stop_and_raise_end_at_the_first_real_incident(preset):
-    """The first bad step ends training with the last good state restored; spikes and results are only told."""
+    """The first bad step ends training with the last good state restored; spikes and results are only reported."""
     ending = "stop" if preset == "stop" else "raise_error"
     for incident in [
         bad(7),
@@ -207,12 +207,12 @@ def test_observe_only_ever_warns():
 def test_every_preset_ends_endless_trouble_within_a_dozen_steps(preset):
     """NaN in every step ends training within twelve steps, under every preset that refuses steps."""
     assert Policy.from_any(preset).longest_trouble <= LIMIT
-    told = run(preset, [bad(step) for step in range(100)])
-    assert len(told) <= LIMIT and told[-1][-1] in ("stop", "raise_error")
+    reported = run(preset, [bad(step) for step in range(100)])
+    assert len(reported) <= LIMIT and reported[-1][-1] in ("stop", "raise_error")
 
 
 def test_long_run_goes_back_and_past_the_data():
-    """`long-run` keeps states on disk, goes back about 100 steps and leaves the next batches out."""
+    """`long-run` stores snapshots on disk, rolls back by about 100 steps and skips the next batches."""
     policy, ledger = Policy.from_any("long-run"), Ledger()
     assert (policy.snapshot.storage, policy.snapshot.every) == ("disk", 100)
     decision, _ = decide(policy, ledger, bad(500, "loss", kind="spike", refused=False))

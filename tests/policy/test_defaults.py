@@ -1,4 +1,4 @@
-"""What a policy leaves to defaults and presets gives way to what it sets."""
+"""Values that a policy inherits from defaults and presets are adjusted to those that it sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_nanguard import actions
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._policy.conditions import CONDITIONS
 from keras_nanguard._policy.explain import explain
-from keras_nanguard._policy.fields import follow
+from keras_nanguard._policy.fields import reconciled
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.settings import LossScaleCheck, Snapshot
 
@@ -38,18 +38,18 @@ def policy(base, **sections):
     ],
 )
 def test_the_other_settings_of_snapshots_follow_the_one_that_is_set(base, set_, becomes):
-    """A setting of snapshots alone is no contradiction, whatever it builds on, and what follows it is printed."""
-    made = policy(base, snapshot=set_)
-    assert {name: getattr(made.snapshot, name) for name in becomes} == becomes
-    assert Policy.from_any(made.to_dict()) == made
+    """A single setting of snapshots never contradicts inherited ones, and the adjusted ones are printed."""
+    chosen = policy(base, snapshot=set_)
+    assert {name: getattr(chosen.snapshot, name) for name in becomes} == becomes
+    assert Policy.from_any(chosen.to_dict()) == chosen
     differs = {name: value for name, value in becomes.items() if value != getattr(Snapshot(), name)}
-    assert all(f"{name} = {value}" in str(made) for name, value in differs.items())
+    assert all(f"{name} = {value}" in str(chosen) for name, value in differs.items())
     proved = f"after {becomes['good_after']} good step" if becomes["good_after"] else "at once"
-    assert f"holds one for good {proved}" in explain(made)
+    assert f"counts one as verified {proved}" in explain(chosen)
 
 
 def test_what_does_not_contradict_stays():
-    """Only what contradicts gives way: the rest of a preset is as it was."""
+    """Only contradicting values are adjusted: the rest of a preset is unchanged."""
     assert policy("long-run", snapshot={"every": 70}).snapshot == Snapshot(every=70, keep=4, storage="disk", good_after=50)
     assert policy("none", snapshot={"every": 0}).snapshot.good_after == 10
     kept = policy(policy("recover", snapshot={"keep": 1}), snapshot={"good_after": 4}).snapshot
@@ -104,17 +104,17 @@ def test_the_other_end_of_the_range_of_loss_scales_follows(preset, set_, becomes
     ],
 )
 def test_the_other_parameters_of_an_action_follow(table, becomes):
-    """Parameters that are left out give way, in a policy and by themselves."""
+    """Omitted parameters are adjusted, in a policy and in code."""
     assert actions.from_file(table) == becomes
-    made = policy("recover", rules=[{"name": "mine", "do": table, "limit": {"times": 1}}])
-    assert made.rules[0].ladder[0].do == (becomes,)
-    assert Policy.from_any(made.to_dict()) == made
+    chosen = policy("recover", rules=[{"name": "mine", "do": table, "limit": {"times": 1}}])
+    assert chosen.rules[0].ladder[0].do == (becomes,)
+    assert Policy.from_any(chosen.to_dict()) == chosen
 
 
 def test_the_window_of_a_condition_follows():
     """More jumps than the usual window has steps widen it; a window that is given stays, and is refused."""
-    made = policy("recover", rules=[{"name": "mine", "after": {"spike": {"times": 200}}, "do": "warn"}])
-    assert made.rules[0].after == CONDITIONS["spike"](times=200, steps=200)
+    chosen = policy("recover", rules=[{"name": "mine", "after": {"spike": {"times": 200}}, "do": "warn"}])
+    assert chosen.rules[0].after == CONDITIONS["spike"](times=200, steps=200)
     with pytest.raises(PolicyError, match=r"rules\[0\].after.spike.times: expected a whole number <= steps = 9"):
         policy("recover", rules=[{"name": "mine", "after": {"spike": {"times": 10, "steps": 9}}, "do": "warn"}])
 
@@ -122,8 +122,8 @@ def test_the_window_of_a_condition_follows():
 @pytest.mark.parametrize("set_", [{"cooldown": 1000}, {"after": {"consecutive": 1000}}])
 def test_a_limit_of_the_preset_follows_a_rule_that_fires_less_often(set_):
     """A limit that was inherited spans as many steps as it takes to reach it; one that was given is refused."""
-    made = policy("recover", rules=[{"name": "persistent", **set_}])
-    rule = next(rule for rule in made.rules if rule.name == "persistent")
+    chosen = policy("recover", rules=[{"name": "persistent", **set_}])
+    rule = next(rule for rule in chosen.rules if rule.name == "persistent")
     first, second, _ = (rung.limit for rung in rule.ladder)
     assert (first.times, first.per_steps) == (1, 2000)
     assert second.times == 2 and 2000 < second.per_steps <= 2003
@@ -153,7 +153,7 @@ def test_one_value_that_is_set_never_contradicts_a_default(kind, data):
     if name in required:
         return
     value = float(number) if "float" in str(entry.type) else number
-    table = follow(kind, {name: value, **required})
+    table = reconciled(kind, {name: value, **required})
     record = kind(**table)
     assert getattr(record, name) == value
     changed = set(table) - {name, *required}

@@ -31,7 +31,7 @@ SCHEMA = json.loads((FOLDER / "policy.schema.json").read_text("utf-8"))
 
 
 def rows(heading: str) -> dict[str, str]:
-    """Return the rows of the table under a heading of the docs, by what stands in their first cell."""
+    """Return the rows of the table under a heading of the docs, by their first cell."""
     section = DOCS.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     table = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
     return {first: rest for first, rest in table if first.startswith("`")}
@@ -126,24 +126,24 @@ def test_the_policy_file_of_the_docs_works():
     """The TOML of the docs is a policy, and its rules say what they do."""
     (text,) = re.findall(r"```toml\n(.*?)```", DOCS, re.DOTALL)
     policy = Policy.from_any(parsed(text, ".toml"))
-    told = explain(policy)
+    reported = explain(policy)
     assert (
-        "Rule embedding: on trouble in gradients, at layers embedding*, (at 2 in a row or at 5 within 100 steps)"
-        in told
+        "Rule embedding: on any finding in gradients, at layers embedding*, (at 2 in a row or at 5 within 100 steps)"
+        in reported
     )
-    assert "Layers that meet 'post_bn*' differ: statistics max_abs = 65504.0." in told
-    assert "Between two steps it does not look at gradients." in told
+    assert "Layers that match 'post_bn*' differ: statistics max_abs = 65504.0." in reported
+    assert "It does not check gradients between two steps." in reported
     assert warnings_about(policy) == ()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_policy_is_explained_in_sentences(name):
-    """Each rule has its sentence; the bound is told first; every line ends as a sentence does."""
+    """Each rule has its sentence; the bound is reported first; every line ends as a sentence does."""
     policy = Policy.from_any(name)
-    told = explain(policy).splitlines()
-    assert all(line.endswith(".") for line in told)
-    assert [line.split(":")[0].removeprefix("Rule ") for line in told if line.startswith("Rule ")] == [
+    reported = explain(policy).splitlines()
+    assert all(line.endswith(".") for line in reported)
+    assert [line.split(":")[0].removeprefix("Rule ") for line in reported if line.startswith("Rule ")] == [
         rule.name for rule in policy.rules
     ]
     bound = policy.longest_trouble
-    assert (f"at most {bound} step" in told[1]) if bound else ("are not refused" in told[1])
+    assert (f"at most {bound} step" in reported[1]) if bound else ("are not refused" in reported[1])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keras_nanguard._core.errors import PolicyError
-from keras_nanguard._policy.documents import DEEPEST, LARGEST_FILE, parsed
+from keras_nanguard._policy.documents import MAX_BYTES, MAX_DEPTH, parsed
 from keras_nanguard._policy.policy import Policy
 
 TOML = """
@@ -110,7 +110,7 @@ def test_a_policy_prints_the_file_that_makes_it(tmp_path):
 
 
 def test_what_lies_over_a_preset(tmp_path):
-    """Rules are laid over those of their name field by field, new ones come first, sections merge by field."""
+    """Rules are merged over those of their name field by field, new ones come first, sections are merged by field."""
     base, policy = Policy.from_any("recover"), Policy.from_any(PLAIN)
     assert [rule.name for rule in policy.rules] == ["mine", *(rule.name for rule in base.rules)]
     mine = next(rule for rule in policy.rules if rule.name == "persistent")
@@ -126,7 +126,7 @@ def test_what_lies_over_a_preset(tmp_path):
     assert Policy.from_any(policy) is policy
 
 
-def test_every_problem_is_told_at_once_with_its_path():
+def test_every_problem_is_reported_at_once_with_its_path():
     """A file with many problems gets all of them in one error: path, expected, received, nearest known word."""
     problems = refused(
         {
@@ -183,7 +183,7 @@ def test_problems_name_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "reported"),
     [
         ("recovr", "Did you mean 'recover'?"),
         ("longrun", "Did you mean 'long-run'?"),
@@ -202,9 +202,9 @@ def test_problems_name_the_file(tmp_path):
         (Path("recover"), "ends in .toml"),
     ],
 )
-def test_what_is_no_policy_is_told_so(source, told):
+def test_what_is_no_policy_is_reported_so(source, reported):
     """A misspelt preset, a missing file, another type: one clear sentence each."""
-    assert told in str(refused(source))
+    assert reported in str(refused(source))
 
 
 def test_what_is_no_regular_file_is_not_read(tmp_path):
@@ -214,14 +214,14 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "zero.toml").symlink_to("/dev/zero")
     for name in ("pipe.toml", "zero.toml"):
-        assert "no regular file" in str(refused(tmp_path / name))
+        assert "not a regular file" in str(refused(tmp_path / name))
 
 
 HOSTILE = {
     "another encoding.toml": "title = 'Größe'".encode("latin-1"),
     "utf-16.json": json.dumps(PLAIN).encode("utf-16"),
     "binary.yaml": bytes(range(256)),
-    "too large.toml": b"#" * (LARGEST_FILE + 1),
+    "too large.toml": b"#" * (MAX_BYTES + 1),
     "empty.json": b"",
     "a list.json": b"[1, 2]",
     "a text.yaml": b"hello",
@@ -315,7 +315,7 @@ def test_a_dict_that_goes_in_a_circle_is_refused():
     """A dict may hold itself, which no file can."""
     circle: dict = {"title": "a"}
     circle["snapshot"] = circle
-    assert f"{DEEPEST} levels" in str(refused(circle))
+    assert f"{MAX_DEPTH} levels" in str(refused(circle))
 
 
 def test_yaml_is_read_as_yaml_1_2():
@@ -378,7 +378,7 @@ def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([".toml", ".json", ".yaml"]), st.one_of(st.text(max_size=60), st.binary(max_size=60)))
 def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
-    """Whatever stands in a file, reading it gives a table or a PolicyError."""
+    """Reading any file gives a table or a PolicyError."""
     with contextlib.suppress(PolicyError):
         assert isinstance(parsed(text if isinstance(text, str) else text.decode("latin-1"), suffix), dict)
 

@@ -34,7 +34,7 @@ def test_a_streak_counts_bad_steps_also_across_a_rollback():
 
 
 def test_good_steps_follow_from_the_step_numbers():
-    """Healthy steps are not told: a gap in the numbers of bad steps is what they are."""
+    """Healthy steps are not recorded: they are the gaps in the numbers of bad steps."""
     ledger = after(bad(step) for step in (3, 4, 9))
     assert (ledger.consecutive, ledger.total, ledger.run) == (1, 3, 9)
 
@@ -52,8 +52,8 @@ def test_one_step_counts_once():
     assert ledger.rules["persistent"].consecutive == 1
 
 
-def test_incidents_told_out_of_order_still_count():
-    """Whatever the order in which steps are told, a streak cannot be kept from growing."""
+def test_incidents_reported_out_of_order_still_count():
+    """Whatever the order in which steps are reported, a streak cannot be kept from growing."""
     ledger = after([bad(10), bad(9), bad(8)])
     assert ledger.consecutive == 3
 
@@ -67,7 +67,7 @@ def test_a_new_fit_keeps_budgets_and_ends_streaks():
     assert ledger.consecutive == 2 and ledger.total == 7
     decision, _ = decide(POLICY, ledger, bad(2))
     assert [action["action"] for action in decision.actions] == ["warn", "rollback", "lower_lr"]
-    assert "once in 2000 steps is used up" in decision.reason
+    assert "the limit of once in 2000 steps is reached" in decision.reason
 
 
 incidents = st.builds(
@@ -95,7 +95,7 @@ def test_a_ledger_survives_json_and_decides_the_same(past, new):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(incidents, max_size=30), incidents)
 def test_deciding_is_pure(past, new):
-    """The same policy, ledger and incident give the same decision, and the ledger handed in stays as it was."""
+    """The same policy, ledger and incident give the same decision, and the argument is not modified."""
     ledger = after(past)
     written = json.dumps(ledger.to_dict())
     assert decide(POLICY, ledger, new) == decide(POLICY, ledger, new)
@@ -122,6 +122,6 @@ def test_deciding_is_pure(past, new):
     ],
 )
 def test_a_broken_ledger_is_refused(broken):
-    """What is no ledger gets an error of the library, not a guess."""
+    """Anything that is not a ledger raises an error of the library."""
     with pytest.raises(FileFormatError):
         Ledger.from_dict(broken)

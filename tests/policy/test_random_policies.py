@@ -146,7 +146,7 @@ def _incident(step, site, kind, moment):
 @SOME
 @given(policies(), st.lists(anything, max_size=25))
 def test_deciding_never_raises(policy, incidents):
-    """Whatever the incidents, in whatever order: a decision comes back, as plain data, true to itself."""
+    """For any incidents in any order `decide` returns a consistent decision, as plain data."""
     ledger = Ledger()
     for incident in incidents:
         decision, ledger = decide(policy, ledger, incident)
@@ -163,7 +163,7 @@ def test_deciding_never_raises(policy, incidents):
 @SOME
 @given(policies())
 def test_a_policy_round_trips(policy):
-    """Policy -> dict -> TOML and JSON -> Policy gives the same policy, and it can be told in sentences."""
+    """Policy -> dict -> TOML and JSON -> Policy gives the same policy, and it can be explained in sentences."""
     document = policy.to_dict()
     assert Policy.from_any(document) == policy
     assert parsed(str(policy), ".toml") == document
@@ -192,9 +192,9 @@ STOP = {"name": "end", "do": "stop"}
 
 
 @pytest.mark.parametrize(
-    ("rules_given", "told"),
+    ("rules_given", "reported"),
     [
-        ([{"name": "a", "do": "warn"}], "rules: expected a rule that ends endless trouble"),
+        ([{"name": "a", "do": "warn"}], "rules: expected a rule that ends training with stop or raise_error"),
         ([{"name": "a", "do": "rollback"}, STOP], "rules.a.limit: expected a limit for rollback"),
         ([{"name": "a", "do": ["warn", "lower_lr"]}, STOP], "rules.a.limit: expected a limit for lower_lr"),
         (
@@ -213,23 +213,23 @@ STOP = {"name": "end", "do": "stop"}
         ([STOP | {"on": "loss"}], "for inputs, targets, state, outputs, gradients"),
         ([STOP | {"when": "committed"}], "(refused)"),
         ([STOP | {"when": "refused"}], "for state, weights, statistics, slots, loss_scale (committed)"),
-        ([STOP | {"when": "from_start"}], "none that surely does so"),
-        ([STOP | {"layer": "dense*"}], "none that surely does so"),
-        ([STOP | {"cause": "divergence"}], "none that surely does so"),
-        ([STOP | {"unless": {"on": "inputs"}}], "none that surely does so"),
-        ([STOP | {"magnitude": {"min_abs": 3.0}}], "none that surely does so"),
-        ([STOP | {"after": {"spike": {}}}], "none that surely does so"),
-        ([STOP | {"after": {"not": {"consecutive": 3}}}], "none that surely does so"),
-        ([STOP | {"after": {"all": [{"consecutive": 3}, {"spike": {}}]}}], "none that surely does so"),
-        ([STOP | {"enabled": False}], "none that surely does so"),
+        ([STOP | {"when": "from_start"}], "none that certainly does so"),
+        ([STOP | {"layer": "dense*"}], "none that certainly does so"),
+        ([STOP | {"cause": "divergence"}], "none that certainly does so"),
+        ([STOP | {"unless": {"on": "inputs"}}], "none that certainly does so"),
+        ([STOP | {"magnitude": {"min_abs": 3.0}}], "none that certainly does so"),
+        ([STOP | {"after": {"spike": {}}}], "none that certainly does so"),
+        ([STOP | {"after": {"not": {"consecutive": 3}}}], "none that certainly does so"),
+        ([STOP | {"after": {"all": [{"consecutive": 3}, {"spike": {}}]}}], "none that certainly does so"),
+        ([STOP | {"enabled": False}], "none that certainly does so"),
         ([STOP, STOP], "expected one rule named 'end'"),
     ],
 )
-def test_a_policy_that_never_ends_is_refused(rules_given, told):
+def test_a_policy_that_never_ends_is_refused(rules_given, reported):
     """A path without a budget and without an end is a configuration error, and the message says what is missing."""
     with pytest.raises(PolicyError) as caught:
         Policy.from_any({"preset": "none", "rules": rules_given})
-    assert any(told in line for line in caught.value.problems), caught.value.problems
+    assert any(reported in line for line in caught.value.problems), caught.value.problems
 
 
 def test_narrow_rules_may_end_trouble_together():

@@ -9,7 +9,7 @@ import pytest
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.settings import Checks, on_path
+from keras_nanguard._policy.settings import Checks, matches_path
 
 RULE = {"name": "one", "do": "warn"}
 
@@ -113,7 +113,7 @@ def test_every_field_of_a_rule_survives_a_file():
 )
 def test_a_glob_meets_whole_paths_and_parts_between_slashes(path, glob, meets):
     """A glob is written without the model's name, and holds for a layer as for its variables."""
-    assert on_path(path, glob) is meets
+    assert matches_path(path, glob) is meets
 
 
 def test_limits_per_layer_lie_over_the_checks():
@@ -147,11 +147,11 @@ def test_checks_survive_a_file_with_every_field_changed():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"snapshot": {"every": 5, "good_after": 6}}, "snapshot.good_after: expected a whole number <= every = 5"),
         ({"snapshot": {"keep": 1, "good_after": 10}}, "snapshot.keep: expected at least 2"),
-        ({"snapshot": {"every": 0}}, "snapshot.every: expected at least 1, as these rules go back: persistent, poisoned"),
+        ({"snapshot": {"every": 0}}, "snapshot.every: expected at least 1, as these rules roll back: persistent, poisoned"),
         (
             {"checks": {"loss_scale": {"min_value": 9.0, "max_value": 8.0}}},
             "checks.loss_scale.min_value: expected a number <= max_value = 8, received 9.0",
@@ -159,8 +159,8 @@ def test_checks_survive_a_file_with_every_field_changed():
         ({"layers": {"a*": {"inputs": True}}}, 'layers."a*".inputs: expected one of outputs, gradients'),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused(given, told):
+def test_settings_that_contradict_one_another_are_refused(given, reported):
     """Fields are checked together where everything that lies over them is known."""
     with pytest.raises(PolicyError) as caught:
         Policy.from_any(given)
-    assert any(told in line for line in caught.value.problems), caught.value.problems
+    assert any(reported in line for line in caught.value.problems), caught.value.problems

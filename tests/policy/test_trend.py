@@ -19,8 +19,8 @@ def noise(seed, sigma, steps=3000):
     return [math.exp(source.gauss(0, sigma)) for _ in range(steps)]
 
 
-def told(losses, norms=None, trend=None):
-    """Return step, site and kind of all that the trend tells about a run."""
+def reported(losses, norms=None, trend=None):
+    """Return step, site and kind of all findings of the trend in a run."""
     trend = trend or Trend()
     pairs = enumerate(losses if norms is None else zip(losses, norms, strict=True))
     found = [(step, trend.push(step, *(pair if norms is not None else (pair, None)))) for step, pair in pairs]
@@ -65,84 +65,84 @@ HEALTHY = {
 def test_a_healthy_run_is_never_interrupted(name, seed):
     """No false alarm, on the loss and on the gradient norm alike."""
     run = HEALTHY[name](seed)
-    assert told(run) == []
-    assert told([1.0] * len(run), [abs(value) for value in run]) == []
+    assert reported(run) == []
+    assert reported([1.0] * len(run), [abs(value) for value in run]) == []
 
 
 @pytest.mark.parametrize("start", [0, 3, 50, 400])
 @pytest.mark.parametrize("growth", [3.0, 10.0, 100.0])
 @pytest.mark.parametrize("site", ["loss", "gradients"])
-def test_divergence_is_told_before_it_overflows(start, growth, site):
+def test_divergence_is_reported_before_it_overflows(start, growth, site):
     """Growth from about 1 by any factor a step, from the first step on or later, is an explosion well below 1e15."""
     healthy = noise(start, 0.3, start)
     run = healthy + [growth**k for k in range(60) if growth**k < 1e30]
     losses, norms = (run, [0.0] * len(run)) if site == "loss" else ([0.0] * len(run), run)
-    steps = [step for step, where, kind in told(losses, norms) if kind == "explosion" and where == site]
+    steps = [step for step, where, kind in reported(losses, norms) if kind == "explosion" and where == site]
     assert steps and run[steps[0]] < 1e15
 
 
-def test_tenfold_growth_from_one_is_told_within_twelve_steps():
-    """1, 10, 100, ... is told before 1e10, with no healthy step before it."""
-    (first, *_) = told([10.0**k for k in range(12)])
+def test_tenfold_growth_from_one_is_reported_within_twelve_steps():
+    """1, 10, 100, ... is reported before 1e10, with no healthy step before it."""
+    (first, *_) = reported([10.0**k for k in range(12)])
     assert first[2] == "explosion" and first[0] < 10
 
 
-def test_slow_divergence_is_told_too():
-    """A loss that grows by 5% a step never jumps, and is still told when it is a million times where it began."""
-    steps = [step for step, _, kind in told([1.05**k for k in range(600)]) if kind == "explosion"]
+def test_slow_divergence_is_reported_too():
+    """A loss that grows by 5% a step never jumps, and is still reported when it is a million times where it began."""
+    steps = [step for step, _, kind in reported([1.05**k for k in range(600)]) if kind == "explosion"]
     assert steps and 1e6 <= 1.05 ** steps[0] < 3e6
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.05, 0.4), st.integers(30, 300), st.floats(1.0, 6.0))
-def test_a_jump_of_more_than_ten_thousand_is_told_once(seed, sigma, steps, beyond):
+def test_a_jump_of_more_than_ten_thousand_is_reported_once(seed, sigma, steps, beyond):
     """One finite jump is one spike; the next healthy value re-arms it."""
     healthy = noise(seed, sigma, steps)
     level = sorted(healthy)[steps // 2]
     jump = level * 10 ** (4.3 + beyond / 10)
-    assert told([*healthy, jump, *healthy, jump]) == [(steps, "loss", "spike"), (2 * steps + 1, "loss", "spike")]
+    assert reported([*healthy, jump, *healthy, jump]) == [(steps, "loss", "spike"), (2 * steps + 1, "loss", "spike")]
 
 
 def test_nan_and_infinity_blind_nothing():
-    """Values that are not finite never enter the statistics: a spike is told after them as before."""
+    """Values that are not finite never enter the statistics: a spike is reported after them as before."""
     poison = [math.nan, math.inf, -math.inf] * 50
-    assert told([*noise(1, 0.3, 100), *poison, 1e6]) == [(250, "loss", "spike")]
-    assert told([*poison, *noise(1, 0.3, 100), 1e6]) == [(250, "loss", "spike")]
+    assert reported([*noise(1, 0.3, 100), *poison, 1e6]) == [(250, "loss", "spike")]
+    assert reported([*poison, *noise(1, 0.3, 100), 1e6]) == [(250, "loss", "spike")]
 
 
-def test_a_lasting_shift_is_told_once_and_becomes_the_level():
+def test_a_lasting_shift_is_reported_once_and_becomes_the_level():
     """A plateau a hundred thousand times higher is one spike; a jump from there is another."""
-    assert told([1.0] * 100 + [1e5] * 400) == [(100, "loss", "spike")]
-    assert told([0.01] * 100 + [150.0] * 400 + [150.0 * 9e3]) == [(100, "loss", "spike")]
-    assert [step for step, _, _ in told([0.01] * 100 + [150.0] * 400 + [150.0 * 2e4])] == [100, 500]
+    assert reported([1.0] * 100 + [1e5] * 400) == [(100, "loss", "spike")]
+    assert reported([0.01] * 100 + [150.0] * 400 + [150.0 * 9e3]) == [(100, "loss", "spike")]
+    assert [step for step, _, _ in reported([0.01] * 100 + [150.0] * 400 + [150.0 * 2e4])] == [100, 500]
 
 
-def test_an_explosion_that_goes_on_is_told_again_a_thousand_times_higher():
-    """A policy that only warns is not told of the same divergence at every step."""
-    found = told([10.0**k for k in range(40)])
+def test_an_explosion_that_goes_on_is_reported_again_a_thousand_times_higher():
+    """A policy that only warns does not report the same divergence at every step."""
+    found = reported([10.0**k for k in range(40)])
     explosions = [step for step, _, kind in found if kind == "explosion"]
     assert 2 <= len(explosions) <= 12 and len(found) <= 13
 
 
 def test_settling_after_a_rollback_arms_the_trend_again():
-    """After a rollback the same divergence is told anew, and what was learned stays."""
+    """After a rollback the same divergence is reported again, and what was learned is kept."""
     trend = Trend()
     run = noise(0, 0.3, 100) + [10.0**k for k in range(1, 9)]
-    first = told(run, trend=trend)
+    first = reported(run, trend=trend)
     trend.settle()
-    assert told([1.0, 1.0], trend=trend) == []
-    assert [kind for _, _, kind in told([10.0**k for k in range(1, 9)], trend=trend)] == [kind for _, _, kind in first]
+    assert reported([1.0, 1.0], trend=trend) == []
+    assert [kind for _, _, kind in reported([10.0**k for k in range(1, 9)], trend=trend)] == [kind for _, _, kind in first]
 
 
 def test_thresholds_come_from_the_policy():
     """`enabled`, `spike_factor`, `explosion_factor`, `patience` and `warmup` do what they say."""
-    assert told([1.0] * 100 + [1e8] * 5, trend=Trend(TrendCheck(enabled=False))) == []
-    assert told([1.0] * 100 + [30.0], trend=Trend(TrendCheck(spike_factor=20.0))) == [(100, "loss", "spike")]
+    assert reported([1.0] * 100 + [1e8] * 5, trend=Trend(TrendCheck(enabled=False))) == []
+    assert reported([1.0] * 100 + [30.0], trend=Trend(TrendCheck(spike_factor=20.0))) == [(100, "loss", "spike")]
     low = TrendCheck(explosion_factor=100.0, patience=2)
-    assert told([1.0] * 100 + [200.0] * 5, trend=Trend(low)) == [(101, "loss", "explosion")]
+    assert reported([1.0] * 100 + [200.0] * 5, trend=Trend(low)) == [(101, "loss", "explosion")]
     late = TrendCheck(warmup=50)
-    assert told([1.0] * 40 + [1e5], trend=Trend(late)) == []
-    assert told([1.0] * 60 + [1e5], trend=Trend(late)) == [(60, "loss", "spike")]
+    assert reported([1.0] * 40 + [1e5], trend=Trend(late)) == []
+    assert reported([1.0] * 60 + [1e5], trend=Trend(late)) == [(60, "loss", "spike")]
 
 
 @settings(max_examples=100, deadline=None)

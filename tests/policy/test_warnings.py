@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import keras_nanguard
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._policy.no_effect import ModelNames, Setting, own_rules, warnings_about
-from keras_nanguard._policy.occurrence import SEEN, seen_by, why_never
+from keras_nanguard._policy.no_effect import GuardOptions, ModelNames, own_rules, warnings_about
+from keras_nanguard._policy.occurrence import OCCURRENCES, matched_by, why_it_never_fires
 from keras_nanguard._policy.policy import Ledger, Policy, decide
 from keras_nanguard._policy.presets import PRESETS
 
@@ -32,7 +32,7 @@ NET = ModelNames(
 )
 
 
-def told(base="recover", model=None, guard=None, **fields):
+def reported(base="recover", model=None, guard=None, **fields):
     """Return the warnings about a policy with one more rule."""
     return warnings_about(Policy.from_any(base, rules=[{"name": "mine", "do": "warn", **fields}]), model, guard)
 
@@ -41,8 +41,8 @@ def told(base="recover", model=None, guard=None, **fields):
 def test_no_preset_has_anything_without_effect(name):
     """Every rule of every preset can fire, and no `do` was written over an old `otherwise`, by name and as a file."""
     for policy in (Policy.from_any(name), Policy.from_any(PACKAGE / "policies" / f"{name}.toml")):
-        assert warnings_about(policy) == warnings_about(policy, NET, Setting(False, (), False)) == ()
-        assert {rule.name: why_never(rule, policy.checks, policy.refuse) for rule in policy.rules} == {
+        assert warnings_about(policy) == warnings_about(policy, NET, GuardOptions(False, (), False)) == ()
+        assert {rule.name: why_it_never_fires(rule, policy.checks, policy.refuse) for rule in policy.rules} == {
             rule.name: "" for rule in policy.rules
         }
         assert own_rules(policy) == ()
@@ -57,15 +57,15 @@ def test_no_preset_has_anything_without_effect(name):
         ({"when": "refused", "after": {"any": [{"consecutive": 20}, {"consecutive": 13}]}}, ENDLESS),
         ({"when": "refused", "after": {"all": [{"consecutive": 20}, {"total": 2}]}}, ENDLESS),
         ({"when": "refused", "after": {"within": {"times": 150, "steps": 200}}}, "rule 'mostly-bad' ends training when 50%"),
-        ({"on": "validation", "when": "refused"}, "validation is never seen when = 'refused', only when committed"),
-        ({"on": "validation", "kind": "spike"}, "validation never shows spike, only nonfinite"),
-        ({"on": "slots", "kind": "collapse"}, "slots never shows collapse"),
-        ({"kind": "spike", "when": "refused"}, "spike is never seen when = 'refused'"),
-        ({"on": "loss", "when": "before_training"}, "loss is never seen when = 'before_training'"),
+        ({"on": "validation", "when": "refused"}, "validation never occurs when = 'refused', only when committed"),
+        ({"on": "validation", "kind": "spike"}, "validation never reports spike, only nonfinite"),
+        ({"on": "slots", "kind": "collapse"}, "slots never reports collapse"),
+        ({"kind": "spike", "when": "refused"}, "spike never occurs when = 'refused'"),
+        ({"on": "loss", "when": "before_training"}, "loss never occurs when = 'before_training'"),
         ({"on": "metrics"}, "nothing is ever reported at metrics"),
         ({"on": "loss", "layer": "dense*"}, "what is found at loss names no layer"),
-        ({"on": "loss", "unless": {"on": "loss"}}, "unless.on takes out all of its sites"),
-        ({"cause": "spike", "unless": {"cause": ["spike", "transient"]}}, "unless.cause takes out all of its causes"),
+        ({"on": "loss", "unless": {"on": "loss"}}, "unless.on excludes all of its sites"),
+        ({"cause": "spike", "unless": {"cause": ["spike", "transient"]}}, "unless.cause excludes all of its causes"),
         ({"cause": "spike", "when": "refused"}, "no refused step has the cause spike"),
         ({"kind": "spike", "magnitude": {"min_share": 0.5}}, "has no such magnitude"),
         ({"kind": "stuck", "magnitude": {"min_abs": 0.5}}, "has no such magnitude"),
@@ -73,7 +73,7 @@ def test_no_preset_has_anything_without_effect(name):
 )
 def test_a_rule_that_can_never_fire(fields, reason):
     """The reason is said: another rule ends training before, or what it looks at never happens."""
-    (line,) = told(**fields)
+    (line,) = reported(**fields)
     assert line.startswith("Rule 'mine' can never fire: ") and reason in line
 
 
@@ -98,12 +98,12 @@ def test_a_rule_that_can_never_fire(fields, reason):
 )
 def test_a_rule_that_can_fire_is_let_be(fields):
     """No warning without a proof."""
-    assert told(**fields) == ()
+    assert reported(**fields) == ()
 
 
 def test_a_rule_that_never_fires_for_refused_steps():
     """A rule for refused and committed steps alike of which only the refused ones come too late."""
-    (line,) = told(after={"consecutive": 20})
+    (line,) = reported(after={"consecutive": 20})
     assert line == f"Rule 'mine': it never fires for a refused step: it fires only at 20 in a row, and {ENDLESS}."
 
 
@@ -120,17 +120,17 @@ def test_rules_that_end_training_together():
 
 def test_what_is_changed_while_training_ends():
     """A change that an ending always puts aside is never done, though its rule fires."""
-    (line,) = told("stop", when="refused", do="rollback", limit={"times": 1})
+    (line,) = reported("stop", when="refused", do="rollback", limit={"times": 1})
     assert line == "Rule 'mine': rollback is never done, as rule 'first' ends training whenever this one fires."
-    assert told("stop", when="refused", do="warn") == ()
-    assert told("stop", when="refused", do="raise_error") == ()
+    assert reported("stop", when="refused", do="warn") == ()
+    assert reported("stop", when="refused", do="raise_error") == ()
 
 
 @pytest.mark.parametrize(
     ("fields", "lines"),
     [
         ({"otherwise": "stop"}, ["otherwise is never reached without a limit"]),
-        ({"do": "stop", "limit": {"times": 2}}, ["limit has no effect on an ending"]),
+        ({"do": "stop", "limit": {"times": 2}}, ["limit has no effect on an action that ends training"]),
         ({"do": "stop", "otherwise": "warn"}, ["otherwise is never reached, as training has ended before"]),
         (
             {"limit": {"times": 2}, "otherwise": {"do": "skip", "otherwise": "stop"}},
@@ -143,20 +143,20 @@ def test_what_is_changed_while_training_ends():
         ({"do": {"lower_lr": {"ramp": 50}}, "limit": {"times": 1}}, ["ramp has no effect without recover_after"]),
         (
             {"do": {"rollback": {"depth": 5}}, "limit": {"times": 1}},
-            ["rollback.depth = 5 is more than the snapshots that are kept, snapshot.keep = 2"],
+            ["rollback.depth = 5 exceeds the number of snapshots that are kept, snapshot.keep = 2"],
         ),
     ],
 )
 def test_what_of_a_rule_is_never_reached(fields, lines):
     """Rungs behind an ending or without a limit before them, and parameters that nothing reads."""
-    assert told(**fields) == tuple(f"Rule 'mine': {line}." for line in lines)
+    assert reported(**fields) == tuple(f"Rule 'mine': {line}." for line in lines)
 
 
 def test_do_written_over_a_preset_whose_otherwise_stays():
-    """Who changes the first rung of a ladder is shown the rest of it, and can write it anew."""
+    """A policy that changes only the first rung of a ladder gets a warning with the rest of it."""
     policy = Policy.from_any("recover", rules=[{"name": "persistent", "do": "warn"}])
     (line,) = warnings_about(policy)
-    assert line.startswith("Rule 'persistent': `do` was changed, `otherwise` stays as it was: the guard goes back")
+    assert line.startswith("Rule 'persistent': `do` was changed, `otherwise` was inherited: the guard rolls back")
     assert line.endswith("then stops training with the last good state restored. Write `otherwise`, too.")
     assert warnings_about(Policy.from_any(policy, snapshot={"every": 7})) == (line,)
     assert warnings_about(Policy.from_any(policy, rules=[{"name": "persistent", "otherwise": "stop"}])) == ()
@@ -170,7 +170,7 @@ def test_settings_that_contradict_what_a_rule_does():
     """A loss scale that an action allows and a check calls collapsed; rules for refused steps where none is refused."""
     rule = {"name": "loss-scale", "limit": {"times": 2}}
     (line,) = warnings_about(Policy.from_any("recover", checks={"loss_scale": {"min_value": 16.0}}, rules=[rule]))
-    assert "fix_loss_scale.floor = 1 allows what checks.loss_scale.min_value = 16 calls a collapse" in line
+    assert "fix_loss_scale.floor = 1 allows what checks.loss_scale.min_value = 16 treats as a collapse" in line
     mine = {"name": "mine", "when": "refused", "layer": "dense", "do": "rollback", "limit": {"times": 1}}
     (line,) = warnings_about(Policy.from_any("recover", refuse=False, rules=[mine]), NET)
     assert "these rules never fire: mine, tell" in line
@@ -181,9 +181,9 @@ def test_settings_that_contradict_what_a_rule_does():
 @pytest.mark.parametrize(
     ("checks", "fields", "line"),
     [
-        ({"trend": False}, {"kind": "spike", "on": "loss"}, "checks.trend is switched off"),
-        ({"statistics": {"stuck_after": 0}}, {"kind": "stuck", "on": "statistics"}, "checks.statistics is switched off"),
-        ({"loss_scale": False}, {"on": "loss_scale", "when": "committed"}, "checks.loss_scale is switched off"),
+        ({"trend": False}, {"kind": "spike", "on": "loss"}, "checks.trend is disabled"),
+        ({"statistics": {"stuck_after": 0}}, {"kind": "stuck", "on": "statistics"}, "checks.statistics is disabled"),
+        ({"loss_scale": False}, {"on": "loss_scale", "when": "committed"}, "checks.loss_scale is disabled"),
     ],
 )
 def test_a_rule_for_what_is_not_looked_at(checks, fields, line):
@@ -193,14 +193,14 @@ def test_a_rule_for_what_is_not_looked_at(checks, fields, line):
 
 
 def test_settings_that_nothing_reads():
-    """A check that is switched off and looked at all the same, and a limit that nothing is held against, are said."""
+    """A check that is disabled and done all the same, and a limit that nothing is compared with, are reported."""
     checks = {"slots": False, "loss": {"max_abs": 3.0}, "weights": {"max_abs": 3.0}, "trend": False}
     layers = {"dense*": {"weights": False, "gradients": {"max_abs": 3.0}}}
     assert warnings_about(Policy.from_any("recover", checks=checks, layers=layers)) == (
-        "checks.loss.max_abs has no effect: only weights, statistics, slots are held against a limit.",
-        "checks.slots.enabled has no effect: slots is looked at in any case.",
-        'layers."dense*".weights.enabled has no effect: weights is looked at in any case.',
-        'layers."dense*".gradients.max_abs has no effect: only weights, statistics, slots are held against a limit.',
+        "checks.loss.max_abs has no effect: only weights, statistics, slots are compared with a limit.",
+        "checks.slots.enabled has no effect: slots is always checked.",
+        'layers."dense*".weights.enabled has no effect: weights is always checked.',
+        'layers."dense*".gradients.max_abs has no effect: only weights, statistics, slots are compared with a limit.',
     )
 
 
@@ -209,14 +209,17 @@ def test_settings_that_nothing_reads():
     [
         ({"on": "statistics"}, "can never fire: the model 'net' has no moving statistics (no BatchNormalization or Normalization)"),
         ({"on": "loss_scale"}, "can never fire: the model 'net' has no loss scale (its optimizer is no LossScaleOptimizer)"),
-        ({"layer": "dens", "on": "gradients"}, "can never fire: nothing in the model 'net' meets the glob 'dens' (did you mean 'dense'?)"),
+        (
+            {"layer": "dens", "on": "gradients"},
+            "can never fire: nothing in the model 'net' matches the glob 'dens' (did you mean 'dense'?)",
+        ),
         (
             {"layer": "dense*", "on": "slots"},
-            "can never fire: nothing in the model 'net' meets the glob 'dense*' (there is 'adam/net_dense_kernel_momentum')",
+            "can never fire: nothing in the model 'net' matches the glob 'dense*' (there is 'adam/net_dense_kernel_momentum')",
         ),
         (
             {"layer": ["dense", "embed*"], "on": "weights"},
-            "nothing in the model 'net' meets the glob 'embed*' (there is 'net/dense/kernel')",
+            "nothing in the model 'net' matches the glob 'embed*' (there is 'net/dense/kernel')",
         ),
         ({"layer": "dense*"}, ""),
         ({"layer": "net/dense", "on": ["weights", "statistics"]}, ""),
@@ -226,7 +229,7 @@ def test_settings_that_nothing_reads():
 )
 def test_what_the_model_does_not_have(fields, line):
     """A site that the model lacks and a glob that meets nothing are said; what is not known of a model is let be."""
-    found = told(model=NET, **fields)
+    found = reported(model=NET, **fields)
     assert [one.removeprefix("Rule 'mine'").strip(" :.") for one in found] == ([line] if line else [])
 
 
@@ -242,20 +245,20 @@ def test_what_the_guard_does_not_have():
     """Without a directory, a function or a diagnosis some actions and rules have no effect."""
     functions = {"notify": print}
     fields = {"do": ["quarantine", {"call": {"function": "notifi"}}], "when": "refused"}
-    assert told(guard=Setting(False, functions, True), **fields) == (
-        "Rule 'mine': quarantine keeps nothing, as NanGuard has no directory.",
+    assert reported(guard=GuardOptions(False, functions, True), **fields) == (
+        "Rule 'mine': quarantine saves nothing, as NanGuard has no directory.",
         "Rule 'mine': call names 'notifi', which is not among the functions of NanGuard (did you mean 'notify'?).",
     )
-    assert told(guard=Setting(True, {"notifi": print}, True), **fields) == ()
-    (line,) = told(guard=Setting(True, (), False), cause="divergence")
-    assert "diagnose=False finds none" in line
+    assert reported(guard=GuardOptions(True, {"notifi": print}, True), **fields) == ()
+    (line,) = reported(guard=GuardOptions(True, (), False), cause="divergence")
+    assert "with diagnose=False there is none" in line
 
 
 # The table of what can happen, and the proofs
 
 
 def test_the_table_holds_every_kind_of_finding_that_is_made():
-    """Each `Finding(site, kind)` of the package is in the table, apart from those that are told and never decided about."""
+    """Each `Finding(site, kind)` of the package is in the table, apart from those that are reported and never decided about."""
     made = set()
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("raised.py", "incident.py"):
@@ -263,8 +266,8 @@ def test_the_table_holds_every_kind_of_finding_that_is_made():
                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
                     made.add(tuple(getattr(arg, "value", "") if isinstance(arg, ast.Constant) else "" for arg in node.args[:2]))
     assert len(made) > 8
-    unknown = {pair for pair in made if not any(_fits(one, *pair) for one in SEEN)}
-    assert unknown == set(), "add them to SEEN in _policy/occurrence.py"
+    unknown = {pair for pair in made if not any(_fits(one, *pair) for one in OCCURRENCES)}
+    assert unknown == set(), "add them to OCCURRENCES in _policy/occurrence.py"
 
 
 def _fits(one, site, kind="nonfinite"):
@@ -305,14 +308,14 @@ def policies(draw):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(policies(), st.data())
 def test_what_is_said_to_never_happen_never_happens(policy, data):
-    """Whatever trouble comes in whatever order, a rule that is said to never fire does not, until training ends."""
+    """For any incidents in any order, a rule that is reported to never fire does not fire before training ends."""
     lines = warnings_about(policy)
     never = [re.match(r"Rule '(.+?)' can never", line) for line in lines]
     dead = {match.group(1) for match in never if match}
     idle = {match.group(1) for line in lines if (match := re.match(r"Rule '(.+?)': rollback is never done", line))}
     ledger, step = Ledger(), 0
     for _ in range(data.draw(st.integers(1, 40))):
-        one = data.draw(st.sampled_from(SEEN))
+        one = data.draw(st.sampled_from(OCCURRENCES))
         step += data.draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
         incident = Incident(step, 0, step, (Finding(one.site, one.kind),), refused=one.moment == "refused")
         decision, ledger = decide(policy, ledger, incident)
@@ -326,10 +329,10 @@ def test_what_is_said_to_never_happen_never_happens(policy, data):
 
 
 def test_what_a_rule_sees_follows_its_fields():
-    """`seen_by` is what is left of the table; a policy that refuses nothing commits everything."""
+    """`matched_by` is what is left of the table; a policy that refuses nothing commits everything."""
     rule = Policy.from_any("recover").rules[0]
     checks = Policy.from_any("recover").checks
-    assert {one.moment for one in seen_by(rule, checks)} == {"refused"}
-    assert seen_by(rule, checks, refuse=False) == ()
+    assert {one.moment for one in matched_by(rule, checks)} == {"refused"}
+    assert matched_by(rule, checks, refuse=False) == ()
     everything = Policy.from_any("observe").rules[0]
-    assert {one.moment for one in seen_by(everything, checks, refuse=False)} == {"committed", "before_training"}
+    assert {one.moment for one in matched_by(everything, checks, refuse=False)} == {"committed", "before_training"}

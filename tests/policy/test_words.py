@@ -17,9 +17,9 @@ from keras_nanguard._fit.arguments import ARGUMENTS
 from keras_nanguard._policy.conditions import CONDITIONS
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import PRESETS
-from keras_nanguard._policy.problems import CHIEF
+from keras_nanguard._policy.problems import MAIN_FIELD
 from keras_nanguard._policy.rules import MOMENTS
-from keras_nanguard._policy.spelling import SAID, nearest
+from keras_nanguard._policy.spelling import SYNONYMS, nearest
 from keras_nanguard.actions import ACTIONS
 
 
@@ -107,7 +107,7 @@ def test_every_word_that_is_suggested_is_a_word_of_policies():
     """The table holds no word that no policy knows."""
     schema = (Path(keras_nanguard.__file__).parent / "policies" / "policy.schema.json").read_text("utf-8")
     known = {*SITES, *KINDS, *CAUSES, *MOMENTS, *ACTIONS, *CONDITIONS, *PRESETS, *ARGUMENTS, *_words(json.loads(schema))}
-    assert set(SAID) - known == set()
+    assert set(SYNONYMS) - known == set()
 
 
 def _words(schema):
@@ -117,7 +117,7 @@ def _words(schema):
     return set().union(*(_words(inner) for inner in schema)) if isinstance(schema, list) else set()
 
 
-@given(st.one_of(st.sampled_from(" ".join(SAID.values()).split()), st.text(string.ascii_letters + "-_ ", max_size=12)))
+@given(st.one_of(st.sampled_from(" ".join(SYNONYMS.values()).split()), st.text(string.ascii_letters + "-_ ", max_size=12)))
 def test_a_suggestion_is_always_a_known_word(said):
     """Whatever is said: nothing, or one of the words that are known there; and nothing where the word is right."""
     for known in (SITES, KINDS, PRESETS, tuple(ACTIONS)):
@@ -155,6 +155,6 @@ def test_no_table_is_suggested_that_would_be_refused(sections):
 
 
 def test_the_fields_that_stand_for_a_table_are_fields_of_it():
-    """Each table of `CHIEF` is one of the schema, and its field is one of the table's."""
+    """Each table of `MAIN_FIELD` is one of the schema, and its field is one of the table's."""
     schema = json.loads((Path(keras_nanguard.__file__).parent / "policies" / "policy.schema.json").read_text("utf-8"))
-    assert all(field in schema["$defs"][table]["properties"] for table, field in CHIEF.items())
+    assert all(field in schema["$defs"][table]["properties"] for table, field in MAIN_FIELD.items())

@@ -126,7 +126,7 @@ def test_one_line_for_each_incident(capsys):
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert len(lines) == 2 and all(line.startswith("NanGuard: ") for line in lines)
-    assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were left out" in lines[1]
+    assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were refused" in lines[1]
 
 
 def test_silence(capsys):
@@ -152,7 +152,7 @@ def test_summary_and_reports(tmp_path):
 
     guard = NanGuard(verbose=0)
     fit(zoo.poison(zoo.regression(), 3), guard)
-    assert "24 steps, 2 left out, 2 incidents" in guard.summary()
+    assert "24 steps, 2 refused, 2 incidents" in guard.summary()
     whole = json.loads(guard.report(tmp_path / "r.json").read_text())
     assert [i["step"] for i in whole["incidents"]] == [3, 15] and whole["format"] == 1
     lines = guard.report(tmp_path / "r.jsonl").read_text().splitlines()

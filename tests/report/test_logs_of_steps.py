@@ -271,7 +271,7 @@ def test_what_stands_where_nothing_was_measured(tmp_path, capsys):
     with open(tmp_path / "log.csv") as file:
         assert [float(row["mae"]) for row in csv.DictReader(file)] == history["mae"]
     lines = [line for line in capsys.readouterr().out.splitlines() if "epoch 1:" in line]
-    assert len(lines) == 1 and "3 of 3 steps were left out" in lines[0] and "nothing to take a mean over" in lines[0]
+    assert len(lines) == 1 and "3 of 3 steps were refused" in lines[0] and "nothing to take a mean over" in lines[0]
     assert "stands for loss, mae, most, r2, scored, total" in lines[0]
 
 
@@ -281,7 +281,7 @@ def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
     history, _ = trained((1,), NanGuard(diagnose=False), recorder, epochs=3)
     assert all(values[1] == values[0] != values[2] for name, values in history.items() if name != "refused_steps")
     assert recorder.batches[3:6] == [recorder.batches[2]] * 3
-    assert "3 of 3 steps were left out; the logs are those of the last step that was not." in capsys.readouterr().out
+    assert "3 of 3 steps were refused; the logs are those of the last step that was not." in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():

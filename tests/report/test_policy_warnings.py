@@ -12,9 +12,9 @@ from support import zoo
 from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard._files.model_names import model_names as names_in_file
 from keras_nanguard._fit.policy_lines import model_names
-from keras_nanguard._policy.occurrence import SEEN
+from keras_nanguard._policy.occurrence import OCCURRENCES
 from keras_nanguard._policy.presets import PRESETS
-from keras_nanguard._policy.settings import on_path
+from keras_nanguard._policy.settings import matches_path
 from keras_nanguard.testing import inject
 
 LATE = {"name": "late", "when": "refused", "after": {"consecutive": 20}, "do": "warn"}
@@ -42,7 +42,7 @@ def test_rules_without_effect_are_reported_once(capsys):
     lines = said(capsys)
     assert [line.split("'")[1] for line in lines] == ["late", "embedding", "scale"]
     assert "rule 'endless' ends training at 12 in a row" in lines[0]
-    assert "nothing in the model 'net' meets the glob 'embed*'" in lines[1]
+    assert "nothing in the model 'net' matches the glob 'embed*'" in lines[1]
     assert "the model 'net' has no loss scale" in lines[2]
     net.fit(data.x, data.y, verbose=0, callbacks=[guard])
     assert said(capsys) == []
@@ -121,7 +121,7 @@ def test_a_file_names_what_the_model_names(tmp_path, ending, kind):
         live, stored = model_names(net), names_in_file(path)
         assert stored.name == live.name == net.name
         for site in ("weights", "gradients", "statistics"):
-            assert all(any(on_path(known, path) for known in stored.paths[site]) for path in live.paths[site])
+            assert all(any(matches_path(known, path) for known in stored.paths[site]) for path in live.paths[site])
         for site, paths in stored.paths.items():
             assert (paths == ()) == (live.paths[site] == ()), site
         assert (live.paths["loss_scale"] != ()) == (kind == "mixed_float16")
@@ -143,7 +143,7 @@ def test_whatever_happens_is_in_the_table():
     found = [(finding, "refused" if incident.refused else "committed") for incident in guard.incidents for finding in incident.findings]
     assert {finding.site for finding, _ in found} >= {"inputs", "targets", "loss", "gradients", "state"}
     for finding, moment in found:
-        rows = [one for one in SEEN if (one.site, one.kind, one.moment) == (finding.site, finding.kind, moment)]
+        rows = [one for one in OCCURRENCES if (one.site, one.kind, one.moment) == (finding.site, finding.kind, moment)]
         assert rows, (finding, moment)
         assert not finding.path or rows[0].path
         assert not (finding.nan or finding.inf) or rows[0].counts

@@ -11,7 +11,7 @@ from keras_nanguard._files.recalibrate import RecalibrateReport
 from keras_nanguard._files.repair import RepairReport
 from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._lint import LintReport
-from keras_nanguard._report.console import SHOWN, Lines, kinds, markdown, summary
+from keras_nanguard._report.console import MAX_PRINTED, Lines, kinds, markdown, summary
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
@@ -65,7 +65,7 @@ def test_line():
 
 
 def test_advice_where_it_is_the_users_turn():
-    """The advice stands in the line where training ends, and where a result is bad, about which nothing is done."""
+    """The line contains the advice if training ends, or if a result of `evaluate` or `predict` is bad."""
     assert "Clean it." not in str(incident(diagnosis=DIAGNOSIS))
     assert "Clean it." in str(incident(diagnosis=DIAGNOSIS, decision=STOP))
     assert "Clean it." in str(incident(findings=(Finding("validation"),), diagnosis=DIAGNOSIS, refused=False))
@@ -114,8 +114,8 @@ class TestLines:
         """Of one kind the first few have lines of their own; the others are counted, and said in one clause."""
         lines = Lines()
         shown = [bool(lines.line(incident(step, 0, step))) for step in range(8)]
-        assert shown == [True] * SHOWN + [False] * (8 - SHOWN)
-        assert lines.counted() == f"As reported before: {8 - SHOWN} x nonfinite inputs." and lines.counted() == ""
+        assert shown == [True] * MAX_PRINTED + [False] * (8 - MAX_PRINTED)
+        assert lines.counted() == f"As reported before: {8 - MAX_PRINTED} x nonfinite inputs." and lines.counted() == ""
 
     def test_the_same_batch_again(self):
         """The same rows of the same batch have one line, in whichever epoch they come again."""
@@ -135,7 +135,7 @@ class TestLines:
         """In a loop without epochs the 10th, the 100th and the 1000th of a kind have a line, which says so."""
         lines = Lines()
         told = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
-        assert list(told) == [*range(1, SHOWN + 1), 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
+        assert list(told) == [*range(1, MAX_PRINTED + 1), 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
 
     def test_every(self):
         """With `every` each incident has its line."""
@@ -148,7 +148,7 @@ def test_kinds():
     back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
     told = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
     assert told == [
-        "2 x input_nonfinite in 'x/age': left out; the first at step 4 (epoch 1, batch 4), inputs x/age: 1 NaN of 32",
+        "2 x input_nonfinite in 'x/age': refused; the first at step 4 (epoch 1, batch 4), inputs x/age: 1 NaN of 32",
         "1 x nonfinite loss: rollback and lower_lr; the first at step 8 (epoch 1, batch 8), loss: nonfinite",
     ]
     assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, 10, 2, 0)

@@ -111,7 +111,7 @@ class Test:
         run = zoo.run(zoo.plain, BAD, guard=guard, epochs=2, callbacks=[Copies()])
         assert zoo.differences(run, plain) == []
         assert [len(other.incidents) for other in found] == [1, 2]
-        assert "8 steps, 1 left out" in found[0].summary()
+        assert "8 steps, 1 refused" in found[0].summary()
         zoo.run(zoo.plain, BAD, guard=found[0], epochs=1)
         assert len(guard.incidents) == 2 and len(found[0].incidents) == 2
 

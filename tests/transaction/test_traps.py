@@ -141,8 +141,8 @@ def test_06_silent_rollback_silent_skip(capsys):
     told = capsys.readouterr().out
     assert all(f"step {step} (epoch 1, batch {step}) refused" in told for step in (7, 8, 9))
     assert "rollback: back to the state after 4 steps; 2 committed steps undone" in told and "learning rate" in told
-    assert "3 of 12 steps were left out" in told and run.history["refused_steps"] == [3]
-    assert "3 left out" in guard.summary()
+    assert "3 of 12 steps were refused" in told and run.history["refused_steps"] == [3]
+    assert "3 refused" in guard.summary()
 
 
 def test_07_skipping_by_multiplying_with_zero():
