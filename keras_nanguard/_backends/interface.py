@@ -51,7 +51,7 @@ __all__ = [
 class ReportQueue(Protocol):
     """The reports of refused steps, from the step that files them to the host that takes them."""
 
-    rows: tuple[tuple[Any, ...], ...]
+    places: tuple[tuple[Any, ...], ...]
     """Of each row of counts of the step that runs now, or of its trace, the site and the path."""
 
     def put(self, verdict: Any, counts: Any, args: Any, /) -> Any:
@@ -244,7 +244,7 @@ class LoopStep(Protocol):
     function: Any
     session: GuardedSession
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew, after something was changed that it has built in."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

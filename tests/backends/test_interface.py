@@ -33,6 +33,7 @@ CLASSES = {
 ONLY = {
     "CountingTransaction": "keras_nanguard._backends.tensorflow.step.Transaction",
     "GuardedSession": "keras_nanguard._fit.session.Session",
+    "StateAccess": "keras_nanguard._backends.shared.attach.Attachment",
 }
 """What is implemented once: only on TensorFlow may several guarded steps run between two looks of the host."""
 

@@ -189,7 +189,7 @@ class StepTrace:
                 self.owner.report_queue.put(self.row(self.owner.refuse, flat[:2]), counts, args)
             return [*flat, *([counts] if outside else [])]
 
-        self.owner.report_queue.rows = tuple((site, path) for site, path, _ in places)
+        self.owner.report_queue.places = tuple((site, path) for site, path, _ in places)
         weight_sum, slot_sum, *flat = tf.cond(self.may_commit, commit, refuse)
         counts = flat.pop() if outside else None
         refused = ~self.may_commit if self.owner.refuse else tf.constant(False)

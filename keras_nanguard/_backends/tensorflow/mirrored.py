@@ -160,7 +160,7 @@ class _Step:
             share.loss, share.gradients, share.statistics, share.update_sums = loss, gradients, statistics, update_sums
         first.judge(self.halted, self.step)
         places = [[(site, path) for site, path, _ in reports.places(share)] for share in shares]
-        owner.report_queue.rows = rows = tuple(dict.fromkeys(place for each in places for place in each))
+        owner.report_queue.places = rows = tuple(dict.fromkeys(place for each in places for place in each))
 
         def counts(share: _Share) -> Any:
             lines = [[rows.index(place)] for place in places[share.number]]

@@ -27,12 +27,12 @@ class ReportQueue:
         batch: returns the batch of a step, given its verdict; `None` where each report has to hold a reference to its own.
 
     Attributes:
-        rows: `(site, path)` of each row of counts in the trace that runs now.
+        places: `(site, path)` of each row of counts in the trace that runs now.
     """
 
     def __init__(self, capacity: int, batch: Callable[[Verdict], Any] | None):
         self.capacity, self._batch = capacity, batch
-        self.rows: tuple[tuple[str, str], ...] = ()
+        self.places: tuple[tuple[str, str], ...] = ()
         self._layouts = Layouts()
         self._places: dict[int, tuple[tuple[str, str], ...]] = {}
         self._queues: dict[tuple[Any, ...], Any] = {}
@@ -42,12 +42,12 @@ class ReportQueue:
 
         Args:
             row: the numbers of the step.
-            counts: a line for each of `rows`.
+            counts: a line for each of `places`.
             args: what the step was called with.
             blamed: for each replica, where there are several, whether it saw something bad.
         """
         number, leaves = self._layouts.flat(args if self._batch is None else ())
-        self._places[number] = self.rows
+        self._places[number] = self.places
         items = [tf.constant(number, tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
         with tf.device("CPU:0"):
             queue = self._queue(tuple(t.dtype for t in items))

@@ -181,7 +181,7 @@ class StepRun:
         owner.keeps_undo |= bool(self.seen.undo)
         if not self.may_commit:
             places = reports.places(self)
-            owner.report_queue.rows = tuple((site, path) for site, path, _ in places)
+            owner.report_queue.places = tuple((site, path) for site, path, _ in places)
             counts = reductions.counts([tensor for _, _, tensor in places])
             owner.report_queue.put(self._verdict(owner.refuse), counts, args, left_by_previous=self.left_by_previous)
         if self.may_commit or not owner.refuse:

@@ -16,16 +16,16 @@ class ReportQueue:
     """Files and hands out the reports of refused steps.
 
     Attributes:
-        rows: `(site, path)` of each row of counts in the step that runs now.
+        places: `(site, path)` of each row of counts in the step that runs now.
     """
 
     def __init__(self) -> None:
-        self.rows: tuple[tuple[str, str], ...] = ()
+        self.places: tuple[tuple[str, str], ...] = ()
         self._reports: list[Report] = []
 
     def put(self, verdict: Verdict, counts: Any, args: Sequence[Any], *, left_by_previous: bool = False) -> None:
         """File one report: the verdict on a step, its counts of bad entries, and its arguments."""
-        self._reports.append(Report(verdict, self.rows, counts, as_tensors(args), left_by_previous=left_by_previous))
+        self._reports.append(Report(verdict, self.places, counts, as_tensors(args), left_by_previous=left_by_previous))
 
     def take(self) -> list[Report]:
         """Return and forget what was filed."""
