@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,20 +18,21 @@ from keras_nanguard._backends.interface import Attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
 from keras_nanguard._fit.epoch_logs import backfill
 from keras_nanguard._fit.lagging_statistics import Lagging
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.policy_lines import policy_lines
+from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
-from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._policy.no_effect import GuardOptions
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._report import console, files, log
+from keras_nanguard._report import console, files
 
 __all__ = ["NanGuard"]
 
@@ -87,14 +89,12 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         **overrides: Any,
     ):
         super().__init__()
-        self.verbose, self.functions = arguments.verbosity(verbose), arguments.functions(functions)
+        self._reporter, self.functions = Reporter(arguments.verbosity(verbose)), arguments.functions(functions)
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.diagnose = arguments.flag("diagnose", diagnose)
         self.policy = arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
-        self._said: set[str] = set()
         self._unnamed = self._resumed = False
-        self._lines = console.Lines(every=verbose == 2)
         self._counts = (0, 0, 0)
         self.session: Session | None = None
         self._attachment: Attachment | None = None
@@ -108,9 +108,19 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
         unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
-        kept = ("resume", "functions", "diagnose", "incidents", "_said", "_lines")
+        kept = ("resume", "functions", "diagnose")
         own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
-        return {**unused, **own, "incidents": list(self.incidents), "_counts": self._counted(), "_watching": False}
+        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter)}
+        return {**unused, **own, "_counts": self._counted(), "_watching": False}
+
+    @property
+    def verbose(self) -> int:
+        """How much is printed: 0, 1 or 2."""
+        return self._reporter.verbose
+
+    @verbose.setter
+    def verbose(self, verbose: int) -> None:
+        self._reporter.verbose = verbose
 
     @property
     def async_safe(self) -> bool:
@@ -155,7 +165,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
-        self._note(log.begin)
+        self._reporter.begin(self.session.directory)
         self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
     def _at_work(self) -> bool:
@@ -164,24 +174,18 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         from keras_nanguard._diagnose.explain_step import Explainer
 
+        directory, self._scratch = processes.folder(self.directory)
         session = Session(
             model,
             self.policy,
             self._announce,
-            explain=Explainer(bool(self.verbose)) if self.diagnose else None,
+            Explainer(bool(self.verbose)) if self.diagnose else NoExplainer(),
             optimizers=optimizers,
             functions=self.functions,
+            directory=None if directory is None else str(directory),
         )
-        directory, self._scratch = processes.folder(self.directory)
-        session.directory = None if directory is None else str(directory)
-        if directory is not None and self.policy.snapshot.storage == "disk":
-            kept = self.policy.snapshot
-            session.ring = DiskRing(kept.keep, kept.good_after, directory, session)
-        earlier = self.session
-        if earlier is not None and earlier.model is model:
-            session.tolerated, session.nan_markers = set(earlier.tolerated), set(earlier.nan_markers)
-            if earlier.guard_state is not None:
-                earlier.guard_state.apply(session, write=False)
+        if self.session is not None and self.session.model is model:
+            session.follow(self.session)
         return session
 
     def _detach(self) -> None:
@@ -228,9 +232,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None or not self.verbose:
             return
         self._unnamed = not getattr(self.session.model, "built", True)
-        setting = GuardOptions(self.directory is not None, self.functions, self.diagnose)
-        for line in policy_lines(self.policy, setting, self.session.model, self.session.optimizers):
-            self._print_once(line)
+        options = GuardOptions(self.directory is not None, self.functions, self.diagnose)
+        for line in policy_lines(self.policy, options, self.session.model, self.session.state.optimizers):
+            self._reporter.once(line)
 
     def _note_callbacks(self) -> None:
         if self.session is not None:
@@ -262,10 +266,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""
         if self.session is not None:
-            self.session.begin_epoch(epoch)
+            self.session.counts.begin_epoch(epoch)
             if self.session.resuming is not None:
-                self.session.skip_batches = self.session.resuming.batch
-                self.session.epoch_passed = -self.session.resuming.batch  # the metrics hold them
+                self.session.counts.resume_epoch(self.session.resuming.batch)
                 keras_fitting.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
@@ -273,7 +276,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None:
             return
         self.session.resolve_pending()
-        if self.session.idle and isinstance(logs, dict):
+        if self.session.counts.idle and isinstance(logs, dict):
             logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
 
     @contextlib.contextmanager
@@ -289,18 +292,17 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             return
         if self._unnamed:
             self._print_policy_warnings()
-        count = self.session.epoch_refused
+        count = self.session.counts.epoch_refused
         self._epoch_counts.append(count)
         if logs is not None and any(self._epoch_counts):
             backfill(self.model, REFUSED, len(self._epoch_counts) - 1)
             logs[REFUSED] = count
-        unmeasured = sorted(self.session.logs.unmeasured)
-        self._print(console.epoch_line(epoch, count, self.session.epoch_committed, self._lines.counted(), unmeasured))
+        self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
-        self._print_counted()
+        self._reporter.end()
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -354,27 +356,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _announce(self, incident: Incident) -> None:
         self.incidents.append(incident)
-        self._note(lambda directory: log.add(directory, incident))
-        self._print(self._lines.line(incident))
-
-    def _note(self, write: Callable[[str], None]) -> None:
-        """Write to the directory; training goes on where that fails, and one line says so."""
-        directory = self.session.directory if self.session is not None else None
-        if directory is None:
-            return
-        try:
-            write(directory)
-        except OSError as error:
-            self._print_once(f"NanGuard: {log.NAME} cannot be written: {error}.")
-
-    def _print(self, text: str) -> None:
-        if text and self.verbose:
-            processes.print_line("\n" + text)
-
-    def _print_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            processes.print_line(line)
+        self._reporter.incident(incident, self.session.directory if self.session is not None else None)
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""

@@ -22,7 +22,7 @@ of any other name is about something that only this backend has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +43,7 @@ __all__ = [
     "Outputs",
     "Replay",
     "ReportQueue",
+    "StateAccess",
     "Transaction",
 ]
 
@@ -121,12 +122,30 @@ class CountingTransaction(Transaction, Protocol):
         """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
 
 
+class StateAccess:
+    """How the host comes to the train state between two executions.
+
+    Here the variables hold it at any time, and every verdict is read at once; a backend where that is not so overrides this.
+    """
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
+
+    def variables_readable(self) -> AbstractContextManager[None]:
+        """Return a context in which the variables read as the state of this moment."""
+        return nullcontext()
+
+    def resolve_pending(self) -> None:
+        """Read the verdict on a step that was started, if it was not read yet, and act on it."""
+
+    def rebuild(self) -> None:
+        """Compile the step anew, after something was changed that it has built in."""
+
+
 class GuardedSession(Protocol):
     """The host's side of a run, as the attachment of a backend sees it."""
 
-    model: Any
     policy: Any
-    step: int
     stopped: bool
     began: bool
     healed: bool
@@ -135,10 +154,20 @@ class GuardedSession(Protocol):
     logs: Any
     pending_recovery: Any
     transaction: Any
-    rebuild: Callable[[], None]
-    sync_variables: Callable[[], None]
-    variables_readable: Callable[[], AbstractContextManager[Any]]
-    resolve_pending: Callable[[], None]
+
+    @property
+    def model(self) -> Any:
+        """The guarded model."""
+
+    @property
+    def step(self) -> int:
+        """How many train steps are complete."""
+
+    def attach(self, access: StateAccess, transaction: Any = None) -> None:
+        """Take over the guarded step, and the way to the state that it trains."""
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
 
     @property
     def nothing_pending(self) -> bool:

@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import FileFormatError
 
-__all__ = ["fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
+__all__ = ["beside", "fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -39,21 +40,39 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def put(temporary: Path, path: Path) -> None:
+def put(finished: Path, path: Path) -> None:
     """Move a finished file or folder to its final path, and sync the folder that contains it."""
-    os.replace(temporary, path)
-    flush_to_disk(path.parent)
+    os.replace(finished, path)
+    if os.name != "nt":  # which opens no folder
+        flush_to_disk(path.parent)
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed on an error."""
+    unfinished = path.with_name(f"{BESIDE}{os.getpid()}-{path.name}")
+    _discard(unfinished)
+    try:
+        yield unfinished
+        put(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            _discard(unfinished)
+        raise
+
+
+def _discard(path: Path) -> None:
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object with its checksum, atomically."""
     text = json.dumps({**data, "sha256": _checksum(data)}, indent=1, allow_nan=False)
-    temporary = path.with_name(BESIDE + path.name)
-    with temporary.open("w", encoding="utf-8") as file:
+    with beside(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    put(temporary, path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,17 +96,16 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 def remove(path: Path) -> None:
     """Remove a folder atomically, by renaming it first; of a symbolic link remove only the link."""
-    temporary = path.with_name(BESIDE + path.name)
+    unfinished = path.with_name(BESIDE + path.name)
     if path.is_symlink():
         path.unlink()
     elif path.exists():
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.replace(path, temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.replace(path, unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
     """Remove the unfinished files and folders of a process that died."""
     for path in folder.glob(BESIDE + "*"):
-        is_folder = path.is_dir() and not path.is_symlink()
-        shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
+        _discard(path)

@@ -35,6 +35,7 @@ from keras_nanguard._core import atomic_files, finiteness
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
 from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS, plain_text
@@ -85,12 +86,12 @@ class Bundle:
     model: str
 
 
-def write(directory: str | Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> str:
+def write(directory: str | Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> str:
     """Write a bundle and return its path.
 
     Args:
         directory: the guard's directory.
-        session: the session, whose state is the one before the step.
+        run: the run, whose state is the one before the step.
         incident: the incident with its diagnosis.
         batch: the arguments of the step.
         evidence: what the diagnosis was decided from.
@@ -99,14 +100,9 @@ def write(directory: str | Path, session: Any, incident: Incident, batch: Any, e
     folder = Path(directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     name = _free_name(folder, incident.step)
-    beside = folder / f"{atomic_files.BESIDE}{name}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    try:
-        _fill(beside, session, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
-        atomic_files.put(beside, folder / name)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with atomic_files.beside(folder / name) as unfinished:
+        unfinished.mkdir()
+        _fill(unfinished, run, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
     _drop_oldest(folder)
     return str(folder / name)
 
@@ -125,9 +121,9 @@ def _drop_oldest(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
+def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidence: Evidence, mode: str) -> None:
     left = MAX_BYTES
-    train_state = session.train_state()
+    train_state = run.train_state()
     variables = [v for v in train_state.everything if str(v.dtype) != "string"]
     structure, arrays = _flattened(batch)
     left -= _save(folder / "batch.npz", arrays)
@@ -139,8 +135,8 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: 
     else:
         left -= _save(folder / "state.npz", state)
         if incident.diagnosis is not None and incident.diagnosis.cause in ("divergence", "input_scale"):
-            before = _save_approach(folder, session, variables, state, left)
-    model = _configuration(session.model)
+            before = _save_approach(folder, run, variables, state, left)
+    model = _configuration(run.model)
     about = {
         "format": FORMAT,
         "batch": structure,
@@ -149,10 +145,10 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: 
         "before": before,
         "growth": evidence.growth.to_dict(),
         "mode": mode,
-        "saving": bool(session.transaction.keeps_undo),
-        "steps_per_execution": int(getattr(session.model, "steps_per_execution", 1) or 1),
-        "trainer": hasattr(session.model, "train_step") and session.transaction.model is not None,
-        "model": {"class": type(session.model).__name__, "name": str(session.model.name), "config": bool(model)},
+        "saving": bool(run.transaction.keeps_undo),
+        "steps_per_execution": int(getattr(run.model, "steps_per_execution", 1) or 1),
+        "trainer": hasattr(run.model, "train_step") and run.transaction.model is not None,
+        "model": {"class": type(run.model).__name__, "name": str(run.model.name), "config": bool(model)},
         "versions": _versions(),
         "notes": notes,
     }
@@ -165,11 +161,11 @@ def _fill(folder: Path, session: Any, incident: Incident, batch: Any, evidence: 
     _text(folder / "reproduce.py", _REPRODUCE)
 
 
-def _save_approach(folder: Path, session: Any, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
+def _save_approach(folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
     """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` where they do not fit."""
-    approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
-    snapshot = approach.snapshot if approach is not None else session.ring.oldest()
-    if snapshot is None or not session.ring.at_hand(snapshot):
+    approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
+    snapshot = approach.snapshot if approach is not None else run.ring.oldest()
+    if snapshot is None or not run.ring.at_hand(snapshot):
         return None
     start = [now if (then := snapshot.value(v)) is None else then for v, now in zip(variables, state)]
     structure, arrays = _flattened(approach.batches if approach is not None else ())

@@ -18,10 +18,12 @@ from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
+from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
 from keras_nanguard._diagnose.trials import Trials
@@ -38,7 +40,7 @@ MAX_FULL = 20
 
 
 class Explainer:
-    """Diagnoses the incidents of one session.
+    """Diagnoses the incidents of one run.
 
     Args:
         says: whether a line is printed where a diagnosis takes longer than a second.
@@ -58,36 +60,36 @@ class Explainer:
         self._full: Counter[Any] = Counter()
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def __call__(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+    def __call__(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:
         """Return why an incident happened. Never raises."""
         try:
-            with without_faults(session.model), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
-                return self._explained(session, incident, report)
+            with without_faults(run.model), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
+                return self._explained(run, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def bundle(self, session: Any, incident: Incident, report: Any) -> str | None:
+    def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
         """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
         from keras_nanguard._diagnose import bundle as _bundle
 
-        if report is None or report.batch is None or not incident.refused or not self.full:
+        if run.directory is None or report is None or report.batch is None or not incident.refused or not self.full:
             return None
         try:
-            return _bundle.write(session.directory, session, incident, report.batch, self.evidence or Evidence(), _mode(session))
+            return _bundle.write(run.directory, run, incident, report.batch, self.evidence or Evidence(), _mode(run))
         except Exception as error:  # noqa: BLE001  a full disk must not end training
             processes.print_line(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
             return None
 
-    def of_error(self, session: Any, error: BaseException) -> tuple[Finding, Diagnosis] | None:
+    def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
         try:
-            given = session.transaction.given
-            return raised.explained(session.model, error, getattr(given, "args", None))
+            given = run.transaction.given
+            return raised.explained(run.model, error, getattr(given, "args", None))
         except Exception:  # noqa: BLE001  the user's exception goes on as it is
             return None
 
-    def _explained(self, session: Any, incident: Incident, report: Any) -> Diagnosis:
+    def _explained(self, run: GuardedRun, incident: Incident, report: Report | None) -> Diagnosis:
         signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
         again = signature == self._signature and incident.step - self._last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
@@ -97,11 +99,11 @@ class Explainer:
         if known is not None and not self.full:
             return self._taken_over(known, report)
         self._full[signature] += 1
-        self.evidence = gather(session, incident, report)
-        self._known[signature] = raised.by_replay(session.model, self.evidence, report) or conclude(self.evidence)
+        self.evidence = gather(run, incident, report)
+        self._known[signature] = raised.by_replay(run.model, self.evidence, report) or conclude(self.evidence)
         return self._known[signature]
 
-    def _taken_over(self, known: Diagnosis, report: Any) -> Diagnosis:
+    def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
         """Return an earlier diagnosis for one more incident with the same findings; bad rows are counted anew."""
         rows: tuple[int, ...] = ()
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
@@ -111,16 +113,16 @@ class Explainer:
         return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
 
 
-def gather(session: Any, incident: Incident, report: Any) -> Evidence:
+def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
-    train_state = session.train_state()
-    session.history.start(session.ring.snapshots, train_state.trainable)
+    train_state = run.train_state()
+    run.history.start(run.ring.snapshots, train_state.trainable)
     own = (incident.values.get("loss", float("nan")), incident.values.get("gradient_norm", float("nan")))
     state = [f for f in incident.findings if f.site == "state"]
     outside = any(f.site in ("validation", "predictions") for f in incident.findings)
     if outside and not state:
         state = [f for f in incident.findings if f.site in ("weights", "statistics")]
-    fresh = session.step == 0 and not incident.refused
+    fresh = run.step == 0 and not incident.refused
     roles = _roles(train_state)
     committed = "" if incident.refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
@@ -132,37 +134,37 @@ def gather(session: Any, incident: Incident, report: Any) -> Evidence:
         value=next((f.value for f in incident.findings if f.value is not None), None),
         state=tuple((f.path, roles.get(f.path, "weights")) for f in state),
         state_fresh=fresh,
-        mode=_mode(session),
-        growth=growth(session.history, incident.step, own, () if committed else train_state.trainable),
+        mode=_mode(run),
+        growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
-        objective=objective(session.model),
+        objective=objective(run.model),
         gradient_norm=own[1],
         written=bool(first) and must_stay_finite(train_state.optimizers, facts, [*train_state.trainable, *train_state.slots], own[1]),
         loss_scale=incident.values.get("loss_scale"),
-        low_precision=lowest(session.model),
+        low_precision=lowest(run.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),
         first=first,
     )
     if report is None or report.verdict.finite:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]
-        evidence = dataclasses.replace(evidence, target_fault=negative_loss(session.model, losses))
+        evidence = dataclasses.replace(evidence, target_fault=negative_loss(run.model, losses))
     if report is None or report.batch is None:
         return evidence
-    start = next((s for s in session.ring.snapshots if s.step == 0), None)
-    return Trials(step_of(session), report.batch, evidence, start).carried_out()
+    start = next((s for s in run.ring.snapshots if s.step == 0), None)
+    return Trials(step_of(run), report.batch, evidence, start).carried_out()
 
 
-def step_of(session: Any) -> ReplayableStep:
-    """Return the step of a session, to be run again."""
-    transaction, train_state = session.transaction, session.train_state()
+def step_of(run: GuardedRun) -> ReplayableStep:
+    """Return the step of a run, to be run again."""
+    transaction, train_state = run.transaction, run.train_state()
     return ReplayableStep(
         transaction.replayed,
-        session.model,
+        run.model,
         train_state.optimizers,
         keeps_undo=transaction.keeps_undo,
         losses=transaction.outputs.losses,
         untracked=list(transaction.untracked.values()),
-        tolerated=[v for v in train_state.constants if id(v) in session.tolerated],
+        tolerated=[v for v in train_state.constants if id(v) in run.tolerated],
     )
 
 
@@ -183,5 +185,5 @@ def _roles(train_state: TrainState) -> dict[str, str]:
     return roles | {v.path: "slots" for v in train_state.slots}
 
 
-def _mode(session: Any) -> str:
-    return current.compiled_replay().mode_of(session.transaction, session.model)
+def _mode(run: GuardedRun) -> str:
+    return current.compiled_replay().mode_of(run.transaction, run.model)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import tempfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 
+from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files.archives import npy_header, refuse_bomb
 from keras_nanguard._files.rewrite import repaired_path
@@ -124,13 +124,8 @@ def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> st
     folder = os.path.dirname(final)
     if not os.path.isdir(folder):
         raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
-    scratch = tempfile.mkdtemp(prefix=".nanguard-", dir=folder)
-    try:
-        unfinished = os.path.join(scratch, os.path.basename(final))
+    with atomic_files.beside(Path(final)) as unfinished:
         model.save(unfinished)
-        with open(unfinished, "rb+") as file:
+        with unfinished.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(unfinished, final)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return final

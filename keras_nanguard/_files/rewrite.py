@@ -21,6 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files.archives import WEIGHTS, refuse_bomb
 from keras_nanguard._files.arrays import blocks, chunk_blocks
@@ -116,7 +117,6 @@ def rewritten(path: str, output: str, kind: str, replacements: Replacements) -> 
         yield target
         for name in sorted(os.listdir(scratch), key=lambda name: name == os.path.basename(output)):
             _publish(os.path.join(scratch, name), os.path.join(folder, name))
-        _sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -136,21 +136,13 @@ def _publish(new: str, final: str) -> None:
         for name in os.listdir(new):
             _publish(os.path.join(new, name), os.path.join(final, name))
     else:
-        os.replace(new, final)
+        atomic_files.put(Path(new), Path(final))
 
 
 def _flush(folder: str) -> None:
     for root, _, names in os.walk(folder):
         for name in names:
-            _sync(os.path.join(root, name))
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            atomic_files.flush_to_disk(Path(root, name))
 
 
 def _hdf5(path: str, target: str, replacements: Replacements) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.ledger import Ledger
 
@@ -48,48 +49,46 @@ class GuardState:
     recalibration: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, session: Any) -> GuardState:
-        """Return where a session stands."""
-        optimizers = session.train_state().optimizers
-        rates = [session.rates.get(id(optimizer)) for optimizer in optimizers]
-        touched = {(id(target), name) for target, name, _ in session.undo}
-        care = session.pending_recovery
-        estimate, at = care.recalibration, care.lowered_at
+    def of(cls, recovery: Recovery) -> GuardState:
+        """Return where a run stands."""
+        optimizers = recovery.state.train_state().optimizers
+        rates = [recovery.rates.get(id(optimizer)) for optimizer in optimizers]
+        touched = {(id(target), name) for target, name, _ in recovery.changed}
+        counts, pending = recovery.counts, recovery.pending
+        estimate, at = pending.recalibration, pending.lowered_at
         return cls(
-            ledger=session.ledger.to_dict(),
+            ledger=recovery.ledger.to_dict(),
             rates=tuple(rate.to_dict() if rate is not None else None for rate in rates),
             settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
-            rollbacks=session.rollbacks,
-            recovery=care.recovery,
-            lowered=None if at is None else (session.step - at, session.committed - care.lowered_good),
-            scale_bounds=care.scale_bounds,
+            rollbacks=counts.rollbacks,
+            recovery=pending.recovery,
+            lowered=None if at is None else (counts.step - at, counts.committed - pending.lowered_good),
+            scale_bounds=pending.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
 
-    def apply(self, session: Any, *, write: bool) -> None:
-        """Let a session that has not begun go on from here.
+    def apply(self, recovery: Recovery, *, write: bool) -> None:
+        """Let a run that has not begun go on from here.
 
         Args:
-            session: the session.
+            recovery: what the policy has changed in that run: nothing so far.
             write: whether the model was made anew, so that its optimizers know nothing of what was done. Without it
                 they are the same ones; whatever the user has given them since the last fit counts.
         """
-        session.ledger = Ledger.from_dict(self.ledger).resumed()
-        session.rollbacks = self.rollbacks
-        optimizers = session.train_state().optimizers
+        recovery.ledger = Ledger.from_dict(self.ledger).resumed()
+        recovery.counts.rollbacks = self.rollbacks
+        optimizers = recovery.state.train_state().optimizers
         for optimizer, done, settings in zip(optimizers, self.rates, self.settings):
             if done is not None:
-                session.rate(optimizer).resume(done, write)
+                recovery.rate(optimizer).resume(done, write)
             for name, value in settings.items():
-                target = next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name))
-                session.undo.append((target, name, getattr(target, name)))
-                setattr(target, name, value)
-        care = session.pending_recovery
-        care.recovery, care.scale_bounds = self.recovery, self.scale_bounds
+                recovery.change(next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name)), name, value)
+        pending = recovery.pending
+        pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
-            care.lowered_at, care.lowered_good = (-since for since in self.lowered)
+            pending.lowered_at, pending.lowered_good = (-since for since in self.lowered)
         if self.recalibration is not None:
-            care.estimate(session, *self.recalibration)
+            pending.estimate(*self.recalibration)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""

@@ -1,63 +1,127 @@
-"""From what was found to an incident: its diagnosis, what the policy decides, what is done, and who is told."""
+"""From a verdict to an incident: what was found, its diagnosis, what the policy decides, what is done, and the report of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from keras_nanguard._core.errors import NonFiniteError
-from keras_nanguard._core.incident import SITES, Finding, Incident
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident
+from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.sightings import in_batch, values
 from keras_nanguard._policy.policy import decide
 
-__all__ = ["raise_incident"]
+__all__ = ["Incidents"]
 
 
-def raise_incident(
-    session: Any,
-    step: int,
-    findings: Sequence[Finding],
-    *,
-    refused: bool,
-    report: Report | None,
-    values: dict[str, float],
-    diagnosis: Any = None,
-    act: bool = True,
-) -> None:
-    """Make the incident of one step, let the policy decide about it, do that, and tell.
+class Incidents:
+    """Makes the incidents of one run, and has done what the policy decides about each.
+
+    All of its methods raise `NonFiniteError` where the policy says so, after the incident was reported.
 
     Args:
-        session: the `Session`.
-        step: the step it is about.
-        findings: what is bad.
-        refused: whether the step was refused.
-        report: what the step kept, if anything.
-        values: loss, gradient norm and more.
-        diagnosis: its diagnosis, where it is known already.
-        act: whether to do anything about it but to tell.
-
-    Raises:
-        NonFiniteError: where the policy says so, when all is told.
+        run: the run.
+        report: called with each complete incident.
+        explain: finds the diagnosis of an incident.
     """
-    ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-    batch = max(step - session.epoch_start, 0)
-    incident = Incident(step, session.epoch, batch, ordered, refused, values, replicas=report.replicas if report else ())
-    incident = incident.with_(committed=session.committed)
-    if session.explain is not None:
-        incident = incident.with_(diagnosis=diagnosis or session.explain(session, incident, report))
-        if session.directory is not None and hasattr(session.explain, "bundle"):
-            incident = incident.with_(bundle=session.explain.bundle(session, incident, report))
-    if not act:
-        session.announce(incident)
-        return
-    decision, session.ledger = decide(session.policy, session.ledger, incident)
-    incident = incident.with_(decision=decision)
-    outcomes = perform.perform(session, incident, report)
-    session.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
-    session.checks_fully |= session.pending_recovery.active
-    session.ring.note(session)
-    incident = incident.with_(outcomes=outcomes)
-    session.announce(incident)
-    if any(outcome.action == "raise_error" for outcome in outcomes):
-        raise NonFiniteError(f"NanGuard: {incident}", incident)
+
+    def __init__(self, run: Run, report: Callable[[Incident], None], explain: Explains):
+        self._run, self._report, self._explain = run, report, explain
+
+    def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
+        """Count a refused step, and raise its incident unless it is an ordinary overflow."""
+        run, report = self._run, reports[-1] if reports else None
+        run.counts.refuse()
+        if report is not None and report.left_by_previous:
+            return self._raise(run.step - 1, run.scan("weights"), verdict=verdict)
+        if self._is_ordinary_overflow(verdict):
+            run.counts.overflows += 1
+            return
+        findings = [*in_batch(report, run.model), *run.scan("state"), *(report or Report(verdict, (), ())).findings()]
+        if verdict.scale > run.policy.checks.loss_scale.max_value:
+            findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
+        self._raise(run.step, findings, refused=True, report=report, verdict=verdict)
+
+    def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
+        """Whether dynamic loss scaling deals with this by itself."""
+        counts = self._run.counts
+        counts.streak = counts.streak + 1 if self._run.train_state().scales and verdict.only_gradients else 0
+        return counts.streak > 0 and self._run.policy.checks.loss_scale.leaves(counts.streak, verdict.scale)
+
+    def committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
+        """Raise the incident of a step that has committed."""
+        run = self._run
+        report = Report(verdict, (), (), run.transaction.batch(run.step, run.transaction.given))
+        self._raise(run.step, findings, report=report, verdict=verdict)
+
+    def poisoned(self, verdict: Verdict) -> bool:
+        """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
+        findings = self._run.scan("weights")
+        if findings:
+            self.committed(verdict, findings)
+        return bool(findings)
+
+    def observed(self, verdict: Verdict, reports: Sequence[Report]) -> None:
+        """A bad step under a policy that changes nothing: reported once, not again until a finite step has come between."""
+        run, report = self._run, reports[-1] if reports else None
+        if run.counts.streak:
+            return
+        run.counts.streak = 1
+        findings = [*in_batch(report, run.model), *(report.findings() if report else ()), *run.scan("weights")]
+        self._raise(run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict)
+
+    def between_steps(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
+        """Raise the incident of what shows between two steps; it counts as that of the step before."""
+        self._raise(max(self._run.step - 1, 0), findings, diagnosis=diagnosis, act=act)
+
+    def of_error(self, error: BaseException) -> None:
+        """Report an exception inside of a step that is about its data, before it goes on to the user."""
+        run, counts = self._run, self._run.counts
+        found = self._explain.of_error(run, error)
+        if found is not None:
+            self._report(Incident(run.step, counts.epoch, counts.batch(run.step), (found[0],), diagnosis=found[1]))
+
+    def _raise(
+        self,
+        step: int,
+        findings: Sequence[Finding],
+        *,
+        refused: bool = False,
+        report: Report | None = None,
+        verdict: Verdict | None = None,
+        diagnosis: Diagnosis | None = None,
+        act: bool = True,
+    ) -> None:
+        """Make the incident of one step, let the policy decide about it, do that, and report it.
+
+        Args:
+            step: the step it is about.
+            findings: what is bad.
+            refused: whether the step was refused.
+            report: what the step kept, if anything.
+            verdict: the verdict on it, where there is one.
+            diagnosis: its diagnosis, where it is known already.
+            act: whether to do anything about it but to report it.
+        """
+        run, counts = self._run, self._run.counts
+        measured = values(verdict, run.train_state().optimizers) if verdict is not None else {}
+        ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
+        incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
+        incident = incident.with_(committed=counts.committed)
+        incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
+        incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
+        if not act:
+            self._report(incident)
+            return
+        decision, run.recovery.ledger = decide(run.policy, run.recovery.ledger, incident)
+        incident = incident.with_(decision=decision)
+        outcomes = perform.perform(run, incident, report)
+        run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
+        run.checks_fully |= run.recovery.pending.active
+        run.ring.note()
+        incident = incident.with_(outcomes=outcomes)
+        self._report(incident)
+        if any(outcome.action == "raise_error" for outcome in outcomes):
+            raise NonFiniteError(f"NanGuard: {incident}", incident)

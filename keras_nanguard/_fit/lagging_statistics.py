@@ -22,6 +22,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.epoch_logs import numbers
 from keras_nanguard._fit.pending_recovery import learning
+from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 
@@ -62,37 +63,37 @@ class Lagging:
         self._looks, self._done = LOOKS, False
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def look(self, session: Any, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
+    def look(self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
         """Return what a validation shows, `None` where it shows nothing. Never raises.
 
         Args:
-            session: the session of the fit.
+            run: the run.
             logs: of the validation.
             batch: returns `(x, y, sample_weight)` of one batch of it, `None` where none can be had.
             plan: how many `epochs` the fit has, and `steps` each of them, where that is known.
         """
-        steps = plan.get("steps") or session.step - session.epoch_start
-        remaining = steps * max((plan.get("epochs") or 1) - session.epoch - 1, 0)
-        layers = learning(session.model)
-        trained, loss = _trained(session), numbers(logs).get("loss", math.nan)
-        if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(session.model):
+        steps = plan.get("steps") or run.step - run.counts.epoch_start
+        remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
+        layers = learning(run.model)
+        trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
+        if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(run.model):
             return None
         if not self._looks and remaining:
             return None
         self._looks = max(self._looks - 1, 0)
         try:
-            found = _measured(session, layers, batch, remaining)
+            found = _measured(run, layers, batch, remaining)
         except Exception:  # noqa: BLE001  a model of the user's that cannot be run so is no trouble
             return None
         if found is None or not found.lags(trained):
             return None
         self._done = True
-        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(session, layers, found, loss, trained)
+        return [Finding("validation", "out_of_range", "loss", value=loss)], _diagnosis(run, layers, found, loss, trained)
 
 
-def _trained(session: Any) -> float:
+def _trained(run: Run) -> float:
     """Return the typical loss of the last steps of this epoch, NaN where there is none."""
-    losses = [m.loss for m in session.history.before(session.step) if m.step >= session.epoch_start][-LAST:]
+    losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][-LAST:]
     return statistics.median(losses) if losses else math.nan
 
 
@@ -102,14 +103,14 @@ def _spread_out(model: Any) -> bool:
     return getattr(strategy, "num_replicas_in_sync", 1) > 1 or keras.distribution.distribution() is not None
 
 
-def _measured(session: Any, layers: list[Any], batch: Callable[[], Any], remaining: int) -> _Measured | None:
+def _measured(run: Run, layers: list[Any], batch: Callable[[], Any], remaining: int) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._files.recalibrate import recalibrate
 
-    model, train_state = session.model, session.train_state()
+    model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
     with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted]):
-        data, trained = batch(), session.recent.last(LAST, session.transaction.batch)
+        data, trained = batch(), run.recent.last(LAST, run.transaction.batch)
         if data is None or not trained:
             return None
         x, y, weights = data
@@ -141,10 +142,10 @@ def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
     return str(layers[max(range(len(layers)), key=factor)].path)
 
 
-def _diagnosis(session: Any, layers: list[Any], found: _Measured, loss: float, trained: float) -> Diagnosis:
+def _diagnosis(run: Run, layers: list[Any], found: _Measured, loss: float, trained: float) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == found.worst).momentum)
-    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in session.train_state().optimizers]
-    steps = max((int(keras_variables.read(counter)) for counter in counters), default=session.committed)
+    counters = [keras_optimizers.inner(optimizer).iterations for optimizer in run.train_state().optimizers]
+    steps = max((int(keras_variables.read(counter)) for counter in counters), default=run.counts.committed)
     needed = math.ceil(math.log(0.01) / math.log(momentum)) if momentum > 0.0 else 1
     share = momentum**steps
     if share > 0.005:

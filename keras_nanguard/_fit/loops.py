@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_nanguard._backends.current import adapted, loop_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError
+from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -19,7 +20,7 @@ class LoopMixin:
     """The part of `NanGuard` for hand-written loops."""
 
     session: Session | None
-    _lines: Any
+    _reporter: Reporter
     _watching: bool = False
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -30,13 +31,6 @@ class LoopMixin:
 
     def _print_policy_warnings(self) -> None:
         raise NotImplementedError
-
-    def _print(self, text: str) -> None:
-        raise NotImplementedError
-
-    def _print_counted(self) -> None:
-        if counted := self._lines.counted():
-            self._print(f"NanGuard: {counted}")
 
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
@@ -83,7 +77,7 @@ class LoopMixin:
             self.session.restore()  # where the loop had no step left to make
         finally:
             self._watching = False
-            self._print_counted()
+            self._reporter.end()
             self.session.end()
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +113,7 @@ class LoopMixin:
     @property
     def refused(self) -> bool:
         """Whether the last step of a watched loop was refused."""
-        return self.session is not None and self.session.last_refused
+        return self.session is not None and self.session.counts.last_refused
 
     @property
     def stopped(self) -> bool:

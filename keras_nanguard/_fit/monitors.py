@@ -16,6 +16,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
@@ -63,78 +64,78 @@ class Monitors:
         self._rollbacks = 0
 
     @np.errstate(all="ignore")  # what is looked at is not finite
-    def look(self, session: Any) -> list[Finding]:
+    def look(self, run: Run) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
-        step = session.step
-        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if session.committed >= SETTLED else math.inf
+        step = run.step
+        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if run.counts.committed >= SETTLED else math.inf
         self.due = next((at for at in LOOKS if at > step), step + EVERY)
-        if session.rollbacks != self._rollbacks:
-            self._rollbacks, self._weights, self._variances = session.rollbacks, {}, {}
+        if run.counts.rollbacks != self._rollbacks:
+            self._rollbacks, self._weights, self._variances = run.counts.rollbacks, {}, {}
             self._told.clear()
         found: list[Finding] = []
         watches = {"dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
         for name, watch in watches.items():
-            findings = list(watch(session))
+            findings = list(watch(run))
             if findings and name not in self._told:
                 self._told.add(name)
                 found += findings
         return found
 
-    def _dead(self, session: Any) -> Iterator[Finding]:
+    def _dead(self, run: Run) -> Iterator[Finding]:
         """Kernels that stand still after the loss has jumped: every unit above them is dead."""
-        rise = session.history.jump(session.step)[0] if self.checks.gradients.enabled else 1.0
+        rise = run.history.jump(run.step)[0] if self.checks.gradients.enabled else 1.0
         if rise < RISE:
             self._weights, self._still = {}, 0
             return
-        train_state = session.train_state()
+        train_state = run.train_state()
         before, since = self._weights, self._weights_of
         kernels = [v for v in train_state.trainable if len(v.shape) > 1]
-        self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, session.committed
+        self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, run.counts.committed
         compared = [v for v in kernels if id(v) in before]
-        if session.committed - since < 5 or len(compared) < 2 or not _learns(train_state.optimizers):
+        if run.counts.committed - since < 5 or len(compared) < 2 or not _learns(train_state.optimizers):
             return
         frozen = [v for v in compared if np.array_equal(before[id(v)], self._weights[id(v)])]
-        if len(frozen) <= len(compared) / 2 or not session.history.moving(session.step):
+        if len(frozen) <= len(compared) / 2 or not run.history.moving(run.step):
             self._still = 0
             return
         self._still += 1
-        if rise >= JUMP or (self._still > 1 and _moved(frozen, session.ring.oldest())):
+        if rise >= JUMP or (self._still > 1 and _moved(frozen, run.ring.oldest())):
             yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
 
-    def _zero(self, session: Any) -> Iterator[Finding]:
+    def _zero(self, run: Run) -> Iterator[Finding]:
         """Gradients that are exactly zero, step after step, in a model that computes in float16."""
-        if not self.checks.gradients.enabled or not session.history.zeros(session.step, ZEROS):
+        if not self.checks.gradients.enabled or not run.history.zeros(run.step, ZEROS):
             return
-        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(session.model)):
+        if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(run.model)):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
-    def _stuck(self, session: Any) -> Iterator[Finding]:
+    def _stuck(self, run: Run) -> Iterator[Finding]:
         """BatchNorm statistics that stand where they were initialised, although the layer learns."""
         patience = self.checks.statistics.stuck_after
-        if not self.checks.statistics.enabled or not patience or session.committed < min(NEVER, patience):
+        if not self.checks.statistics.enabled or not patience or run.counts.committed < min(NEVER, patience):
             return
-        first = session.ring.oldest()
-        for layer in _learning(session.model):
+        first = run.ring.oldest()
+        for layer in _learning(run.model):
             if first is not None and _never_moved(layer, first):
                 path = layer.moving_mean.path
                 yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
 
-    def _leap(self, session: Any) -> Iterator[Finding]:
+    def _leap(self, run: Run) -> Iterator[Finding]:
         """A settled moving variance that has grown by orders of magnitude since the last look."""
         if not self.checks.statistics.enabled:
             return
-        for layer in _learning(session.model):
+        for layer in _learning(run.model):
             now = float(np.max(finiteness.widen(keras_variables.view(layer.moving_variance)), initial=0.0))
             before = self._variances.get(id(layer))
-            if session.committed >= SETTLED and math.isfinite(now):
+            if run.counts.committed >= SETTLED and math.isfinite(now):
                 self._variances[id(layer)] = now
             if before is not None and now > LEAP * max(before, 1e-3):
                 yield Finding("statistics", "spike", layer.moving_variance.path, value=now)
 
-    def _scale(self, session: Any) -> Iterator[Finding]:
+    def _scale(self, run: Run) -> Iterator[Finding]:
         """A loss scale outside of its range."""
         check = self.checks.loss_scale
-        for scale, _ in session.train_state().scales if check.enabled else ():
+        for scale, _ in run.train_state().scales if check.enabled else ():
             value = float(keras_variables.read(scale))
             if value < check.min_value:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)

@@ -4,9 +4,14 @@ BatchNorm statistics are estimated anew.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.learning_rates import Rate
+from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.recalibration import Recalibration
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import variables as keras_variables
 
@@ -15,6 +20,11 @@ __all__ = ["PendingRecovery"]
 
 class PendingRecovery:
     """What is under way in one fit; nothing, as a rule.
+
+    Args:
+        state: the train state of the model.
+        counts: the counters of the fit.
+        rates: what was done to the learning rate of each optimizer.
 
     Attributes:
         lowered_at: the step at which the rate was last lowered, `None` where it never was.
@@ -25,7 +35,8 @@ class PendingRecovery:
         recalibration: the estimate of BatchNorm statistics in progress.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: LiveState, counts: Counts, rates: Mapping[int, Rate]):
+        self._state, self._counts, self._rates = state, counts, rates
         self.lowered_at: int | None = None
         self.lowered_good = 0
         self.undone: list[tuple[int, int]] = []
@@ -38,40 +49,42 @@ class PendingRecovery:
         """Whether there is something to do after a good step."""
         return bool(self.recovery or self.scale_bounds or self.recalibration)
 
-    def lowered(self, session: Any, recovery: tuple[int, int] | None) -> None:
+    def lowered(self, recovery: tuple[int, int] | None) -> None:
         """Note that the rate was lowered just now, and how it is to return."""
-        self.lowered_at, self.lowered_good, self.recovery = session.step, session.committed, recovery
+        self.lowered_at, self.lowered_good, self.recovery = self._counts.step, self._counts.committed, recovery
 
-    def estimate(self, session: Any, batches: int, seen: int = 0) -> int:
+    def estimate(self, batches: int, seen: int = 0) -> int:
         """Start to estimate the statistics of all layers that learn theirs anew; returns how many layers that are."""
-        layers = learning(session.model)
+        layers = learning(self._state.model)
         self.recalibration = Recalibration(layers, batches, seen) if layers else None
         return len(layers)
 
-    def after_good_step(self, session: Any) -> None:
+    def after_good_step(self) -> None:
         """Do what is due after one good step, or after an execution of several whose last one was good."""
         if self.recovery is not None:
-            self._recover(session, *self.recovery)
+            self._recover(*self.recovery)
         if self.scale_bounds is not None:
-            _bound_scale(session, *self.scale_bounds)
+            self._bound_scale(*self.scale_bounds)
         if self.recalibration is not None:
-            session.sync_variables()
-            if self.recalibration.step(session.committed):
+            self._state.access.sync_variables()
+            if self.recalibration.step(self._counts.committed):
                 self.recalibration = None
 
-    def begin_counting(self, session: Any) -> None:
+    def begin_counting(self) -> None:
         """Do what is due between two executions: an estimate that was started within the last one counts from here."""
         if self.recalibration is not None:
-            self.recalibration.begin_counting(session.committed)
+            self.recalibration.begin_counting(self._counts.committed)
 
-    def tried(self, good: int) -> bool:
-        """Whether a step has committed at the rate as it is now, given how many good ones the fit has seen."""
-        return good > (self.lowered_good if self.lowered_at is not None else 0) and good > 0
+    @property
+    def tried(self) -> bool:
+        """Whether a step has committed at the rate as it is now."""
+        return self._counts.committed > (self.lowered_good if self.lowered_at is not None else 0) and self._counts.committed > 0
 
-    def rolled_back_to(self, snapshot: Any, good: int) -> int:
-        """Note that the state of a snapshot is put back after so many good steps; returns how many of them that undoes."""
+    def rolled_back_to(self, snapshot: Snapshot) -> int:
+        """Note that the state of a snapshot is put back; returns how many good steps that undoes."""
+        good = self._counts.committed
         earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
-        steps = max(good - int(snapshot.good) - earlier, 0)
+        steps = max(good - snapshot.good - earlier, 0)
         self.undone.append((good, steps))
         return steps
 
@@ -82,24 +95,23 @@ class PendingRecovery:
                 keras_variables.write(variable, value)
             self.recalibration.restart()
 
-    def _recover(self, session: Any, after: int, ramp: int) -> None:
+    def _recover(self, after: int, ramp: int) -> None:
         """Bring a lowered rate back, `after` good steps after it was lowered, over `ramp` steps."""
-        since = session.committed - self.lowered_good - after
+        since = self._counts.committed - self.lowered_good - after
         if since < 0:
             return
-        session.sync_variables()
+        self._state.access.sync_variables()
         share = 1.0 if ramp <= 0 else min(since / ramp, 1.0)
-        for rate in session.rates.values():
+        for rate in self._rates.values():
             rate.raise_to(rate.lowest ** (1.0 - share))
         if share >= 1.0:
             self.recovery = None
 
-
-def _bound_scale(session: Any, floor: float, ceiling: float) -> None:
-    for scale, _ in session.train_state().scales:
-        value = float(keras_variables.read(scale))
-        if not floor <= value <= ceiling:
-            keras_variables.write(scale, min(max(value, floor), ceiling))
+    def _bound_scale(self, floor: float, ceiling: float) -> None:
+        for scale, _ in self._state.train_state().scales:
+            value = float(keras_variables.read(scale))
+            if not floor <= value <= ceiling:
+                keras_variables.write(scale, min(max(value, floor), ceiling))
 
 
 def learning(model: Any) -> list[Any]:

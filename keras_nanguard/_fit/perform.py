@@ -10,8 +10,10 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import SITES, Incident, Outcome
+from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -32,7 +34,7 @@ _SEED_STEP = 7919
 """How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
 
 
-def perform(session: Any, incident: Incident, report: Any) -> tuple[Outcome, ...]:
+def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
     """Do every action of the incident's decision; returns what came of each.
 
     An action that fails is told as skipped with the error, so that one that cannot be done never hides the rest.
@@ -43,42 +45,41 @@ def perform(session: Any, incident: Incident, report: Any) -> tuple[Outcome, ...
         name = action["action"]
         parameters = {key: value for key, value in action.items() if key != "action"}
         try:
-            status, detail = PERFORMERS[name](session, incident, report, parameters)
+            status, detail = PERFORMERS[name](run, incident, report, parameters)
         except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
             status, detail = "skipped", f"{type(problem).__name__}: {problem}"
         outcomes.append(Outcome(name, status, detail))
         if name in _ANEW and status == "done":
-            session.recent.restart(session.step + 1)
+            run.recent.restart(run.step + 1)
     return tuple(outcomes)
 
 
-def _skip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+def _skip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     return "done", "the step was left out; the state is as it was before it"
 
 
-def _warn(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     return "done", p.get("message", "")
 
 
-def _newest(session: Any, depth: int = 1) -> Snapshot | None:
-    session.ring.promote(session.committed)
-    found: Snapshot | None = session.ring.newest(depth)
-    return found
+def _newest(run: Run, depth: int = 1) -> Snapshot | None:
+    run.ring.promote(run.counts.committed)
+    return run.ring.newest(depth)
 
 
-def _rollback(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    snapshot = _newest(session, p.get("depth", 1))
+def _rollback(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    snapshot = _newest(run, p.get("depth", 1))
     if snapshot is None:
         return "skipped", "there is no verified snapshot to go back to"
-    undone = _put_back(session, snapshot, incident, report)
+    undone = _put_back(run, snapshot, incident, report)
     if p.get("reseed", True):
-        for seed in keras_variables.seeds(session.train_state().other):
+        for seed in keras_variables.seeds(run.train_state().other):
             moved = keras_variables.read(seed)
-            moved[..., -1] += np.asarray(_SEED_STEP * (session.rollbacks + 1), moved.dtype)
+            moved[..., -1] += np.asarray(_SEED_STEP * (run.counts.rollbacks + 1), moved.dtype)
             keras_variables.write(seed, moved)
-    session.rollbacks += 1
+    run.counts.rollbacks += 1
     skip = int(p.get("skip_batches", 0))
-    session.skip_batches += skip
+    run.counts.skip_batches += skip
     also = f"; the next {skip} batches are left out" if skip else ""
     lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {_moment(snapshot)}; {lost}{also}"
@@ -93,41 +94,41 @@ def _times(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def _put_back(session: Any, snapshot: Snapshot, incident: Incident, report: Any) -> int:
+def _put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None) -> int:
     """Write a snapshot into the model; returns how many committed steps that undoes."""
     spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
-    undone: int = session.pending_recovery.rolled_back_to(snapshot, session.committed) + spoilt
-    session.ring.forget_after(snapshot.step)
-    session.recent.restart(session.step + 1, snapshot)
-    for variable in session.train_state().restorable:
+    undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
+    run.ring.forget_after(snapshot.step)
+    run.recent.restart(run.step + 1, snapshot)
+    for variable in run.train_state().restorable:
         value = snapshot.value(variable)
         if value is not None:
             keras_variables.write(variable, value)
-    session.trend.settle()
-    session.pending_recovery.start_over()
+    run.trend.settle()
+    run.recovery.pending.start_over()
     return undone
 
 
-def _lower_lr(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    last = session.pending_recovery.lowered_at
+def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    last = run.recovery.pending.lowered_at
     if last is not None and incident.step - last < p.get("cooldown", 0):
         return "skipped", f"lowered {_times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
-    if _before_update(incident) and not session.pending_recovery.tried(session.committed):
+    if _before_update(incident) and not run.recovery.pending.tried:
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
     told = []
     retrace = False
-    for optimizer in session.train_state().optimizers:
-        before, after, anew = session.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
+    for optimizer in run.train_state().optimizers:
+        before, after, anew = run.recovery.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
         retrace |= anew
         if after < before:
             told.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:
-        session.rebuild()
+        run.state.access.rebuild()
     if not told:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
     recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
-    session.pending_recovery.lowered(session, recovery)
+    run.recovery.pending.lowered(recovery)
     return "done", "learning rate of " + ", ".join(told)
 
 
@@ -136,9 +137,9 @@ def _before_update(incident: Incident) -> bool:
     return incident.refused and any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
 
 
-def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     told, reasons = [], []
-    for optimizer in session.train_state().optimizers:
+    for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
         now = inner.global_clipnorm
         tight = p["global_clipnorm"] if now is None or now > p["global_clipnorm"] else now * p["factor"]
@@ -148,17 +149,16 @@ def _clip(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -
         elif now is not None and tight >= now:
             reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
         else:
-            session.undo.append((inner, "global_clipnorm", now))
-            inner.global_clipnorm = tight
+            run.recovery.change(inner, "global_clipnorm", tight)
             told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
     if told:
-        session.rebuild()
+        run.state.access.rebuild()
     return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
 
 
-def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
+def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     told = []
-    for optimizer in session.train_state().optimizers:
+    for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
             continue
         scale, counter = variables
@@ -170,25 +170,24 @@ def _fix_loss_scale(session: Any, incident: Incident, report: Any, p: Mapping[st
         keras_variables.write(counter, np.zeros_like(keras_variables.read(counter)))
         growth = p.get("growth_steps")
         if growth:
-            session.undo.append((optimizer, "dynamic_growth_steps", optimizer.dynamic_growth_steps))
-            optimizer.dynamic_growth_steps = growth
+            run.recovery.change(optimizer, "dynamic_growth_steps", growth)
         doubling = f", doubling after {growth} good steps" if growth else ""
         told.append(f"loss scale {before:g} -> {after:g}{doubling}")
     if not told:
         return "skipped", "the model does not scale its loss"
-    session.pending_recovery.scale_bounds = (p["floor"], p["ceiling"])
+    run.recovery.pending.scale_bounds = (p["floor"], p["ceiling"])
     if p.get("growth_steps"):
-        session.rebuild()
+        run.state.access.rebuild()
     return "done", ", ".join(told)
 
 
-def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    train_state = session.train_state()
-    whole = [v for v in (*train_state.trainable, *train_state.statistics, *train_state.slots) if id(v) not in session.tolerated]
+def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    train_state = run.train_state()
+    whole = [v for v in (*train_state.trainable, *train_state.statistics, *train_state.slots) if id(v) not in run.tolerated]
     bad = [(v, value) for v in whole if not finiteness.is_finite(value := keras_variables.view(v))]
     if not bad:
         return "skipped", "no entry is bad"
-    good = _source(session, p["source"], [v for v, _ in bad])
+    good = _source(run, p["source"], [v for v, _ in bad])
     missing = [v.path for v, _ in bad if good.get(id(v)) is None]
     if missing:
         return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
@@ -202,20 +201,20 @@ def _repair(session: Any, incident: Incident, report: Any, p: Mapping[str, Any])
     return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
 
 
-def _source(session: Any, source: str, variables: list[Any]) -> dict[int, Any]:
+def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
     """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
     if source == "last_good":
-        snapshot = _newest(session)
+        snapshot = _newest(run)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
-        return {**{id(v): keras_layers.initial_value(session.model, v) for v in variables}, **_first_slots(session)}
+        return {**{id(v): keras_layers.initial_value(run.model, v) for v in variables}, **_first_slots(run)}
     return {id(v): np.full(tuple(v.shape), 0.0 if source == "zeros" else 1.0) for v in variables}
 
 
-def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
+def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
     first: dict[int, np.ndarray[Any, Any]] = {}
-    for optimizer in session.train_state().optimizers:
+    for optimizer in run.train_state().optimizers:
         if not optimizer.built:
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
@@ -224,13 +223,13 @@ def _first_slots(session: Any) -> dict[int, np.ndarray[Any, Any]]:
     return first
 
 
-def _reset_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    layers = [layer for layer in keras_layers.batchnorms(session.model) if layer.built]
+def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    layers = [layer for layer in keras_layers.batchnorms(run.model) if layer.built]
     if not layers:
         return "skipped", "the model has no BatchNormalization"
     values = initial_statistics(layers)
     if p["source"] == "last_good":
-        snapshot = _newest(session)
+        snapshot = _newest(run)
         values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
         if any(value is None for _, value in values):
             return "skipped", "there is no last good state"
@@ -239,65 +238,65 @@ def _reset_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[s
     return "done", f"{len(values)} statistics set back"
 
 
-def _recalibrate_batchnorm(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    layers = learning(session.model)
+def _recalibrate_batchnorm(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    layers = learning(run.model)
     if not layers:
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     for variable, value in initial_statistics(layers):
         keras_variables.write(variable, value)
-    session.pending_recovery.estimate(session, p["batches"])
+    run.recovery.pending.estimate(p["batches"])
     return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
 
 
-def _reset_slots(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    slots = [v for v in session.train_state().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
+def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # counts of steps stay
     if p["scope"] == "bad":
         slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
-    first = _first_slots(session) if slots else {}
+    first = _first_slots(run) if slots else {}
     for variable in slots:
         keras_variables.write(variable, first[id(variable)])
     return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
 
 
-def _quarantine(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    if session.directory is None:
+def _quarantine(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    if run.directory is None:
         return "skipped", "NanGuard has no directory to keep batches in"
     if report is None or report.batch is None:
         return "skipped", "there is no batch to keep"
-    return _quarantine_files.keep(session.directory, incident, report.batch, p["max_batches"], p["max_mb"])
+    return _quarantine_files.keep(run.directory, incident, report.batch, p["max_batches"], p["max_mb"])
 
 
-def _stop(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    session.model.stop_training = True
-    return "done", "training stops; " + _ended(session, incident, report, p.get("restore", True))
+def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    run.model.stop_training = True
+    return "done", "training stops; " + _ended(run, incident, report, p.get("restore", True))
 
 
-def _raise_error(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    return "done", "NonFiniteError is raised; " + _ended(session, incident, report, p.get("restore", True))
+def _raise_error(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    return "done", "NonFiniteError is raised; " + _ended(run, incident, report, p.get("restore", True))
 
 
-def _ended(session: Any, incident: Incident, report: Any, restore: bool) -> str:
+def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -> str:
     """End training; returns in words which state and which learning rates it leaves behind."""
-    session.stopped = True
-    state = _restored(session, incident, report) if restore else "the state is left as it is"
-    return "; ".join([state, *_rates_left(session, restore)])
+    run.stopped = True
+    state = _restored(run, incident, report) if restore else "the state is left as it is"
+    return "; ".join([state, *_rates_left(run, restore)])
 
 
-def _restored(session: Any, incident: Incident, report: Any) -> str:
+def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if incident.refused and not any(f.site == "state" for f in incident.findings):
         return "the refused step left the last good state in place"
-    snapshot = _newest(session)
+    snapshot = _newest(run)
     if snapshot is None:
         return "there is no good state to restore"
-    _put_back(session, snapshot, incident, report)
+    _put_back(run, snapshot, incident, report)
     return f"the state {_moment(snapshot)} restored"
 
 
-def _rates_left(session: Any, restore: bool) -> list[str]:
+def _rates_left(run: Run, restore: bool) -> list[str]:
     """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
     told = []
-    for optimizer in session.train_state().optimizers:
-        rate = session.rates.get(id(optimizer))
+    for optimizer in run.train_state().optimizers:
+        rate = run.recovery.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
             continue
         lowered = rate.value
@@ -307,20 +306,20 @@ def _rates_left(session: Any, restore: bool) -> list[str]:
         else:
             told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
     if restore:
-        session.pending_recovery.recovery = None
+        run.recovery.pending.recovery = None
     return told
 
 
-def _call(session: Any, incident: Incident, report: Any, p: Mapping[str, Any]) -> Answer:
-    function = session.functions.get(p["function"])
+def _call(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    function = run.functions.get(p["function"])
     if function is None:
-        known = ", ".join(sorted(session.functions)) or "none"
+        known = ", ".join(sorted(run.functions)) or "none"
         return "skipped", f"no function is registered as {p['function']!r} (registered: {known})"
     result = function(incident)
     return "done", "" if result is None else str(result)
 
 
-Performer = Callable[[Any, Incident, Any, Mapping[str, Any]], Answer]
+Performer = Callable[[Run, Incident, Report | None, Mapping[str, Any]], Answer]
 
 PERFORMERS: dict[str, Performer] = {
     "skip": _skip,

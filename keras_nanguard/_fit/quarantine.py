@@ -51,12 +51,10 @@ def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int
     if taken + size > max_mb * 1e6:
         return "skipped", f"{(taken + size) / 1e6:.3g} MB would be in {folder}, and max_mb is {max_mb:g}"
     path = _free(folder, f"step-{incident.step:08d}")
-    beside = folder / f"{atomic_files.BESIDE}{os.getpid()}.npz"
-    with beside.open("wb") as file:
+    with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
-    atomic_files.put(beside, path)
     return "done", f"the batch is in {path}"
 
 

@@ -11,9 +11,11 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, SnapshotRecord, folder_of, read, written
 from keras_nanguard._fit.snapshots_on_disk import build_optimizers, load, signature, variables_of
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Resumed", "find"]
 
@@ -36,8 +38,8 @@ class Resumed:
     epoch: int
     batch: int
 
-    def restore(self, session: Any) -> None:
-        """Write the state into the model of a session that has not begun, and what the policy remembers.
+    def restore(self, recovery: Recovery) -> None:
+        """Write the state into the model of a run that has not begun, and what the policy remembers.
 
         The metrics of an epoch that is half through go on; those of a new epoch begin anew. Where the process ended before its
         second snapshot, and the first was taken before the model had its variables, training begins with those that it has now.
@@ -45,19 +47,19 @@ class Resumed:
         Raises:
             GuardError: if the model is another one, or is not built.
         """
-        build_optimizers(session.train_state(), self.record.optimizers)
-        if self.record.untrained and self.record.signature != signature(variables_of(session.train_state())):
+        build_optimizers(recovery.state.train_state(), self.record.optimizers)
+        train_state = recovery.state.train_state()
+        if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
             text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."
             warnings.warn(text, stacklevel=2)
         else:
-            self._write(session)
-        self.course.apply(session, write=True)
+            self._write(recovery.state.model, train_state)
+        self.course.apply(recovery, write=True)
 
-    def _write(self, session: Any) -> None:
-        train_state = session.train_state()
+    def _write(self, model: Any, train_state: TrainState) -> None:
         fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
         try:
-            drawn = load(session.model, variables_of(train_state), train_state.metrics, self.path, self.record)
+            drawn = load(model, variables_of(train_state), train_state.metrics, self.path, self.record)
         except FileFormatError as error:
             remedy = "Build the model as in the run before (call it on data once), or leave resume=True out."
             raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error

@@ -9,12 +9,11 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["bad_state", "in_batch", "tolerate", "values"]
+__all__ = ["bad_state", "in_batch", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
@@ -55,15 +54,6 @@ def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
     if any(keras_optimizers.is_loss_scaled(o) for o in optimizers):
         told["loss_scale"] = verdict.scale
     return told
-
-
-def tolerate(session: Any, train_state: TrainState) -> list[Any]:
-    """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
-    bad = [v for v in train_state.constants if not finiteness.is_finite(keras_variables.view(v))]
-    nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
-    session.nan_markers |= nan & keras_layers.states_of_own_layers(session.model) if nan else set()
-    session.tolerated |= session.nan_markers | {id(v) for v in bad} - nan
-    return [v for v in train_state.constants if id(v) in session.tolerated]
 
 
 def in_batch(report: Report | None, model: Any = None) -> list[Finding]:

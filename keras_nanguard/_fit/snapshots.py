@@ -113,7 +113,7 @@ class Ring:
         if self.snapshots and id(variable) not in self.snapshots[0].arrays and self.snapshots[0].step == 0:
             self.snapshots[0].arrays[id(variable)] = value
 
-    def note(self, session: Any) -> None:
+    def note(self) -> None:
         """Keep what the policy has changed so far; a ring in memory ends with its process and has no need to."""
 
     def _give_up(self) -> Snapshot | None:

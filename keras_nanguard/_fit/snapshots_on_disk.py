@@ -28,6 +28,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot, first_bad
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -99,14 +100,14 @@ class DiskRing(Ring):
         keep: how many there may be in the folder at a time, those of earlier runs included.
         good_after: good steps that make a snapshot verified.
         directory: the guard's directory.
-        session: the session that takes them.
+        recovery: what the policy changes in the run that takes them.
     """
 
     only_reads = False
 
-    def __init__(self, keep: int, good_after: int, directory: str | Path, session: Any):
+    def __init__(self, keep: int, good_after: int, directory: str | Path, recovery: Recovery):
         super().__init__(keep, good_after)
-        self.folder, self.session = folder_of(directory), session
+        self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
     def take(
@@ -131,11 +132,10 @@ class DiskRing(Ring):
             self.folder.mkdir(parents=True)
         atomic_files.sweep(self.folder)
         path = self.folder / f"snapshot-{next_number(self.folder):08d}"
-        beside = self.folder / f"{atomic_files.BESIDE}{path.name}"
-        beside.mkdir()
-        record = self._write(beside, step, verified)
-        atomic_files.put(beside, path)
-        self.note(self.session)
+        with atomic_files.beside(path) as unfinished:
+            unfinished.mkdir()
+            record = self._write(unfinished, step, verified)
+        self.note()
         arrays = {id(v): keras_variables.read(v) for v in variables} if not self.snapshots else {}
         self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
         self._prune()
@@ -174,25 +174,25 @@ class DiskRing(Ring):
                 atomic_files.remove(snapshot.path)
         super().forget_after(step)
 
-    def note(self, session: Any) -> None:
+    def note(self) -> None:
         """Write down what the policy has changed so far."""
         if self.folder.exists():
-            atomic_files.write_json(self.folder / COURSE, GuardState.of(session).to_dict())
+            atomic_files.write_json(self.folder / COURSE, GuardState.of(self.recovery).to_dict())
 
     def _fetch(self, snapshot: _OnDisk) -> None:
         """Read the values back, by way of the model, which is left as it is."""
         record = read(snapshot.path)
-        variables = variables_of(self.session.train_state())
+        variables = variables_of(self.state.train_state())
         with _left_as_they_are(variables):
-            load(self.session.model, variables, (), snapshot.path, record)
+            load(self.state.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
     def _write(self, folder: Path, step: int, verified: bool) -> SnapshotRecord:
-        session, train_state = self.session, self.session.train_state()
+        model, train_state = self.state.model, self.state.train_state()
         variables = variables_of(train_state)
         files = {}
-        if hasattr(session.model, "save_weights") and session.model.built:  # a layer alone has no file format of its own
-            type(session.model).save_weights(session.model, folder / WEIGHTS)  # checked already: past the firewall
+        if hasattr(model, "save_weights") and model.built:  # a layer alone has no file format of its own
+            type(model).save_weights(model, folder / WEIGHTS)  # checked already: past the firewall
             files[WEIGHTS] = _kept(folder / WEIGHTS)
         left_out = self._not_in(folder / WEIGHTS, variables) if files else frozenset(range(len(variables)))
         rest = {number: keras_variables.read(variables[number]) for number in sorted(left_out)}
@@ -203,7 +203,7 @@ class DiskRing(Ring):
                 arrays[GENERATOR] = drawn
             np.savez(file, allow_pickle=False, **arrays, **metrics)  # type: ignore[arg-type]
         files[REST] = _kept(folder / REST)
-        epoch, batch = session.position()
+        epoch, batch = self.recovery.counts.position
         record = SnapshotRecord(
             step=step,
             epoch=epoch,
@@ -214,7 +214,7 @@ class DiskRing(Ring):
             rest=tuple((number, str(variables[number].path), array.dtype.name) for number, array in rest.items()),
             metrics=len(metrics),
             optimizers=_trained(train_state),
-            course=GuardState.of(session).to_dict(),
+            course=GuardState.of(self.recovery).to_dict(),
             measured={
                 "learning_rate": [str(keras_optimizers.learning_rate(o)) for o in train_state.optimizers],
                 "loss_scale": [str(float(keras_variables.read(scale))) for scale, _ in train_state.scales],
@@ -239,7 +239,7 @@ class DiskRing(Ring):
             with _left_as_they_are(variables) as before, without_warnings():
                 for variable, value in zip(variables, before):
                     keras_variables.write(variable, (value == 0).astype(value.dtype))
-                self.session.model.load_weights(weights)
+                self.state.model.load_weights(weights)
                 changed = [not _same(keras_variables.read(v), value) for v, value in zip(variables, before)]
             self._left_out = (key, frozenset(number for number, bad in enumerate(changed) if bad))
         return self._left_out[1]

@@ -32,7 +32,6 @@ from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message", "running_data", "running_spec", "savers"),
-    *("trains_on_arrays"),
 ]
 
 
@@ -114,11 +113,6 @@ def running_spec() -> Any:
     """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` where there is none."""
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
-
-
-def trains_on_arrays() -> bool:
-    """Whether the innermost running `fit` takes its batches from arrays, and not from user code."""
-    return type(_adapter("fit")).__name__ == "ArrayDataAdapter"
 
 
 def _adapter(*calls: str) -> Any:

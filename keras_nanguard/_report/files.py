@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._report import console, log
@@ -41,15 +41,11 @@ def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]
     }
     if path.suffix not in texts:
         raise GuardError(expected("a path that ends in .json, .jsonl, .md or .html", f"path={str(path)!r}", "Choose one of them."))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(texts[path.suffix](), encoding="utf-8")
-        os.replace(temporary, path)
+        with atomic_files.beside(path) as unfinished:
+            unfinished.write_text(texts[path.suffix](), encoding="utf-8")
     except OSError as error:  # it names the temporary file
         raise type(error)(error.errno, error.strerror, str(path)) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return path
 
 

@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._fit import recent_batches
+from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
@@ -131,7 +131,7 @@ def test_there_are_never_more_than_a_few_megabytes_of_them(mode, monkeypatch):
 def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, monkeypatch):
     """Batches of any size in any order: those that are remembered never take more than they may."""
     large = BATCH * (4 + 1) * 4
-    monkeypatch.setattr(recent_batches, "MAX_BYTES", 6 * large)
+    monkeypatch.setattr(batch_memory, "MAX_BYTES", 6 * large)
     x, y = data()
     sizes, most = [1, *[1, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 1] * 4, 1, 1, 1], []
 
@@ -144,7 +144,7 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, mo
         given = session.recent.last(200, session.transaction.batch)
         stored = getattr(session.transaction, "stored", None)
         areas = [area.peek(back)[1:] for area in stored._areas.values() for back in range(area.size())] if stored is not None else []
-        return sum(recent_batches.bytes_of(keras.tree.flatten(batch)) for batch in (areas if stored is not None else given))
+        return sum(batch_memory.bytes_of(keras.tree.flatten(batch)) for batch in (areas if stored is not None else given))
 
     class Looks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -164,15 +164,15 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, mo
 def test_what_takes_how_many_bytes():
     """Structures of every kind are counted, tensors that are made of others by what these take; what is no array is nothing."""
     array = np.zeros((3, 4), "float32")
-    assert recent_batches.bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
-    assert recent_batches.bytes_of(keras.ops.convert_to_tensor(array)) == 48
+    assert batch_memory.bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
+    assert batch_memory.bytes_of(keras.ops.convert_to_tensor(array)) == 48
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
         ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
-        assert recent_batches.bytes_of(ragged) == 3 * 4 + 3 * 8
-        assert recent_batches.bytes_of(tf.sparse.from_dense([[0.0, 2.0]])) == 4 + 2 * 8
-        assert recent_batches.bytes_of(tf.constant(["a", "b"])) == 32
+        assert batch_memory.bytes_of(ragged) == 3 * 4 + 3 * 8
+        assert batch_memory.bytes_of(tf.sparse.from_dense([[0.0, 2.0]])) == 4 + 2 * 8
+        assert batch_memory.bytes_of(tf.constant(["a", "b"])) == 32
 
 
 @pytest.mark.requires_backend("jax", "torch", reason="tf.data itself reads such a buffer too late, guarded or not")

@@ -305,7 +305,7 @@ class TestLowerLr:
         model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
         walk(model, guard, batches=6)
         assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 3
-        assert np.isfinite(model.get_weights()).all() and guard.session.committed == 3
+        assert np.isfinite(model.get_weights()).all() and guard.session.counts.committed == 3
 
     @pytest.mark.parametrize("rate", ["plain", "schedule"])
     def test_recovery(self, rate):

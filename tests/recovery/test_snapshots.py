@@ -220,7 +220,7 @@ class TestResume:
 
         def look(batch, logs):
             inner = model.optimizer.inner_optimizer
-            rate = second.session.rate(model.optimizer)
+            rate = second.session.recovery.rate(model.optimizer)
             bounds = second.session.pending_recovery.scale_bounds
             seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
 
@@ -489,6 +489,22 @@ class TestFiles:
         resumed = zoo.run(build, data, guard=on_disk(tmp_path, resume=True), epochs=2)
         for (path, one), (_, other) in zip(resumed.state, whole.state, strict=True):
             assert one.tobytes() == other.tobytes(), path
+
+
+def test_what_is_written_beside_is_whole_or_not_there(tmp_path):
+    """A file or folder that was not finished leaves nothing, and what had its name stays."""
+    path = tmp_path / "one.txt"
+    with atomic_files.beside(path) as unfinished:
+        unfinished.write_text("whole")
+        assert not path.exists()
+    with pytest.raises(OSError, match="full"), atomic_files.beside(path) as unfinished:
+        unfinished.write_text("half")
+        raise OSError("full")
+    with pytest.raises(KeyboardInterrupt), atomic_files.beside(tmp_path / "folder") as unfinished:
+        unfinished.mkdir()
+        (unfinished / "file").touch()
+        raise KeyboardInterrupt
+    assert path.read_text() == "whole" and os.listdir(tmp_path) == ["one.txt"]
 
 
 def test_sealed_json(tmp_path):

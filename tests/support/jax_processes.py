@@ -25,7 +25,7 @@ import numpy as np
 from keras import distribution, layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.jax import attach
+from keras_nanguard._backends.jax.step import pinned
 from keras_nanguard.testing import inject
 
 BATCH, STEPS = 16, 24
@@ -89,7 +89,6 @@ def main():
 def told(what):
     """Train in one of the ways, as if nothing had been before, and tell how it ended."""
     keras.backend.clear_session(free_memory=False)
-    attach.on_accelerator = lambda: what == "ahead"
     distribution.set_distribution(placed())
     net, (x, y) = model(), data(what)
     on_disk = what in ("killed", "resumed", "whole")
@@ -97,7 +96,7 @@ def told(what):
     guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
     callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else [])]
     fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
-    with fault:
+    with fault, pinned(accelerator=what == "ahead"):
         history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
     return {
         "loss": history.history["loss"],

@@ -221,7 +221,7 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
         return [float(slots["step"]) for slots in optimizers[1].of.state.values()]
 
     step(0)
-    with replay.kept(list(modules[0].parameters())), replay.intercepted(None, [], False):
+    with replay.preserved(list(modules[0].parameters())), replay.intercepted(None, [], False):
         assert torch.isnan(torch.nn.functional.binary_cross_entropy(bad, torch.ones(1)))
         step(0)
         assert together(other) == [[1.0, 1.0]]

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import GuardedSession
-from keras_nanguard._backends.jax.deferred_verdict import Started, on_accelerator
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
-from keras_nanguard._backends.jax.prefetch import Prefetch
-from keras_nanguard._backends.jax.step import Transaction
+from keras_nanguard._backends.jax.step import Transaction, on_accelerator
+from keras_nanguard._backends.jax.strategies import Started
 from keras_nanguard._backends.shared.attach import Attachment, adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
-from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras import jax_trainer as _trainer
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
+
 
 class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer.
@@ -30,14 +29,10 @@ class ModelAttachment(Attachment):
     them so.
 
     Attributes:
-        on_arrays: whether `fit` trains on arrays.
-        batches: those that are taken ahead, of the epoch that runs; `None` where none are.
         pending: the step whose verdict is still to be read; `None` where all were.
     """
 
-    batches: Any = None
     pending: Started | None = None
-    on_arrays = False
 
     def __init__(self, model: Any, session: GuardedSession):
         if keras.config.is_nnx_enabled():
@@ -45,9 +40,14 @@ class ModelAttachment(Attachment):
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)
         self.trainer_state = _trainer.TrainerState(model, values)
-        session.sync_variables = self.trainer_state.sync_variables
-        session.variables_readable = self.trainer_state.variables_readable
-        session.resolve_pending = self.resolve_pending
+
+    def sync_variables(self) -> None:
+        """Make the variables hold the state of this moment."""
+        self.trainer_state.sync_variables()
+
+    def variables_readable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the variables read as the state of this moment."""
+        return self.trainer_state.variables_readable()
 
     @staticmethod
     def waits() -> bool:
@@ -61,8 +61,7 @@ class ModelAttachment(Attachment):
         def scaling(factors: dict[int, Any]) -> Any:
             return _scaled(session, factors)
 
-        deferred = jit and not self.waits()
-        transaction = self._cached_step(jit, deferred, keras.distribution.distribution())
+        transaction = self._cached_step(jit, self.waits(), keras.distribution.distribution())
         if transaction is not None:
             transaction.rebind(session.read_train_state, scaling)
         else:
@@ -74,23 +73,21 @@ class ModelAttachment(Attachment):
                 model=model,
                 refuse=session.policy.refuse,
                 jit=jit,
-                pack=True,
+                owns_state=True,
                 shardings=_trainer.shardings(model),
                 scaling=scaling,
-                deferred=deferred,
             )
         if old is not None:
             transaction.inherit(old)
-        else:
-            self.on_arrays = keras_fitting.trains_on_arrays()
-        session.transaction, self.outputs = transaction, transaction.outputs
+        session.attach(self, transaction)
+        self.outputs = transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run
 
     def run(self, state: Any, iterator: Any) -> Any:
         """Stand in for the train function: one execution."""
         try:
-            return self.inner(state, self._prefetching(iterator))
+            return self.inner(state, iterator)
         except StopIteration:
             raise
         except BaseException as error:
@@ -100,20 +97,6 @@ class ModelAttachment(Attachment):
             self.session.raised(error)
             self.detach()
             raise
-
-    def _prefetching(self, iterator: Any) -> Any:
-        """Return the iterator with its next batch taken while a step computes, where nothing can tell when that is.
-
-        Data of a user's own (a generator, a `PyDataset`) may go by what the step before has done.
-        """
-        if not self.on_arrays or not isinstance(iterator, Generator):
-            return iterator
-        if self.batches is None or not self.batches.is_of(iterator):
-            if self.batches is not None and self.batches.holds:  # a `train_on_batch` in between
-                return iterator
-            self.batches = Prefetch(iterator)
-        self.session.transaction.meanwhile = self.batches.fetch
-        return self.batches
 
     def step(self, state: Any, data: Any) -> Any:
         """Run one train step, and let the host look at its verdict."""
@@ -199,7 +182,7 @@ def _scaled(session: GuardedSession, factors: dict[int, Any]) -> Iterator[None]:
             rate.given = None
 
 
-class LoopStep:
+class LoopStep(StateAccess):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
     The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
@@ -211,11 +194,9 @@ class LoopStep:
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
-        session.rebuild = self.build
-        session.sync_variables, session.variables_readable = self.sync_variables, self.variables_readable
-        self.build()
+        self.rebuild()
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew."""
         session, compiled = self.session, hasattr(self.function, "lower")
         body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
@@ -229,10 +210,9 @@ class LoopStep:
             jit=compiled,
             scaling=lambda factors: _scaled(session, factors),
         )
-        transaction.host_selects = True  # the caller may hold on to its state, so no step may write over it
         if session.transaction is not None:
             transaction.inherit(session.transaction)
-        session.transaction = transaction
+        session.attach(self, transaction)
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
         """Run one step; returns its outputs and the state to go on with."""

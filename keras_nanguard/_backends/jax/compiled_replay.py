@@ -25,14 +25,13 @@ def mode_of(transaction: Any, model: Any) -> str:
     return "eager" if getattr(model, "run_eagerly", False) else "graph"
 
 
-
 def is_compiled(step: ReplayableStep) -> bool:
     """Whether the step that training has compiled can be run with other values: no run of it has to be compiled anew then."""
     return hasattr(getattr(step.body, "__self__", None), "judged")
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
-    """Run a step once, compiled, and forget it; see what it came to.
+    """Run a step once, compiled, and forget it; returns what it computed.
 
     Args:
         step: the step; its body is that of a transaction on JAX, or `body_of` its model.

@@ -1,4 +1,4 @@
-"""One trace of a step as a transaction on JAX, in two ways: updates put off, or run at once."""
+"""One trace of a step as a transaction on JAX: with deferred updates, or with immediate ones."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ class StepTrace:
 
     Args:
         owner: the `Transaction`.
-        leaves: the flat state.
-        tree: its structure.
+        state: the state.
         args: what else the body takes.
-        halt: whether the step has to be refused whatever it is like; `None` where none ever has.
+        halt: whether the step has to be refused in any case; `None` where none ever has.
     """
 
-    def __init__(self, owner: Any, leaves: list[Any], tree: Any, args: Sequence[Any], halt: Any = None):
-        self.owner, self.old, self.tree, self.args = owner, leaves, tree, args
-        self.halt = halt
+    def __init__(self, owner: Any, state: Any, args: Sequence[Any], halt: Any = None):
+        self.owner, self.args, self.halt = owner, args, halt
+        self.old, self.tree = jax.tree_util.tree_flatten(state)
         self.train_state = train_state = owner.train_state()
-        self.kind = reductions.kind(leaves)
+        self.kind = reductions.kind(self.old)
         self.variables = list(owner.variables())
         self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
         self.weights_and_slots = {self.place[id(v)] for v in (*train_state.trainable, *train_state.slots) if id(v) in self.place}
         metrics = {id(v) for v in train_state.metrics}
         self.metrics = {i for i, v in enumerate(self.variables) if id(v) in metrics}
         if not self.place:  # a state that Keras knows nothing of
-            self.weights_and_slots = set(range(len(leaves)))
+            self.weights_and_slots = set(range(len(self.old)))
 
     def _call(self, leaves: Sequence[Any], args: Sequence[Any], holders: Any, trace: Any) -> tuple[Any, Any, Any, Any]:
         """Run the body; returns what was seen, its outputs, the flat new state and its tree."""
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
-        told = self.owner.outputs
-        with told.watched(), Intercept(self.owner.model, self.train_state.optimizers, holders, trace) as seen:
-            outputs, new = told.split_outputs(self.owner.body(state, *args))
-            told.note(outputs)
+        kind = self.owner.outputs
+        with kind.watched(), Intercept(self.owner.model, self.train_state.optimizers, holders, trace) as seen:
+            outputs, new = kind.split_outputs(self.owner.body(state, *args))
+            kind.note(outputs)
         flat, tree = jax.tree_util.tree_flatten(new)
-        told.check(tree, self.tree)
+        kind.check(tree, self.tree)
         return seen, outputs, flat, tree
 
-    # What the body told
+    # What the body computed
 
     def _note(self, outputs: Any, losses: Any, gradients: Any, changed: Sequence[int], new: Sequence[Any]) -> None:
         """Compute the verdict."""
@@ -74,17 +73,16 @@ class StepTrace:
         ours = {id(v) for v in (*self.train_state.rates, *(v for pair in self.train_state.scales for v in pair))}
         return id(variable) not in ours | self.owner.tolerated and reductions.can_be_bad(self.old[index])
 
-    def _row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
-        nothing = jnp.zeros((), self.kind)
-        told = [refused, self.loss, self.gradients, self.statistics, *update_sums, self.scale, nothing]
-        told.append(nothing if self.halt is None else self.halt)
-        return jnp.stack([jnp.asarray(f).astype(self.kind) for f in told])
+    def _verdict(self, refused: Any, update_sums: Sequence[Any]) -> Verdict:
+        weights, slots = update_sums
+        halted = False if self.halt is None else self.halt
+        return Verdict(refused, self.loss, self.gradients, self.statistics, weights, slots, self.scale, halted=halted)
 
     def _one(self, optimizer: Any, weights: Sequence[Any], variables: Iterable[tuple[Any, Any]], total: Any) -> tuple[Any, Any]:
         """Return the sums over what one optimizer has updated: weights, and its variables with their new values."""
         updated = list(variables)
-        told = {id(v) for v in self.train_state.slots} - self.owner.tolerated
-        slots = [array for v, array in updated if id(v) in told and reductions.can_be_bad(array)]
+        watched = {id(v) for v in self.train_state.slots} - self.owner.tolerated
+        slots = [array for v, array in updated if id(v) in watched and reductions.can_be_bad(array)]
         turn = next((array for v, array in updated if v.name == "iteration"), None)
         return reductions.update_sums(optimizer, weights, slots, turn, self.gradients, self.kind, total)
 
@@ -105,7 +103,7 @@ class StepTrace:
 
     def _file(self, places: Sequence[tuple[str, str, Any]]) -> Any:
         """Note what the counts of this trace are about; returns the counts of a step in which nothing is bad."""
-        self.owner.report_queue.rows = tuple((site, path, array.size) for site, path, array in places)
+        self.owner.report_queue.places = tuple((site, path, array.size) for site, path, array in places)
         return jnp.zeros((len(places), 2), self.kind)
 
     def _places(self, outputs: Any, records: Sequence[Update], new: Sequence[Any]) -> list[tuple[str, str, Any]]:
@@ -117,34 +115,34 @@ class StepTrace:
     def _path(self, index: int) -> str:
         return str(getattr(self.variables[index], "path", "") or f"state/{index}")
 
-    def _finish(self, outputs: Any, new: list[Any], row: Any, counts: Any) -> tuple[Any, Any, Any, Any]:
+    def _finish(self, outputs: Any, new: list[Any], verdict: Verdict, counts: Any) -> tuple[Any, Any, Any, Any]:
         if self.owner.refuse:
             metrics = [(v, new[self.place[id(v)]]) for v in self.train_state.metrics if id(v) in self.place]
             outputs = self.owner.outputs.results(outputs, metrics)
-        outputs, vector = self._joined(outputs, row, counts)
-        return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, None if self.halt is None else _is_bad(row)
+        outputs, vector = self._joined(outputs, verdict, counts)
+        return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, None if self.halt is None else _is_bad(verdict)
 
-    def _joined(self, outputs: Any, row: Any, counts: Any) -> tuple[Any, Any]:
-        """Return the outputs that leave the step by themselves, and one vector with everything else."""
-        outputs, more = self.owner.outputs.join(outputs, self.kind)
-        self.owner.row_size = row.size + len(more)
-        parts = [row, *(jnp.reshape(m, (1,)) for m in more), *([] if counts is None else [jnp.ravel(counts)])]
-        return outputs, jnp.concatenate(parts) if len(parts) > 1 else row
+    def _joined(self, outputs: Any, verdict: Verdict, counts: Any) -> tuple[Any, Any]:
+        """Return the outputs that leave the step by themselves, and one vector: the verdict, the other outputs, the counts."""
+        outputs, logs = self.owner.outputs.join(outputs, self.kind)
+        numbers = jnp.stack([jnp.asarray(number).astype(self.kind) for number in (*verdict, *logs)])
+        self.owner.vector_head = numbers.size
+        return outputs, numbers if counts is None else jnp.concatenate([numbers, jnp.ravel(counts)])
 
 
 class DeferredUpdates(StepTrace):
-    """The updates run after the verdict, in a conditional."""
+    """The updates run after the verdict, in a conditional or in a program of their own."""
 
     def complete(self) -> tuple[Any, Any, Any, Any]:
         outputs, new = self.run()
         self._decide(new, self._places(self.named, self.records, new))
-        return self._finish(outputs, self.new, self.row, self.counts)
+        return self._finish(outputs, self.new, self.verdict, self.counts)
 
     def run(self) -> tuple[Any, list[Any]]:
         """Run the body and compute the verdict; returns the outputs and the flat new state without the updates."""
         self._trace()
         values = jax.extend.core.jaxpr_as_fun(self.program)(*self.old, *self.given, *self._dummies())
-        seen, outputs, new = jax.tree_util.tree_unflatten(self.told, values)
+        seen, outputs, new = jax.tree_util.tree_unflatten(self.results, values)
         for record, arguments in zip(self.records, seen["records"]):
             record.slots, record.grads, record.weights = arguments
         self.named = list(zip(self.names, seen["outputs"]))
@@ -155,7 +153,7 @@ class DeferredUpdates(StepTrace):
         return outputs, new
 
     def _trace(self) -> None:
-        """Trace the body, and read off the trace that putting its updates off is right."""
+        """Trace the body, and check in the trace that its updates can be deferred."""
         self.given, args_tree = jax.tree_util.tree_flatten(tuple(self.args))
         self.held = [
             (o, [_shape(v) for v in keras_optimizers.trained_by(o)], [_shape(v) for v in o.variables])
@@ -173,12 +171,12 @@ class DeferredUpdates(StepTrace):
             trace = next((a._trace for a in arrays if isinstance(a, jax.core.Tracer)), None)
             seen, outputs, new, _ = self._call(leaves, args, by_id, trace)
             self.records, self.names = seen.records, [name for name, _ in seen.outputs]
-            told = {
+            noted = {
                 "records": [(r.slots, r.grads, r.weights) for r in seen.records],
                 "losses": seen.losses,
                 "outputs": [array for _, array in seen.outputs],
             }
-            flat, self.told = jax.tree_util.tree_flatten((told, outputs, new))
+            flat, self.results = jax.tree_util.tree_flatten((noted, outputs, new))
             self.output_count = len(flat) - len(new)
             return flat
 
@@ -187,7 +185,7 @@ class DeferredUpdates(StepTrace):
         self._inspect(sum(counts))
 
     def _inspect(self, first: int) -> None:
-        """Find which arrays of the new state an update will give; ask for the other way where they are used before."""
+        """Find which arrays of the new state an update will give; they must not be used before."""
         jaxpr = self.program.jaxpr
         number = {id(var): i for i, var in enumerate(jaxpr.invars[first:])}
         used = {id(var) for equation in jaxpr.eqns for var in equation.invars}
@@ -200,7 +198,7 @@ class DeferredUpdates(StepTrace):
             raise Retrace
 
     def _dummies(self) -> list[Any]:
-        """Nothing reads them."""
+        """Return placeholders of the results of the updates; nothing reads them."""
         return [jnp.zeros(s.shape, s.dtype) for s in self.flat_held]
 
     def _decide(self, new: list[Any], places: list[tuple[str, str, Any]]) -> None:
@@ -221,7 +219,7 @@ class DeferredUpdates(StepTrace):
             self.new[i] = value
         for i in self.changed:
             self.new[i] = jnp.where(self.may_commit, new[i], learned.get(i, self.old[i]))
-        self.row = self._row(~self.may_commit, update_sums)
+        self.verdict = self._verdict(~self.may_commit, update_sums)
 
     def _update(self) -> tuple[list[Any], Any]:
         """Run the updates; returns what they give for the `wanted` places, and the sums over it."""
@@ -238,7 +236,7 @@ class DeferredUpdates(StepTrace):
 
 
 class ImmediateUpdates(StepTrace):
-    """The updates run at once, and old or new is chosen at the end, or by the host.
+    """The updates run at once, and old or new is selected at the end, or by the host.
 
     Attributes:
         learned: what a refusal writes to loss scales, by place.
@@ -276,13 +274,12 @@ class ImmediateUpdates(StepTrace):
         chosen, counts = jax.lax.cond(self.may_commit, commit, refuse)
         for i, value in zip(ours, chosen):
             new[i] = value
-        return self._finish(self.outputs, new, self._row(self.refused, self.update_sums), counts)
+        return self._finish(self.outputs, new, self._verdict(self.refused, self.update_sums), counts)
 
     def both(self) -> tuple[Any, Any, Any, dict[int, Any]]:
         """Return the new state whatever the verdict, the outputs, the vector, and what a refusal writes beside the old."""
         new = self.run()
-        row = self._row(self.refused, self.update_sums)
-        outputs, vector = self._joined(self.outputs, row, None)
+        outputs, vector = self._joined(self.outputs, self._verdict(self.refused, self.update_sums), None)
         return jax.tree_util.tree_unflatten(self.tree, new), outputs, vector, self.learned
 
     def count(self) -> Any:
@@ -315,11 +312,10 @@ class ImmediateUpdates(StepTrace):
         return [self.place[id(v)] for v in variables if id(v) in self.place]
 
 
-def _is_bad(row: Any) -> Any:
-    """Return whether the host will have something to do about the step of this row; `Session.after` asks the same."""
-    verdict = Verdict(*row)
+def _is_bad(verdict: Verdict) -> Any:
+    """Return whether the host will have something to do about the step; `Session.after` asks the same."""
     sums = jnp.stack([verdict.loss, verdict.gradients, verdict.statistics, verdict.weights, verdict.slots, verdict.scale])
-    return (verdict.refused > 0) | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)
+    return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)
 
 
 def _shape(variable: Any) -> Any:

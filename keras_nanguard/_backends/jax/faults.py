@@ -1,4 +1,4 @@
-"""Faults on order, on JAX: what `keras_nanguard.testing.inject` does around and inside of the compiled step.
+"""Fault injection on JAX: what `keras_nanguard.testing.inject` does around and inside of the compiled step.
 
 A step on JAX is a pure function, so state and batch are spoiled on the host, before it runs. Loss and gradients are
 spoiled inside, by a factor that the step asks the host for; the host waits for each step, so that it knows which one

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 __all__ = ["SPREADS_ARRAYS", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+
 SPREADS_ARRAYS = True
 """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
@@ -35,8 +36,6 @@ def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     """Put it back; a state of another backend says nothing here."""
 
 
-
 def without_gradients() -> AbstractContextManager[Any]:
     """Return a context in which nothing is kept for a backward pass that will not come."""
     return contextlib.nullcontext()
-

@@ -18,8 +18,9 @@ from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Intercept", "Retrace", "Update", "primal"]
 
+
 class Retrace(Exception):
-    """The updates of this step cannot be put off. Never leaves the library."""
+    """The updates of this step cannot be deferred. Never leaves the library."""
 
 
 class Update:
@@ -48,7 +49,7 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
-        holders: what stands for the results of an update that is put off, `(weights, slots)` by `id` of the optimizer;
+        holders: what stands for the results of an update that is deferred, `(weights, slots)` by `id` of the optimizer;
             `None` lets each update run at once.
         trace: the trace in which the body runs; `None` for eager execution.
 

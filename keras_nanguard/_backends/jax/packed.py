@@ -54,12 +54,12 @@ class Layout:
 
     def part(self, joined: tuple[Any, ...]) -> list[Any]:
         """Return the flat state of packed arrays."""
-        update_sums = dict.fromkeys(self.dtypes, 0)
+        ends = dict.fromkeys(self.dtypes, 0)
         whole = dict(zip(self.dtypes, joined))
         leaves = []
         for shape, dtype in self.arrays:
-            start, update_sums[dtype] = update_sums[dtype], update_sums[dtype] + math.prod(shape)
-            leaves.append(whole[dtype][start : update_sums[dtype]].reshape(shape))
+            start, ends[dtype] = ends[dtype], ends[dtype] + math.prod(shape)
+            leaves.append(whole[dtype][start : ends[dtype]].reshape(shape))
         return leaves
 
 

@@ -28,7 +28,7 @@ def can_be_bad(array: Any) -> bool:
 
 
 def kind(arrays: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     wide = any(getattr(a, "dtype", None) == jnp.float64 for a in arrays)
     return jnp.float64 if wide else jnp.float32
 
@@ -96,7 +96,7 @@ def update_sums(
         turn: the number of this update, `None` where it is not known.
         gradients: half the sum of squares of the gradients.
         dtype: of the sums.
-        total: the sum that tells, `total` or `exact`.
+        total: how to sum, `total` or `exact`.
     """
     reading = reading_of(optimizer, [(s.size, s.dtype.itemsize) for s in slots], counted=turn is not None)
     if reading is SlotReading.WITH_WEIGHTS:

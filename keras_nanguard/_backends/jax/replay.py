@@ -1,4 +1,4 @@
-"""What a diagnosis needs of JAX: eyes on a run, and its words for arrays.
+"""What a diagnosis needs of JAX: observers of a run, and tensor helpers.
 
 A step on JAX is a function from state to state; here it runs eagerly as one that reads and writes the variables
 (`Transaction.replayed`), so that what was seen of it can be asked of the variables afterwards.
@@ -45,7 +45,7 @@ class Instrument(instrument.Instrument):
     """Layers and losses under observation in an eager run.
 
     Below `jax.grad` every value is a pair of itself and its derivative; what is looked at is the value. The backward
-    pass begins where a probe is first told of a gradient, and ends where a layer or a loss is called again.
+    pass begins where a probe first sees a gradient, and ends where a layer or a loss is called again.
     """
 
     def _begin(self) -> None:
@@ -81,7 +81,7 @@ class Instrument(instrument.Instrument):
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         origins = self.origins
 
-        def told(_: Any, upstream: Any) -> Any:
+        def seen(_: Any, upstream: Any) -> Any:
             if origins is not None:
                 origins.phase = "backward"
             return (passed(upstream),)
@@ -90,11 +90,11 @@ class Instrument(instrument.Instrument):
         def identity(x: Any) -> Any:
             return x
 
-        identity.defvjp(lambda x: (x, None), told)
+        identity.defvjp(lambda x: (x, None), seen)
         return identity(value)
 
 
-class _Record(intercept.Update):
+class _ReplayedUpdate(intercept.Update):
     """One update, whose results go into the variables."""
 
     @property
@@ -103,7 +103,7 @@ class _Record(intercept.Update):
         return list(zip(self.grads, keras_optimizers.trained_by(self.optimizer)))
 
     def run(self) -> None:
-        """Make the update that was put off."""
+        """Make the update that was deferred."""
         weights, slots = self.real(self.slots, self.grads, self.weights)
         for variable, value in zip(keras_optimizers.trained_by(self.optimizer), weights):
             variable.assign(value)
@@ -120,7 +120,7 @@ class _Intercept(intercept.Intercept):
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            self.records.append(_Record(optimizer, real, optimizer_variables, grads, trainable_variables))
+            self.records.append(_ReplayedUpdate(optimizer, real, optimizer_variables, grads, trainable_variables))
             if self.immediate:
                 return real(optimizer_variables, grads, trainable_variables)
             return list(trainable_variables), list(optimizer_variables)
@@ -165,7 +165,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number births know a variable: that of the array it holds when the run begins."""
+    """Return by which number `Origins` knows a variable: that of the array it holds when the run begins."""
     return id(variable.value)
 
 
@@ -175,10 +175,10 @@ def is_tensor(value: Any) -> bool:
 
 
 def slope(origin: Any) -> Any:
-    """Return the birth behind a gradient whose loss is finite as one of the backward pass.
+    """Return the origin behind a gradient whose loss is finite as one of the backward pass.
 
     JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
-    to multiply with. What is born there and spoils no loss is such a slope, or a value that is masked away afterwards.
+    to multiply with. A bad value that begins there and spoils no loss is such a slope, or a value that is masked away afterwards.
     """
     if origin is None or origin.source != "operation":
         return origin

@@ -1,4 +1,4 @@
-"""The batch of a refused step on JAX: a reference, because the host keeps the arguments of each step until it has read its row."""
+"""The batch of a refused step on JAX: a reference, as the host keeps the arguments of each step until it has read the verdict on it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class ReportQueue:
     """Hands out the report of the last step, where something was wrong with it.
 
     Attributes:
-        rows: `(site, path, size)` of each pair of counts in the trace that runs now.
+        places: `(site, path, size)` of each pair of counts in the trace that runs now.
     """
 
     def __init__(self) -> None:
-        self.rows: tuple[tuple[str, str, int], ...] = ()
+        self.places: tuple[tuple[str, str, int], ...] = ()
         self._last: tuple[Any, Any, Any] | None = None
 
     def put(self, verdict: Verdict, counts: Any, args: tuple[Any, ...]) -> None:
-        """Note the last step: its row, its counts of NaN and Inf (or what returns them), and its arguments."""
+        """Note the last step: its verdict, its counts of NaN and Inf (or what returns them), and its arguments."""
         self._last = verdict, counts, args
 
     def forget(self) -> None:
-        """Let go of the last step."""
+        """Release the last step."""
         self._last = None
 
     def take(self) -> list[Report]:
@@ -39,5 +39,5 @@ class ReportQueue:
         if verdict.finite and not verdict.refused:
             return []
         counts = np.asarray(counts() if callable(counts) else counts)
-        whole = np.column_stack([np.reshape(counts, (-1, 2)), [size for _, _, size in self.rows]])
-        return [Report(verdict, tuple((site, path) for site, path, _ in self.rows), whole.astype(np.int64), args)]
+        whole = np.column_stack([np.reshape(counts, (-1, 2)), [size for _, _, size in self.places]])
+        return [Report(verdict, tuple((site, path) for site, path, _ in self.places), whole.astype(np.int64), args)]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_nanguard._backends.jax.execution import DeferredUpdates
+from keras_nanguard._backends.jax.strategies import Strategy, buffers
+from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import FIELDS, Verdict
 
 __all__ = ["TwoPrograms"]
@@ -30,22 +32,22 @@ class Split(DeferredUpdates):
     """
 
     def first(self) -> tuple[list[Any], list[Any], Any, Any, dict[int, Any]]:
-        """Return what the body writes itself, what the updates need beside the state, the outputs, the vector for the host, and
-        what a refusal writes."""
+        """Return what the body writes itself, what the updates need beside the state, the outputs, the vector, and what a
+        refusal learns."""
         outputs, new = self.run()
         zero = jnp.zeros((), self.kind)
         learned = self._learned()
-        outputs, vector = self._joined(outputs, self._row(~self.may_commit, (zero, zero)), None)
+        outputs, vector = self._joined(outputs, self._verdict(~self.may_commit, (zero, zero)), None)
         flat, self.arguments = jax.tree_util.tree_flatten([(r.slots, r.grads, r.weights) for r in self.records])
         known = {id(leaf): i for i, leaf in enumerate(self.old)}
         self.known = [known.get(id(value)) for value in flat]
         self.others = sorted({i for i in self.known if i is not None} - set(self.wanted))
         carried = [value for value, i in zip(flat, self.known) if i is None]
-        told = [new[i] for i in self.changed], carried, outputs, vector, learned
-        self._let_go()
-        return told
+        results = [new[i] for i in self.changed], carried, outputs, vector, learned
+        self._release()
+        return results
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Keep what the second trace needs, and no array of the first."""
         for record in self.records:
             record.slots, record.grads, record.weights, record.holders = [], [], [], None
@@ -64,50 +66,47 @@ class Split(DeferredUpdates):
         return updated, jnp.stack(update_sums)
 
 
-class TwoPrograms:
-    """Runs the steps of one `Transaction` in two programs.
-
-    Args:
-        owner: the transaction.
-    """
+class TwoPrograms(Strategy):
+    """The host reads the verdict between two programs, the second of which holds the updates."""
 
     def __init__(self, owner: Any):
-        self.owner = owner
-        self._first, self._second = jax.jit(self._traced_first), jax.jit(self._traced_second, donate_argnums=0)
+        super().__init__(owner)
+        self._first, self._second = owner.program(self._trace_first), owner.program(self._trace_second, donate_argnums=1)
 
-    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Verdict]:
-        """Run one step; arguments and results are those of the transaction.
-
-        Raises:
-            Retrace: where the updates cannot be put off; nothing has happened then.
-        """
+    def run(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> tuple[Any, Any, Verdict]:
         owner = self.owner
-        new, carried, outputs, vector, learned = self._first(state, factors, *args)
-        verdict, outputs = owner.split_outputs(owner.read(vector, state, args), outputs)
+        new, carried, outputs, vector, learned = self._first(factors, state, *args)
+        owner.hold(state, jax.tree_util.tree_map(owned, args))
+        verdict, outputs, _ = owner.read(vector, outputs)
         if verdict.refused:
-            owner.report_queue.put(verdict, lambda: owner.count(state, factors, *args), args)
-            return owner.given_back(state, learned), outputs, verdict
-        leaves, tree = jax.tree_util.tree_flatten(state)
-        held, others = ([leaves[i] for i in chosen] for chosen in (self.split.wanted, self.split.others))
-        updated, update_sums = self._second(held, others, carried, vector, factors)
-        for chosen, values in ((self.split.changed, new), (self.split.wanted, updated)):
-            for i, value in zip(chosen, values):
+            owner.report_queue.put(verdict, lambda: owner.count(factors, state, *args), args)
+            return owner.with_learned(state, learned), outputs, verdict
+        leaves, tree = _unshared(state)
+        held, others = ([leaves[i] for i in places] for places in (self.split.wanted, self.split.others))
+        updated, update_sums = self._second(factors, held, others, carried, vector)
+        for places, values in ((self.split.changed, new), (self.split.wanted, updated)):
+            for i, value in zip(places, values):
                 leaves[i] = value
         weights, slots = np.asarray(update_sums).tolist()
         verdict = verdict._replace(weights=weights, slots=slots)
         _free(carried)
-        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.rows), 2)), args)  # the state it was given is gone
+        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.places), 2)), args)  # the state it was given is gone
         return tree.unflatten(leaves), outputs, verdict
 
-    def _traced_first(self, state: Any, factors: dict[int, Any], *args: Any) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten(state)
-        with self.owner.scaling(factors):
-            self.split = Split(self.owner, leaves, tree, args)
-            return self.split.first()
+    def _trace_first(self, state: Any, *args: Any) -> Any:
+        self.split = Split(self.owner, state, args)
+        return self.split.first()
 
-    def _traced_second(self, held: Any, others: Any, carried: Any, vector: Any, factors: dict[int, Any]) -> Any:
-        with self.owner.scaling(factors):
-            return self.split.second(held, others, carried, vector)
+    def _trace_second(self, held: Any, others: Any, carried: Any, vector: Any) -> Any:
+        return self.split.second(held, others, carried, vector)
+def _unshared(state: Any) -> tuple[list[Any], Any]:
+    """Return a state flat, and its structure. Of arrays that share memory all but one are copied, so that each can be written over."""
+    leaves, tree = jax.tree_util.tree_flatten(state)
+    first: dict[int, int] = {}
+    for i, place in enumerate(buffers(leaves)):
+        if first.setdefault(place, i) != i:
+            leaves[i] = jnp.copy(leaves[i])
+    return leaves, tree
 
 
 def _free(arrays: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
@@ -57,7 +57,7 @@ def require_compiled(model: Any) -> None:
         )
 
 
-class Attachment:
+class Attachment(StateAccess):
     """The transaction of one session around one model's `fit` and `train_on_batch`.
 
     Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for
@@ -85,7 +85,7 @@ class Attachment:
         self.in_use: Callable[[], bool] = lambda: False
         self._before: dict[str, Any] = {}
         self._cached: tuple[Any, Any] = None, None
-        session.rebuild = self.rebuild
+        session.attach(self)
 
     @staticmethod
     def waits() -> bool:
@@ -224,7 +224,7 @@ class Attachment:
         return logs
 
 
-class LoopStep:
+class LoopStep(StateAccess):
     """One hand-written step with its transaction. A backend fills in how the transaction is made and how it is called.
 
     Args:
@@ -234,16 +234,15 @@ class LoopStep:
 
     def __init__(self, function: Any, session: GuardedSession):
         self.function, self.session = function, session
-        session.rebuild = self.build
-        self.build()
+        self.rebuild()
 
-    def build(self) -> None:
+    def rebuild(self) -> None:
         """Make the step anew."""
         old = self.session.transaction
         transaction = self._transaction()
         if old is not None:
             transaction.inherit(old)
-        self.session.transaction = transaction
+        self.session.attach(self, transaction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, then let the host look at its verdict; returns its outputs."""

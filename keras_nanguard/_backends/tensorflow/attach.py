@@ -104,7 +104,7 @@ class ModelAttachment(attach.Attachment):
     def _place(self, transaction: Any) -> None:
         """Put the transaction where the session and Keras look for it; Keras does whenever it traces."""
         transaction.recount(self.session.step)
-        self.session.transaction = transaction
+        self.session.attach(self, transaction)
         instance_overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any, Any]:
@@ -222,4 +222,4 @@ class LoopStep(attach.LoopStep):
                 outputs, verdict = self.session.transaction.read(self.run(args, kwargs))
                 return outputs, verdict
             except Retrace:
-                self.build()
+                self.rebuild()

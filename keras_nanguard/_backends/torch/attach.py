@@ -71,7 +71,7 @@ class ModelAttachment(attach.Attachment):
         )
         if old is not None:
             transaction.inherit(old)
-        session.transaction = transaction
+        session.attach(self, transaction)
         self._function = self._made_by_keras(jit_compile=False)
         model.train_function = self.run_execution
 

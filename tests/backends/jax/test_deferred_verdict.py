@@ -10,10 +10,11 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.jax import attach as attached
-from keras_nanguard._backends.jax import step as jax_step
+from keras_nanguard._backends.jax.step import pinned
+from keras_nanguard._backends.jax.strategies import Conditional
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._diagnose.explain_step import Explainer
+from keras_nanguard._fit.session import Session
 from keras_nanguard.testing import inject
 
 BATCHES = zoo.regression().batches
@@ -21,30 +22,29 @@ PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
 
 
 @pytest.fixture
-def deferred(monkeypatch):
+def deferred():
     """Let steps start ahead of verdicts."""
-    monkeypatch.setattr(attached, "on_accelerator", lambda: True)
+    with pinned(accelerator=True):
+        yield
 
 
 @pytest.fixture
 def order(monkeypatch):
     """What was started, and what was read, by number of step, in that order."""
-    told, numbers = [], {}
-    start, finish = jax_step.Transaction.start, jax_step.Transaction.finish
+    found, numbers = [], {}
+    start, finish = Conditional.start, Conditional.finish
 
     def started(self, *args, **more):
         state, step = start(self, *args, **more)
         numbers[id(step.vector)] = len(numbers)
         kept.append(step.vector)
-        told.append(("start", numbers[id(step.vector)]))
+        found.append(("start", numbers[id(step.vector)]))
         return state, step
 
     kept = []  # so that no number is that of two
-    monkeypatch.setattr(jax_step.Transaction, "start", started)
-    monkeypatch.setattr(
-        jax_step.Transaction, "finish", lambda self, step: (told.append(("read", numbers[id(step.vector)])), finish(self, step))[1]
-    )
-    return told
+    monkeypatch.setattr(Conditional, "start", started)
+    monkeypatch.setattr(Conditional, "finish", lambda self, step: (found.append(("read", numbers[id(step.vector)])), finish(self, step))[1])
+    return found
 
 
 def ahead(order):
@@ -59,7 +59,7 @@ def test_nobody_waits(deferred, order):
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
     ends, kept, proven, monitored = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9}
     assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored
-    assert guard.session.transaction._heavy._cache_size() <= 1, "steps are compiled once"
+    assert guard.session.transaction.strategy.program._cache_size() <= 1, "steps are compiled once"
 
 
 class Looking(keras.callbacks.Callback):
@@ -136,7 +136,7 @@ def test_the_same_without_the_bad_batches(deferred, where, steps):
     assert run.steps == [*bad, *(whole + n for n in bad)]
     assert [(i.epoch, i.batch) for i in run.guard.incidents] == [(e, n) for e in (0, 1) for n in bad]
     assert run.guard.session.step == 2 * whole and run.guard.session.refused == 2 * len(bad)
-    assert run.guard.session.transaction._heavy._cache_size() <= 1
+    assert run.guard.session.transaction.strategy.program._cache_size() <= 1
 
 
 ACTIONS = {
@@ -148,18 +148,15 @@ ACTIONS = {
 }
 
 
-def both(monkeypatch, order, policy, data, inside=lambda model: contextlib.nullcontext()):
+def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
     """Compare a run that goes ahead of its verdicts with one that waits for each; returns both, and how many steps the first started
     in vain.
     """
     runs, starts = [], []
-    for name, value in {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGEST": -1}.items():
-        monkeypatch.setattr(jax_step, name, value)
-    for on_accelerator in (True, False):
-        monkeypatch.setattr(attached, "on_accelerator", lambda chosen=on_accelerator: chosen)
+    for accelerator in (True, False):
         keras.utils.set_random_seed(0)
         model = zoo.plain(keras.optimizers.Adam(0.01), rounded=True)
-        with inside(model):
+        with inside(model), pinned(Conditional, accelerator=accelerator):
             runs.append(zoo.run(lambda model=model: model, data, guard=NanGuard(policy, verbose=0, diagnose=False)))
             starts.append(sum(what == "start" for what, _ in order))
     one, other = runs
@@ -173,23 +170,23 @@ def _all(incident):
 
 
 @pytest.mark.parametrize(("action", "site"), [*((a, "gradients") for a in ACTIONS), ("rollback", "loss"), ("reset slots", "weights")])
-def test_the_same_as_with_waiting(monkeypatch, order, action, site):
+def test_the_same_as_with_waiting(order, action, site):
     """What the policy does comes between the bad step and the one after it, though that was started already."""
     policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}]}
-    one, other, in_vain = both(monkeypatch, order, policy, zoo.regression(), lambda model: inject(model, site=site, step=5, count=2))
+    one, other, in_vain = both(order, policy, zoo.regression(), lambda model: inject(model, site=site, step=5, count=2))
     assert zoo.differences(one, other, 1e-5) == []
     assert one.guard.session.step == other.guard.session.step
     assert in_vain or site == "weights", "who spoils weights hands the step another state"
 
 
 @pytest.mark.parametrize("action", ["rollback", "stop"])
-def test_a_step_that_is_judged_after_it_has_committed(monkeypatch, order, action):
+def test_a_step_that_is_judged_after_it_has_committed(order, action):
     """A spike is told by the host; where it puts another state in place, the step that was started runs again from that one."""
     data = zoo.regression()
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] *= 1e4
     rule = {"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}
     policy = {**PATIENT, "checks": {"trend": {"spike_factor": 100.0, "warmup": 5}}, "rules": [rule]}
-    one, other, in_vain = both(monkeypatch, order, policy, data)
+    one, other, in_vain = both(order, policy, data)
     assert one.steps[0] == 6 and not one.guard.incidents[0].refused
     if action == "stop":
         assert (one.guard.session.step, other.guard.session.step, in_vain) == (8, 7, 0), "one more step had been started"
@@ -199,11 +196,11 @@ def test_a_step_that_is_judged_after_it_has_committed(monkeypatch, order, action
     assert in_vain == 2, "once in each epoch"
 
 
-def test_an_epoch_of_bad_steps(monkeypatch, order):
+def test_an_epoch_of_bad_steps(order):
     """Its logs are those that they are with waiting: the loss that the last step computed."""
     policy = {**PATIENT, "rules": [{"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}]}
     every = lambda model: inject(model, site="gradients", step=0, count=2 * BATCHES)  # noqa: E731
-    one, other, in_vain = both(monkeypatch, order, policy, zoo.regression(), every)
+    one, other, in_vain = both(order, policy, zoo.regression(), every)
     assert zoo.differences(one, other, 1e-5) == [] and in_vain == 0
     assert 0 < one.history["loss"][0] < 100
 
@@ -282,13 +279,13 @@ def test_looks_at_the_state_of_their_step(deferred, order, monkeypatch):
             self.session.monitors.ceiling, self.session._due = -np.inf, np.inf
 
     due = []
-    real = attached.Session._keep
+    real = Session._keep
 
     def keep(self):
         if self.step >= self._due:
             due.append((self.step, sum(what == "start" for what, _ in order)))
         real(self)
 
-    monkeypatch.setattr(attached.Session, "_keep", keep)
+    monkeypatch.setattr(Session, "_keep", keep)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.jax import step as jax_step
-from keras_nanguard._backends.jax.packed import Packed, can_pack, opened, packed, values
+from keras_nanguard._backends.jax import strategies
+from keras_nanguard._backends.jax.packed import Packed, can_pack, packed, unpacked, values
+from keras_nanguard._backends.jax.step import pinned
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "uint32", "bool")
 ARRAY = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3))
@@ -44,7 +45,7 @@ def test_nothing_is_lost(parts):
     state = state_of(parts)
     whole = packed(state)
     assert packed(whole) is whole
-    same(opened(whole), state)
+    same(unpacked(whole), state)
     same(tuple(list(part) for part in whole), state)
     same(values(whole), jax.tree_util.tree_leaves(state))
     assert [len(part) for part in whole] == [len(part) for part in state]
@@ -57,17 +58,17 @@ def test_inside_of_a_step():
 
     @jax.jit
     def step(whole):
-        (a, b), (c,) = opened(whole)
-        return whole.put_together(([a + 1, b + 1], [c * 2]))
+        (a, b), (c,) = unpacked(whole)
+        return whole.repacked(([a + 1, b + 1], [c * 2]))
 
     @jax.jit
     def other(whole):
-        (a, b), (c,) = opened(whole)
-        return whole.put_together(([a + 1, b.astype("float32")], [c]))
+        (a, b), (c,) = unpacked(whole)
+        return whole.repacked(([a + 1, b.astype("float32")], [c]))
 
     (a, b), (c,) = state
     assert isinstance(step(packed(state)), Packed)
-    same(opened(step(packed(state))), ([a + 1, b + 1], [c * 2]))
+    same(unpacked(step(packed(state))), ([a + 1, b + 1], [c * 2]))
     same(other(packed(state)), ([a + 1, b.astype("float32")], [c]))
 
 
@@ -119,13 +120,13 @@ def test_looks_leave_the_state_where_it_is():
     assert [snapshot.step for snapshot in guard.session.ring.snapshots] == [100, 200]
 
 
-def test_looks_see_the_state_of_their_step(monkeypatch):
+def test_looks_see_the_state_of_their_step():
     """A snapshot holds what the variables would have held."""
     data, kept = zoo.regression(batches=110), []
-    for tiny in (jax_step.TINY, -1):
-        monkeypatch.setattr(jax_step, "TINY", tiny)
-        run = zoo.run(zoo.plain, data, guard=True, epochs=1)
-        assert run.guard.session.transaction.packs is (tiny > 0)
+    for strategy in (strategies.PackedState, strategies.HostSelects):
+        with pinned(strategy):
+            run = zoo.run(zoo.plain, data, guard=True, epochs=1)
+        assert type(run.guard.session.transaction.strategy) is strategy
         kept.append(run.guard.session.ring.snapshots[-1])
     assert [s.step for s in kept] == [100, 100]
     for one, other in zip(*(s.arrays.values() for s in kept)):

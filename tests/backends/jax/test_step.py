@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,8 +14,9 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.jax import attach as _attached
-from keras_nanguard._backends.jax import step as jax_step
+from keras_nanguard._backends.jax import strategies
+from keras_nanguard._backends.jax.step import Conditions, choose, pinned
+from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard.testing import inject
 
@@ -23,31 +25,21 @@ BAD = (3, 4, 8)
 
 WAYS = {
     "packed": {},
-    "given back": {"TINY": -1},
-    "in two": {"TINY": -1, "SMALL": -1, "PARTED": -1},
-    "in turns": {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGE": 0},
-    "written over": {"TINY": -1, "SMALL": -1, "PARTED": 1 << 40, "LARGEST": -1},
-    "on an accelerator": {"on_accelerator": lambda: True},
+    "host selects": {"strategy": strategies.HostSelects},
+    "two programs": {"strategy": TwoPrograms},
+    "alternating buffers": {"strategy": strategies.AlternatingBuffers},
+    "conditional": {"strategy": strategies.Conditional},
+    "selected at the end": {"strategy": strategies.SelectedAtTheEnd},
+    "on an accelerator": {"accelerator": True},
 }
-"""What makes a small model's step run like that of a tiny, a small, a large and a very large one, or as on an accelerator."""
-
-
-def going(way, monkeypatch):
-    for name, value in WAYS[way].items():
-        monkeypatch.setattr(jax_step if name.isupper() else _attached, name, value)
+"""What makes a small model's step run by each strategy."""
 
 
 @pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    """Run with the choice left to the host, made within the step, and made there before the host knows of the step before."""
-    going(request.param, monkeypatch)
-    return request.param
-
-
-@pytest.fixture
-def written_over(monkeypatch):
-    """Treat every state as a very large one."""
-    going("written over", monkeypatch)
+def way(request):
+    """Run by each strategy."""
+    with pinned(**WAYS[request.param]):
+        yield request.param
 
 
 class Look(keras.callbacks.Callback):
@@ -103,21 +95,18 @@ def network(optimizer, **mode):
     return model
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_written_over(written_over, optimizer, steps):
-    """A step that writes over its state refuses as well as one that does not; the update stands in a conditional."""
-    _, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert not bad.guard.session.transaction.host_selects and not bad.guard.session.transaction.keeps_undo
+LARGE = [strategies.Conditional, TwoPrograms, strategies.AlternatingBuffers]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_in_two(monkeypatch, recwarn, optimizer, steps):
-    """The updates are a program of their own, started where the verdict allows it, and write over the state."""
-    going("in two", monkeypatch)
-    healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert bad.guard.session.transaction.two_programs is not None and healthy.guard.session.transaction.two_programs is not None
+@pytest.mark.parametrize("strategy", LARGE)
+def test_written_over(recwarn, strategy, optimizer, steps):
+    """A step that writes over its state, or over the one before, refuses as well as one that does not."""
+    with pinned(strategy):
+        runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
+    for run in runs:
+        assert type(run.guard.session.transaction.strategy) is strategy and not run.guard.session.transaction.keeps_undo
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -130,23 +119,13 @@ def test_an_update_that_overflows(way):
     guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
-    assert guard.incidents[0].refused == (way in ("packed", "given back", "in turns")), "they read the new weights ahead of the choice"
+    deferred = way in ("two programs", "conditional", "on an accelerator")
+    assert guard.incidents[0].refused != deferred, "the others read the new weights before they commit"
     assert zoo.bad_entries(net) == [] and guard.session.step == 24
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_in_turns(monkeypatch, recwarn, optimizer, steps):
-    """Two sets of weights and slots take turns; a refused step's set is the next one to be written over."""
-    going("in turns", monkeypatch)
-    healthy, bad = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    assert bad.guard.session.transaction.alternates and healthy.guard.session.transaction.alternates
-    assert not [w for w in recwarn if "donated" in str(w.message)]
-
-
-def test_a_set_that_is_not_written_whole(monkeypatch):
+def test_a_set_that_is_not_written_whole():
     """A weight that a step leaves alone is in both sets."""
-    going("in turns", monkeypatch)
 
     class Half(keras.Model):
         def __init__(self):
@@ -175,9 +154,9 @@ def test_a_set_that_is_not_written_whole(monkeypatch):
 
     data = zoo.regression()
     plain = zoo.run(build, data)
-    bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
+    with pinned(strategies.AlternatingBuffers):
+        bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
     assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
-    assert bad.guard.session.transaction.alternates
 
 
 class Same(keras.optimizers.SGD):
@@ -202,21 +181,20 @@ def test_one_value_in_several_places(way):
 
 
 def test_shared_memory_is_not_written_over():
-    """Should old and new state ever share an array, the step gives taking turns up."""
-    transaction = jax_step.Transaction(lambda state: state, lambda: None, list, outputs=None)
-    transaction._places, old, new = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
-    transaction._turn(old, new, False)
-    assert transaction.alternates and all(a is b for a, b in zip(transaction._spare, old))
-    transaction._turn(old, new, True)
-    assert all(a is b for a, b in zip(transaction._spare, new))
-    transaction._spare = ()
-    transaction._turn(old, [new[1], old[0]], False)
-    assert not transaction.alternates and not transaction.host_selects and transaction._spare == ()
+    """Should the selected state share an array with the other one, the next step is given another array to write over."""
+    with pinned(strategies.AlternatingBuffers):
+        run = zoo.run(zoo.plain, zoo.regression(), guard=True)
+    alternating = run.guard.session.transaction.strategy
+    alternating.places, unused, used = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
+    alternating.release(unused, used)
+    assert all(a is b for a, b in zip(alternating.spare, unused))
+    alternating.release([unused[0], used[0]], used)
+    assert alternating.spare[0] is unused[0]
+    assert not set(strategies.buffers(alternating.spare)) & set(strategies.buffers(used))
 
 
-def test_weights_that_share_their_memory(monkeypatch):
-    """Someone has given one array to two variables: a step that would write over them is not taken."""
-    going("in two", monkeypatch)
+def test_weights_that_share_their_memory():
+    """Someone has given one array to two variables: each is written over by itself."""
 
     def build(shared):
         net = keras.Sequential([keras.Input((6,)), layers.Dense(6, use_bias=False), layers.Dense(6, use_bias=False), layers.Dense(1)])
@@ -226,8 +204,9 @@ def test_weights_that_share_their_memory(monkeypatch):
             layer.kernel.assign(array if shared else np.array(array))
         return net
 
-    one, other = (zoo.run(functools.partial(build, shared), zoo.regression(), guard=True) for shared in (True, False))
-    assert [run.guard.session.transaction.two_programs is None for run in (one, other)] == [True, False]
+    with pinned(TwoPrograms):
+        one, other = (zoo.run(functools.partial(build, shared), zoo.regression(), guard=True) for shared in (True, False))
+    assert all(isinstance(run.guard.session.transaction.strategy, TwoPrograms) for run in (one, other))
     assert zoo.differences(one, other, 1e-5) == []
 
 
@@ -391,9 +370,11 @@ STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: True, Con
 def test_own_step(way, kind):
     """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    if way in ("written over", "in two"):
-        assert bad.guard.session.transaction.keeps_undo == STEPS[kind]
-    assert (bad.guard.session.transaction.two_programs is not None) == (way == "in two" and not STEPS[kind])
+    transaction, strategy = bad.guard.session.transaction, WAYS[way].get("strategy")
+    if way in ("conditional", "two programs", "on an accelerator"):
+        assert transaction.keeps_undo == STEPS[kind]
+    if strategy is not None:
+        assert (type(transaction.strategy) is strategy) != transaction.keeps_undo, "it is left where the updates cannot be deferred"
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -670,18 +651,47 @@ def test_loop_without_a_state():
         guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
 
 
-def test_tiny_steps_stay_on_one_thread(monkeypatch):
+def test_tiny_steps_stay_on_one_thread():
     """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
-    assert jax_step._sequential_scheduler() == jax_step._SEQUENTIAL_SCHEDULER
+    assert strategies._sequential_scheduler() == strategies._SEQUENTIAL_SCHEDULER
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
-    monkeypatch.setattr(jax_step, "TINY", -1)
-    runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
+    assert type(runs[0].guard.session.transaction.strategy) is strategies.PackedState
+    with pinned(strategies.HostSelects):
+        runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
+    assert type(runs[1].guard.session.transaction.strategy) is strategies.HostSelects
     assert zoo.differences(*runs) == []
+
+
+FIT = Conditions(True, True, False, False, True, True, 1 << 10, True)
+CHOICES = {
+    "tiny": ({}, strategies.PackedState),
+    "tiny, of random keys": ({"packable": False}, strategies.SingleThread),
+    "small": ({"size": 1 << 20}, strategies.HostSelects),
+    "large": ({"size": 1 << 26}, TwoPrograms),
+    "large, uses its update": ({"size": 1 << 26, "deferrable": False}, strategies.AlternatingBuffers),
+    "large, refuses nothing": ({"size": 1 << 26, "refuse": False}, strategies.AlternatingBuffers),
+    "eager": ({"jit": False, "size": 1 << 30}, strategies.HostSelects),
+    "on an accelerator": ({"accelerator": True}, strategies.Conditional),
+    "on an accelerator, uses its update": ({"accelerator": True, "deferrable": False}, strategies.SelectedAtTheEnd),
+    "on an accelerator, eager": ({"accelerator": True, "jit": False}, strategies.HostSelects),
+    "on several devices": ({"distributed": True}, strategies.Conditional),
+    "on several devices, refuses nothing": ({"distributed": True, "refuse": False}, strategies.SelectedAtTheEnd),
+    "a tiny loop": ({"owns_state": False}, strategies.SingleThread),
+    "a large loop": ({"owns_state": False, "size": 1 << 26}, strategies.HostSelects),
+    "a loop on an accelerator": ({"owns_state": False, "accelerator": True}, strategies.HostSelects),
+}
+
+
+@pytest.mark.parametrize("where", CHOICES)
+def test_choice(where):
+    """The table of strategies, row by row."""
+    changed, strategy = CHOICES[where]
+    assert choose(dataclasses.replace(FIT, **changed)) is strategy
 
 
 def test_a_step_logs_its_own_loss(way):
     """In whatever way steps are refused, a committed one logs what it returned, and a refused one what the last committed one did."""
-    from test_logs_of_steps import Noisy, fitted, own
+    from report.test_logs_of_steps import Noisy, fitted, own
 
     stock = fitted(lambda: own(Noisy), zoo.regression())
     guarded = fitted(lambda: own(Noisy), zoo.regression(), NanGuard(verbose=0))

@@ -174,7 +174,7 @@ def test_loop_heals():
             if batch == 8 and "rollback" in guard.incidents[-1].decision.actions:
                 assert unequal(before, model.state_dict()) == []
     assert all(torch.isfinite(v).all() for v in model.state_dict().values())
-    assert guard.session.rollbacks >= 0 and len(guard.incidents) >= 3
+    assert guard.session.counts.rollbacks >= 0 and len(guard.incidents) >= 3
 
 
 def test_module_that_is_bad_before():

@@ -1,0 +1,72 @@
+"""How far a fit has come: steps and epochs, and what was left out on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Counts"]
+
+
+class Counts:
+    """The counters of one fit.
+
+    Attributes:
+        step: train steps that are complete, refused ones included.
+        committed: how many of them have committed.
+        refused: how many of them were refused.
+        overflows: how many of those were ordinary float16 overflows, which are no incident.
+        streak: how many steps in a row overflowed in this way; under a policy that refuses nothing 1 after a bad step.
+        last_refused: whether the last step was refused.
+        rollbacks: how often the guard went back to a snapshot.
+        epoch, epoch_start: the epoch that runs, and the step it started at.
+        epoch_refused, epoch_passed: refused steps of this epoch, and batches of it that no step has seen.
+        skip_batches: how many batches are still to be left out.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.committed = self.refused = self.overflows = self.streak = self.rollbacks = self.skip_batches = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = 0
+        self.last_refused = False
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Count batches and refused steps from here."""
+        self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
+
+    def resume_epoch(self, batches: int) -> None:
+        """Leave out the batches that an earlier run has trained on in this epoch; its metrics go on."""
+        self.skip_batches, self.epoch_passed = batches, -batches
+
+    def refuse(self, steps: int = 1) -> None:
+        """Count refused steps."""
+        self.refused += steps
+        self.epoch_refused += steps
+
+    def skips_batches(self, iterator: Any, batches: int) -> bool:
+        """Leave the batches of one execution out, if there are some to be left out."""
+        if self.skip_batches <= 0:
+            return False
+        for _ in range(batches):
+            next(iterator)
+            self.skip_batches = max(self.skip_batches - 1, 0)
+            self.epoch_start -= 1
+            self.epoch_passed += 1
+        return True
+
+    def batch(self, step: int) -> int:
+        """Return which batch of the epoch a step has trained on, from 0."""
+        return max(step - self.epoch_start, 0)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches are through or will be left out."""
+        return self.epoch, self.step - self.epoch_start + self.skip_batches
+
+    @property
+    def epoch_committed(self) -> int:
+        """How many steps of this epoch have committed."""
+        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step of this epoch has committed so far, so that its metrics hold nothing."""
+        return self.epoch_committed <= 0

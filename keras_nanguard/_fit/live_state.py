@@ -1,0 +1,74 @@
+"""The train state of the model that trains, as the host reads it between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._core import finiteness
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+
+__all__ = ["LiveState"]
+
+
+class LiveState:
+    """The train state of one run.
+
+    Args:
+        model: the guarded model.
+        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+
+    Attributes:
+        access: how the host comes to the state; the backend hands it over.
+        tolerated: the `id` of each variable that may be infinite, as it was at first.
+        nan_markers: the `id` of each of those that may be NaN as well.
+    """
+
+    def __init__(self, model: Any, optimizers: Any = None):
+        self.model, self.optimizers = model, optimizers
+        self.access = StateAccess()
+        self.tolerated: set[int] = set()
+        self.nan_markers: set[int] = set()
+        self._created: dict[int, Any] | None = {}
+        self._traced: TrainState | None = None
+
+    def train_state(self) -> TrainState:
+        """Return the train state of the last trace; the model's variables hold the values of this moment, or read as them."""
+        self.access.sync_variables()
+        return self._traced or self.read_train_state()
+
+    def read_train_state(self) -> TrainState:
+        """Return the train state of the model as it is now."""
+        train_state = TrainState.of(self.model, self.optimizers)
+        self._traced = train_state if self._created is None else None
+        return train_state
+
+    def note_created(self, native: Any, value: Any) -> bool:
+        """Note the first value of a variable of the backend's own that was created in a trace; returns whether a new trace began."""
+        begins = self._created is None
+        if self._created is None:
+            self._created = {}
+        self._created[id(native)] = value
+        return begins
+
+    def first_values(self) -> list[tuple[Any, Any]]:
+        """Return the variables that were created while the step was traced, each with its first value."""
+        created = self._created or {}
+        return [(v, created[id(v.value)]) for v in self.train_state().everything if id(v.value) in created]
+
+    def end_trace(self) -> list[tuple[Any, Any]]:
+        """Return the same, and forget it: the first step after a trace is through."""
+        created = self.first_values() if self._created is not None else []
+        self._created = None
+        return created
+
+    def tolerate(self, train_state: TrainState) -> list[Any]:
+        """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
+        constants = train_state.constants
+        bad = [v for v in constants if not finiteness.is_finite(keras_variables.view(v))]
+        nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
+        self.nan_markers |= nan & keras_layers.states_of_own_layers(self.model) if nan else set()
+        self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
+        return [v for v in constants if id(v) in self.tolerated]

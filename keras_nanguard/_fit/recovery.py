@@ -1,0 +1,54 @@
+"""What the policy has changed in the course of a fit, besides the state of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.learning_rates import Rate
+from keras_nanguard._fit.live_state import LiveState
+from keras_nanguard._fit.pending_recovery import PendingRecovery
+from keras_nanguard._policy.ledger import Ledger
+
+__all__ = ["Recovery"]
+
+
+class Recovery:
+    """What the policy remembers and has changed: learning rates, settings of optimizers, and what is still to come.
+
+    Attributes:
+        ledger: what the policy remembers.
+        rates: what was done to the learning rate of each optimizer, by `id`.
+        pending: what goes on from step to step.
+        changed: `(target, name, value before)` of each setting that was changed for the time of the fit.
+    """
+
+    def __init__(self, state: LiveState, counts: Counts):
+        self.state, self.counts = state, counts
+        self.ledger = Ledger()
+        self.rates: dict[int, Rate] = {}
+        self.pending = PendingRecovery(state, counts, self.rates)
+        self.changed: list[tuple[Any, str, Any]] = []
+
+    def rate(self, optimizer: Any) -> Rate:
+        """Return the rate of one optimizer, which remembers what the guard has done to it."""
+        return self.rates.setdefault(id(optimizer), Rate(optimizer))
+
+    def change(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute until the fit ends."""
+        self.changed.append((target, name, getattr(target, name)))
+        setattr(target, name, value)
+
+    def before(self) -> None:
+        """Do what is due before an execution."""
+        self.pending.begin_counting()
+        for rate in self.rates.values():
+            rate.hold()
+
+    def end(self) -> None:
+        """Take off the optimizers what the guard has put on them."""
+        for target, name, value in reversed(self.changed):
+            setattr(target, name, value)
+        self.changed.clear()
+        for rate in self.rates.values():
+            rate.release()

@@ -1,0 +1,62 @@
+"""What a guard prints while training runs, and the log of incidents in its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from keras_nanguard._backends import processes
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._fit.counts import Counts
+from keras_nanguard._report import console, log
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """Prints the lines of one guard, and writes its log.
+
+    Args:
+        verbose: 0 prints nothing but that the log cannot be written, 1 what is new, 2 a line for every incident.
+    """
+
+    def __init__(self, verbose: int):
+        self.verbose = verbose
+        self._lines = console.Lines(every=verbose == 2)
+        self._printed: set[str] = set()
+
+    def begin(self, directory: str | None) -> None:
+        """Begin the log of a run."""
+        self._log(directory, log.begin)
+
+    def incident(self, incident: Incident, directory: str | None) -> None:
+        """Log an incident, and print its line if it has one."""
+        self._log(directory, lambda folder: log.add(folder, incident))
+        self._print(self._lines.line(incident))
+
+    def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str]) -> None:
+        """Print the line at the end of an epoch, if there is something to say."""
+        committed, counted = counts.epoch_committed, self._lines.counted()
+        self._print(console.epoch_line(epoch, counts.epoch_refused, committed, counted, sorted(unmeasured)))
+
+    def end(self) -> None:
+        """Print which incidents were only counted since the last line about them."""
+        if counted := self._lines.counted():
+            self._print(f"NanGuard: {counted}")
+
+    def once(self, line: str) -> None:
+        """Print a line, the first time that it is given."""
+        if line not in self._printed:
+            self._printed.add(line)
+            processes.print_line(line)
+
+    def _print(self, text: str) -> None:
+        if text and self.verbose:
+            processes.print_line("\n" + text)
+
+    def _log(self, directory: str | None, write: Callable[[str], None]) -> None:
+        """Write to the directory; training goes on where that fails, and one line says so."""
+        try:
+            if directory is not None:
+                write(directory)
+        except OSError as error:
+            self.once(f"NanGuard: {log.NAME} cannot be written: {error}.")

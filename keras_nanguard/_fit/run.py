@@ -1,0 +1,102 @@
+"""What one guarded run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from keras_nanguard._core.history import History
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.counts import Counts
+from keras_nanguard._fit.live_state import LiveState
+from keras_nanguard._fit.recent_batches import Recent
+from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.sightings import bad_state
+from keras_nanguard._fit.snapshots import Ring
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.trend import Trend
+
+__all__ = ["Run"]
+
+
+class Run:
+    """The parts of one guarded run.
+
+    Args:
+        model: the guarded model.
+        policy: what to do about incidents.
+        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+        functions: the functions that the policy may call, by name.
+        directory: folder for everything that is written to disk; `None` writes nothing.
+
+    Attributes:
+        state: the train state of the model.
+        counts: the counters.
+        recovery: what the policy has changed.
+        history, trend, recent, ring: what is remembered of the steps so far: what they measured, the course of that, their
+            batches, and snapshots.
+        transaction: the guarded step; `None` before it is made.
+        began: whether the state before the first step was looked at.
+        stopped: whether the policy has ended training.
+        healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
+        checks_fully: whether the next step is looked at more closely than a healthy one needs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy,
+        *,
+        optimizers: Any = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        directory: str | None = None,
+    ):
+        self.policy, self.functions, self.directory = policy, functions or {}, directory
+        self.state, self.counts = LiveState(model, optimizers), Counts()
+        self.recovery = Recovery(self.state, self.counts)
+        self.history, self.trend, self.recent = History(), Trend(policy.checks.trend), Recent()
+        kept = policy.snapshot
+        self.ring = Ring(kept.keep, kept.good_after)
+        if directory is not None and kept.storage == "disk":
+            self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery)
+        self.transaction: Any = None
+        self.began = self.stopped = self.healed = False
+        self.checks_fully = True
+
+    @property
+    def model(self) -> Any:
+        """The guarded model."""
+        return self.state.model
+
+    @property
+    def tolerated(self) -> Set[int]:
+        """The `id` of each variable that may be infinite."""
+        return self.state.tolerated
+
+    @property
+    def step(self) -> int:
+        """How many train steps are complete, refused ones included."""
+        return self.counts.step
+
+    @property
+    def refused(self) -> int:
+        """How many of them were refused."""
+        return self.counts.refused
+
+    @property
+    def overflows(self) -> int:
+        """How many of those were ordinary float16 overflows, which are no incident."""
+        return self.counts.overflows
+
+    def train_state(self) -> TrainState:
+        """Return the train state of the last trace, whose variables hold or read as the values of this moment."""
+        return self.state.train_state()
+
+    def scan(self, site: str) -> list[Finding]:
+        """Read the whole state; see `sightings.bad_state`."""
+        train_state = self.train_state()
+        if not self.began:
+            self.state.tolerate(train_state)
+        return bad_state(train_state, site, self.state.tolerated, self.state.nan_markers, self.policy)
