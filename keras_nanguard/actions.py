@@ -16,53 +16,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._policy.actions import (
-    ACTIONS,
-    Action,
-    Call,
-    Clip,
-    FixLossScale,
-    LowerLr,
-    Quarantine,
-    RaiseError,
-    RecalibrateBatchnorm,
-    Repair,
-    ResetBatchnorm,
-    ResetSlots,
-    Rollback,
-    Skip,
-    Stop,
-    Warn,
-    to_file,
-    validated,
-)
+from keras_nanguard._policy import actions as _defined
+from keras_nanguard._policy.actions import *  # noqa: F403  all of them are public
 
 if TYPE_CHECKING:
     from keras_nanguard._policy.schema import action_from_dict as from_dict
     from keras_nanguard._policy.schema import action_from_file as from_file
 
-__all__ = [
-    "ACTIONS",
-    "Action",
-    "Call",
-    "Clip",
-    "FixLossScale",
-    "LowerLr",
-    "Quarantine",
-    "RaiseError",
-    "RecalibrateBatchnorm",
-    "Repair",
-    "ResetBatchnorm",
-    "ResetSlots",
-    "Rollback",
-    "Skip",
-    "Stop",
-    "Warn",
-    "from_dict",
-    "from_file",
-    "to_file",
-    "validated",
-]
+__all__ = [*_defined.__all__, "from_dict", "from_file"]
 
 
 def __getattr__(name: str) -> Any:

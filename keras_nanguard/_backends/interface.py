@@ -1,11 +1,20 @@
 """What a backend has to provide, and what it is given: the whole seam between the backends and the rest of the library.
 
-A backend is a package with these modules, each of which holds what the protocol of that name declares:
+A backend is a package. The rest of the library asks for these modules of it, and each holds what a protocol here declares:
 
-- `attach`: `ModelAttachment` and `LoopStep`, which put the transaction around a step, and `adapted`;
-- `replay` and `compiled_replay`: a step run again, for a diagnosis;
-- `faults`: fault injection;
-- `host`: what belongs to the process.
+| module | what it holds | protocol |
+|---|---|---|
+| `attach` | `ModelAttachment`, `LoopStep`, `adapted` | `Attachment`, `LoopStep`, `Attaching` |
+| `step` | `Transaction` | `Transaction` (`CountingTransaction` where several steps run between two looks of the host) |
+| `reports` | `ReportQueue` | `ReportQueue` |
+| `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
+| `replay`, `compiled_replay` | a step run again, for a diagnosis | `Replay`, `CompiledReplay` |
+| `faults` | fault injection | `Faults`, `FaultHook` |
+| `host` | what belongs to the process | `Host` |
+
+Modules of these names do the same in each backend: `intercept` (losses and updates of a step that runs), `execution` (one run, or one
+trace, of the transaction), `reductions` (the sums that a verdict is made of) and `origins` (where a number first went bad). A module
+of any other name is about something that only this backend has.
 
 `tests/backends/test_interface.py` holds each backend to it.
 """
@@ -18,28 +27,77 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Attachment", "CompiledReplay", "Faults", "GuardedSession", "Host", "Replay", "StateAccess", "Transaction"]
+__all__ = [
+    "Attaching",
+    "Attachment",
+    "CompiledReplay",
+    "CountingTransaction",
+    "FaultHook",
+    "Faults",
+    "GuardedSession",
+    "Host",
+    "LoopStep",
+    "Outputs",
+    "Replay",
+    "ReportQueue",
+    "StateAccess",
+    "Transaction",
+]
+
+
+class ReportQueue(Protocol):
+    """The reports of refused steps, from the step that files them to the host that takes them."""
+
+    rows: tuple[tuple[Any, ...], ...]
+    """Of each row of counts of the step that runs now, or of its trace, the site and the path."""
+
+    def put(self, verdict: Any, counts: Any, args: Any, /) -> Any:
+        """File one report: the verdict on a step, its counts of bad entries, and what it was called with."""
+
+    def take(self) -> list[Report]:
+        """Return and forget what was filed, in the order of the steps. Never waits."""
+
+
+class Outputs(Protocol):
+    """What a step returns."""
+
+    def losses(self, outputs: Any) -> list[Any]:
+        """Return the losses among the outputs, for a step that never calls `compute_loss`."""
 
 
 class Transaction(Protocol):
-    """A train step that commits whole or is refused, as the host sees it between two executions.
+    """A train step that commits whole or is refused, as the host sees it between two executions."""
 
-    Attributes:
-        replayed: the body, as a step that reads and writes the variables.
-    """
+    body: Callable[..., Any]
+    """The step as the user wrote it, in the form that this backend takes."""
 
     replayed: Callable[..., Any]
+    """The step as it can be run again: a function of its batch that reads and writes the variables, and returns the outputs."""
+
     model: Any
-    outputs: Any
-    report_queue: Any
+    outputs: Outputs
+    report_queue: ReportQueue
+
     given: Any
+    """What the last execution was given."""
+
     counted: int
+    """How many steps run between two looks of the host, where they count themselves, else 0."""
+
     keeps_undo: bool
+    """Whether updates are made at once and undone on a refusal."""
+
     reused: bool
+    """Whether it was traced for an earlier run."""
+
     untracked: Mapping[int, Any]
+    """The variables that the step writes and Keras lists nowhere."""
+
     tolerated: set[int]
+    """Keys of the variables that may be infinite or NaN."""
 
     def batch(self, step: int, given: Any) -> Any:
         """Return the arguments of an earlier step, given what its execution was given; `None` where they are gone."""
@@ -55,6 +113,13 @@ class Transaction(Protocol):
 
     def release_run(self) -> None:
         """Release what belongs to the run that is over."""
+
+
+class CountingTransaction(Transaction, Protocol):
+    """A transaction of which several steps may run between two looks of the host."""
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
 
 
 class StateAccess:
@@ -85,7 +150,7 @@ class GuardedSession(Protocol):
     began: bool
     healed: bool
     resuming: Any
-    rates: Any
+    rates: dict[int, Any]
     logs: Any
     pending_recovery: Any
     transaction: Any
@@ -124,10 +189,10 @@ class GuardedSession(Protocol):
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Leave the batches of one execution out, if there are some to be left out."""
 
-    def train_state(self) -> Any:
+    def train_state(self) -> TrainState:
         """Return the train state of the last trace."""
 
-    def read_train_state(self) -> Any:
+    def read_train_state(self) -> TrainState:
         """Return the train state of the model as it is now."""
 
     def note_created(self, native: Any, value: Any) -> None:
@@ -167,10 +232,36 @@ class Attachment(Protocol):
         """Stand in for `Model.make_train_function`."""
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is guarded for good."""
+        """Make the train function once with `make`, for a model that is always guarded."""
 
     def rebuild(self) -> None:
         """Compile the step anew, after something was changed that it has built in."""
+
+
+class LoopStep(Protocol):
+    """A hand-written step with its transaction."""
+
+    function: Any
+    session: GuardedSession
+
+    def rebuild(self) -> None:
+        """Make the step anew, after something was changed that it has built in."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; returns its outputs."""
+
+
+class Attaching(Protocol):
+    """What puts the transaction around a step. The module `attach` of a backend."""
+
+    ModelAttachment: Any
+    """`ModelAttachment(model, session)`, an `Attachment`."""
+
+    LoopStep: Any
+    """`LoopStep(function, session)`."""
+
+    def adapted(self, model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'."""
 
 
 class Replay(Protocol):
@@ -233,7 +324,23 @@ class Faults(Protocol):
     """Fault injection. The module `faults` of a backend."""
 
     Hook: Any
-    """`Hook(model, fault)` with `install()`, `remove()`, `seen` and `synced`."""
+    """`Hook(model, fault)`, a `FaultHook`."""
+
+
+class FaultHook(Protocol):
+    """One fault, put around every train step of one model."""
+
+    reached: bool
+    """Whether a step that was traced (or run) has a place for the fault."""
+
+    seen: int
+    """Train steps that ran since it was installed."""
+
+    def install(self) -> None:
+        """Put the fault in place."""
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
 
 
 class Host(Protocol):

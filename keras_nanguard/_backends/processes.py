@@ -55,7 +55,7 @@ def agreed(number: int, what: str) -> None:
     """
     if count() == 1:
         return
-    with waiting_for(what):
+    with waiting_for(what, count()):
         found = current.host().exchanged(number)
     if len(set(found)) > 1:
         remedy = "Give all of them the same directory, on a file system that they share."

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files.live import LiveVariable, live_variables, optimizers
 from keras_nanguard._files.mend import Change, Choices, bad_values, mended
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
 
 __all__ = ["model_arrays", "repair_model"]
 
@@ -36,6 +34,7 @@ def repair_model(
     Returns:
         What was done, or would be.
     """
+    from keras_nanguard._keras import layers as keras_layers  # imports Keras, which whoever holds a model has imported
 
     wanted, changes, reset = set(bad), [], False
     for live in live_variables(model):
@@ -83,6 +82,7 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     Step counts and learning rates stay (a rate that is itself bad comes from the configuration); averages of the
     weights start from the weights.
     """
+    from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
 
     changes = []
     for name, optimizer in optimizers(model):

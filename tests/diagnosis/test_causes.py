@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keras_nanguard._core.evidence import Constant, Evidence, Growth, Operand, OptimizerFacts, Origin, Spread
+from keras_nanguard._core.evidence import Constant, Evidence, Growth, Operand, OptimizerFacts, Origin, Spread, TargetFault
 from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.causes import decide, grown, kind
@@ -26,6 +26,7 @@ TABLE = {
         BAD, origin=Origin(-1, "batch", "inputs", "forward"), inputs_bad=(Constant("inputs", (2,), 1, 0),)
     ),
     "target_nonfinite": replace(BAD, origin=Origin(-1, "batch", "targets", "forward")),
+    "target_out_of_range": replace(BAD, target_fault=TargetFault("cce", "", (3,), "class index 12 with 10 classes")),
     "input_scale": replace(
         BAD, origin=replace(LOG, op="Square", operands=(LARGE,)), inputs=(Spread("inputs", 1e30, 0, 1),)
     ),
@@ -42,7 +43,7 @@ TABLE = {
         refused=False, sites=("validation:nonfinite",), state=(("bn/moving_variance", "statistics"),)
     ),
     "training_flag": Evidence(refused=False, sites=("statistics:stuck",), first_path="bn/moving_mean"),
-    "spike": Evidence(refused=False, sites=("loss:spike",)),
+    "spike": Evidence(refused=False, sites=("loss:spike",), value=1e6),
     "transient": replace(BAD, replay="finite", same_mode="finite", first="", origin=None),
     "unknown": replace(BAD, replay="finite", same_mode="", first="", origin=None),
 }  # fmt: skip
@@ -58,7 +59,7 @@ def test_every_diagnosis_has_sentences(cause):
     diagnosis = conclude(TABLE[cause])
     assert diagnosis.advice
     assert all(text.endswith((".", ":")) for text in diagnosis.advice)
-    assert diagnosis.evidence or cause in ("spike", "unknown")
+    assert diagnosis.evidence
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -12,7 +12,7 @@ from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras import losses as keras_losses
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-tf = pytest.importorskip("tensorflow", reason="eyes for the operations of TensorFlow; those of JAX and PyTorch are in test_jax, test_torch")
+tf = pytest.importorskip("tensorflow", reason="observes operations of TensorFlow; tests/backends/jax and /torch have their own")
 from keras_nanguard._backends.tensorflow.origins import Origins  # noqa: E402
 
 

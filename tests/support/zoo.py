@@ -101,7 +101,7 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
     if BACKEND == "torch" and mode.get("steps_per_execution", 1) > 1:
         pytest.skip("Keras has no steps_per_execution on torch")
     if BACKEND == "torch" and mode.get("jit_compile"):
-        pytest.skip("on torch to compile one step takes ten seconds: test_torch_compiled does it")
+        pytest.skip("on torch to compile one step takes ten seconds: tests/backends/torch/test_compiled_step.py does it")
 
 
 def once() -> None:

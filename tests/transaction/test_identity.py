@@ -18,7 +18,7 @@ NORMAL = {
 """One of each kind for the normal run; all of them are a campaign."""
 
 NOT_ON_JAX = {
-    "step-": "a train step on JAX takes and returns its state; those stand in test_jax",
+    "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
     "model-unlisted-state": "a pure step cannot write what is no part of its state",
     "model-stateful-rnn": "Keras hands the states of stateful RNNs to no step on JAX",
     "feed-dataset": "tf.data is not at hand",

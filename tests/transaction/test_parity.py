@@ -13,7 +13,7 @@ from support.programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
 
-tf = pytest.importorskip("tensorflow", reason="these loops are TensorFlow's; those of JAX stand in test_jax")
+tf = pytest.importorskip("tensorflow", reason="these loops are TensorFlow's; those of JAX are in tests/backends/jax")
 
 BAD = (3, 7, 8)
 EPOCHS = 2

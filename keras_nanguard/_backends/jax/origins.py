@@ -9,14 +9,14 @@ layer table alone has to tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 
@@ -58,30 +58,15 @@ NAMES = {
 FILLING = ("broadcast_in_dim", "full", "copy")
 
 
-class Origins:
-    """Context in which every primitive that runs eagerly is watched; arguments and attributes as in `origins.Origins`."""
+class Origins(OriginTracker):
+    """Context in which every primitive that runs eagerly is watched. Variables are known by the id of the array that they hold."""
 
     available = EvalTrace is not None
 
-    def __init__(
-        self,
-        batch: Iterable[tuple[str, Any]] = (),
-        variables: dict[int, str] | None = None,
-        tolerated: Iterable[int] = (),
-        rows: int = 0,
-    ):
-        self.phase, self.rows, self.count = "forward", rows, 0
-        self.frames: list[tuple[str, str]] = []
-        self.origins: list[Origin] = []
-        self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Origin] = {}
+    def __init__(self, *args: Any, **kwargs: Any):
         self._held: list[Any] = []
-        self._casts = Casts()
         self._batch: list[tuple[Any, Origin]] = []
-        for place, (name, tensor) in enumerate(batch):
-            if not _is_finite(tensor):
-                self._batch.append((np.asarray(tensor), Origin(place - MAX_ORIGINS, "batch", name, "forward")))
-                self._keep(tensor, self._batch[-1][1])
+        super().__init__(*args, **kwargs)
 
     def __enter__(self) -> Origins:
         self._still = jax.disable_jit()
@@ -103,19 +88,23 @@ class Origins:
         self._still.__exit__(*details)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the birth behind an array, `None` where it is finite or nothing is known of it."""
+        """Return the origin behind an array, `None` where it is finite or nothing is known of it."""
         found = self._lineage.get(id(tensor))
         if found is None and id(tensor) in self._variables and not _is_finite(tensor):
             found = self._stored(tensor)
-        return None if found is None else self._casts.complete(found)
+        return self._completed(found)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        """Return the origin of the bad value that was last written into this variable, if any was."""
         return self.of(variable.value)
 
-    def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these arrays in."""
-        self._casts.entered(self.frames, [self._lineage.get(id(t)) for t in tensors])
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        if not _is_finite(tensor):
+            self._batch.append((np.asarray(tensor), origin))
+            self._keep(tensor, origin)
+
+    def _key(self, tensor: Any) -> int:
+        return id(tensor)
 
     def _keep(self, tensor: Any, origin: Origin) -> None:
         self._held.append(tensor)  # so that no other array gets its number
@@ -137,14 +126,9 @@ class Origins:
         if name == "device_put" and (found := self._of_batch(bad[0])) is not None:
             return found
         parents = [self._parent(t) for t in inputs]
-        known = [p for p in parents if p is not None and p is not CONSTANT]
-        if known:
-            return min(known, key=lambda origin: origin.order)
-        if CONSTANT in parents and not any(_has_nan(t) for t in bad):
-            return CONSTANT
-        if name in FILLING and not any(map(_is_float, inputs)):
-            return CONSTANT
-        return self._note_created(name, inputs, bad[0])
+        constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
+        constant |= name in FILLING and not any(map(_is_float, inputs))
+        return self._known(parents, constant) or self._from(name, inputs, bad[0])
 
     def _of_batch(self, tensor: Any) -> Origin | None:
         """Return the birth of the array of the batch that has just been brought to the device, maybe in another dtype."""
@@ -164,36 +148,15 @@ class Origins:
 
     def _stored(self, tensor: Any) -> Origin:
         """Return the birth of what a variable held from the start."""
-        origin = self._note_created("", (), tensor, self._variables[id(tensor)])
+        origin = self._from(self._variables[id(tensor)], (), tensor, stored=True)
         self._keep(tensor, origin)
         return origin
 
-    def _note_created(self, name: str, inputs: Sequence[Any], result: Any, stored: str = "") -> Origin:
+    def _from(self, name: str, inputs: Sequence[Any], result: Any, stored: bool = False) -> Origin:
         array = np.asarray(result)
-        rows, every = bad_rows(array, self.rows)
-        nan, inf, size = finiteness.counts(array)
-        top = self.frames[-1] if self.frames else ("", "")
-        origin = Origin(
-            order=self.count,
-            source="variable" if stored else "operation",
-            op=stored or name,
-            phase=self.phase,
-            frames=tuple(frame for frame, _ in self.frames),
-            culprit=top[0],
-            layer_class=top[1],
-            nan=nan,
-            inf=inf,
-            size=size,
-            operands=tuple(operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)),
-            dtype=array.dtype.name,
-            rows=rows,
-            all_rows=every,
-            variables=tuple(self._variables[id(t)] for t in inputs if id(t) in self._variables),
-            line=users_line() if self.phase != "backward" else "",
-        )
-        if len(self.origins) < MAX_ORIGINS:
-            self.origins.append(origin)
-        return origin
+        operands = [operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)]
+        variables = [self._variables[id(t)] for t in inputs if id(t) in self._variables]
+        return self._add(name, array, array.dtype.name, operands, variables, stored)
 
 
 def _is_float(value: Any) -> bool:

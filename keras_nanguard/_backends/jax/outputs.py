@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +12,9 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends.jax import reductions
+from keras_nanguard._backends.shared.outputs import MetricResults
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import logged_losses
-from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
@@ -83,10 +83,9 @@ class LogOutputs(PlainOutputs):
     """
 
     def __init__(self, model: Any):
-        self.model = model
         self.lasting = False
         self.keys: tuple[str, ...] | None = None
-        self._results: dict[int, tuple[Any, Any, int]] = {}
+        self._results = MetricResults(model, jax.tree_util.tree_leaves)
         self._held: list[tuple[Any, int] | None] = []
 
     def losses(self, outputs: Any) -> list[Any]:
@@ -96,39 +95,21 @@ class LogOutputs(PlainOutputs):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While the body of a step runs, note the results of metrics: a log that is one of them is known again."""
-        self._results = {}
-        with Overrides() as overrides:
-            for metric in self.model.metrics:
-                overrides.set(metric, "result", self._noting(metric, metric.result))
+        with self._results.noted():
             yield
-        self._results = {}
-
-    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
-        def result() -> Any:
-            found = real()
-            for place, leaf in enumerate(jax.tree_util.tree_leaves(found)):
-                self._results[id(leaf)] = leaf, metric, place
-            return found
-
-        return result
+        self._results.forget()
 
     def note(self, outputs: Any) -> None:
         """Find the logs among the results that were noted."""
-        known = [self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs)]
-        self._held = [None if found is None else found[1:] for found in known]
+        self._held = [self._results.source(leaf) for leaf in jax.tree_util.tree_leaves(outputs)]
         self.lasting = None not in self._held
 
     def results(self, outputs: Any, metrics: Any) -> Any:
         """Return the logs with those that are results of metrics taken from these values of the metrics."""
         leaves, tree = jax.tree_util.tree_flatten(outputs)
-        now: dict[int, list[Any]] = {}
         with keras.StatelessScope(state_mapping=metrics):
-            for i, held in enumerate(self._held):
-                if held is not None:
-                    metric, part = held
-                    if id(metric) not in now:
-                        now[id(metric)] = jax.tree_util.tree_leaves(metric.result())
-                    leaves[i] = now[id(metric)][part]
+            now = self._results.now(self._held)
+        leaves = [leaf if result is None else result for leaf, result in zip(leaves, now)]
         return jax.tree_util.tree_unflatten(tree, leaves)
 
     def join(self, outputs: Any, dtype: Any) -> tuple[Any, list[Any]]:

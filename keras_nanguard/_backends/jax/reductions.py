@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
-from keras_nanguard._backends.shared.rules import Operations
+from keras_nanguard._backends.shared.proof import reading_of
+from keras_nanguard._backends.shared.rules import Operations, SlotReading, full_read_is_due
 
 __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
 
@@ -88,10 +87,7 @@ def _count(array: Any) -> Any:
 def update_sums(
     optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
-
-    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
-    steps where a proof covers the rest.
+    """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`; `SlotReading` says when slots are read.
 
     Args:
         optimizer: the outermost optimizer.
@@ -102,9 +98,10 @@ def update_sums(
         dtype: of the sums.
         total: the sum that tells, `total` or `exact`.
     """
-    if sum(math.prod(s.shape) * s.dtype.itemsize for s in slots) <= PROVEN_BYTES:
+    reading = reading_of(optimizer, [(s.size, s.dtype.itemsize) for s in slots], counted=turn is not None)
+    if reading is SlotReading.WITH_WEIGHTS:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
-    if turn is None or not is_proven(optimizer, [s.dtype.itemsize for s in slots]):
+    if reading is SlotReading.EVERY_STEP:
         return total(weights, dtype), total(slots, dtype)
-    due = (turn % FULL_READ_INTERVAL == 0) | (gradients > BOUND)
+    due = full_read_is_due(OPERATIONS, turn, gradients)
     return total(weights, dtype), jax.lax.cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))

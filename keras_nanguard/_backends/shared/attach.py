@@ -1,8 +1,8 @@
-"""What standing in for a model's train function has in common on all backends."""
+"""What standing in for a train function has in common on all backends, and the order of things in one execution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,12 +10,13 @@ import keras
 from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import overrides
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Attachment", "adapted", "attached_to", "require_compiled"]
+__all__ = ["Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
 
 _NAMES = ("make_train_function", "train_step")
 
@@ -27,7 +28,7 @@ def attached_to(model: Any) -> Attachment | None:
 
 
 def _plain_step(model: Any) -> Any:
-    """Return the model's own train step; a transaction that was left around it for good is taken off."""
+    """Return the model's own train step; a transaction that was left around it is taken off."""
     if getattr(vars(model).get("train_step"), "is_transaction", False):
         overrides.unset_instance(model, "train_step")
     return model.train_step
@@ -63,10 +64,18 @@ class Attachment(StateAccess):
     each execution, on the main thread. Both are replaced on the instance only, so a saved, cloned or pickled model
     knows nothing of it.
 
+    A backend fills in how the train function is built and how one execution runs.
+
     Args:
         model: a compiled model.
         session: the host's half.
     """
+
+    END_OF_DATA: tuple[type[BaseException], ...] = ()
+    """What an execution raises where there is no batch."""
+
+    LOGS_RESTORED = False
+    """Whether a refused step returns the logs of the restored metrics, not those that it computed."""
 
     def __init__(self, model: Any, session: GuardedSession):
         self.model, self.session = model, session
@@ -114,7 +123,7 @@ class Attachment(StateAccess):
         """
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is guarded for good."""
+        """Make the train function once with `make`, for a model that is always guarded."""
         require_compiled(self.model)
         self.body, self._make, self.lasting = _plain_step(self.model), make, True
         self._build()
@@ -167,7 +176,42 @@ class Attachment(StateAccess):
         """Make the train function around the transaction, and put it in its place on the model."""
         raise NotImplementedError
 
-    def _execute(self, data: Any) -> tuple[Any, Any]:
+    def _made_by_keras(self, jit_compile: bool) -> Any:
+        """Return the train function that Keras makes of the train step that the model has now."""
+        model = self.model
+        compile_with, model.jit_compile = model.jit_compile, jit_compile
+        try:
+            self._make(force=True)
+        finally:
+            model.jit_compile = compile_with
+        return model.train_function
+
+    def run_execution(self, data: Any) -> Any:
+        """Stand in for the train function: one execution, then the host's look at its verdict."""
+        session = self.session
+        try:
+            if not session.nothing_pending:
+                self._ready_to_resume(data)
+                session.before()
+                if session.skips_batches(iter(data), self.model.steps_per_execution):
+                    return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
+                if session.stopped:
+                    return session.logs_for_callbacks(self._without_effect(data))
+            logs, verdict = self._execute(data)
+            session.after(verdict)
+            return session.logs_for_callbacks(logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED)
+        except self.END_OF_DATA:
+            raise
+        except BaseException as error:
+            self._changed = True
+            session.raised(error)
+            self.detach()
+            raise
+
+    def _ready_to_resume(self, data: Any) -> None:
+        """Have every variable that a step on this data makes, if the host is about to put a saved state in place."""
+
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
         """Run one execution; returns its logs and the verdict on its last step."""
         raise NotImplementedError
 
@@ -178,3 +222,39 @@ class Attachment(StateAccess):
         for variable, value in [*before, *self.session.first_values()]:
             keras_variables.write(variable, value)
         return logs
+
+
+class LoopStep(StateAccess):
+    """One hand-written step with its transaction. A backend fills in how the transaction is made and how it is called.
+
+    Args:
+        function: the step.
+        session: the host's half.
+    """
+
+    def __init__(self, function: Any, session: GuardedSession):
+        self.function, self.session = function, session
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Make the step anew."""
+        old = self.session.transaction
+        transaction = self._transaction()
+        if old is not None:
+            transaction.inherit(old)
+        self.session.attach(self, transaction)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, then let the host look at its verdict; returns its outputs."""
+        self.session.before()
+        outputs, verdict = self._execute(args, kwargs)
+        self.session.after(verdict)
+        return outputs
+
+    def _transaction(self) -> Any:
+        """Return a transaction around the function."""
+        raise NotImplementedError
+
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
+        """Run one step; returns its outputs and its verdict."""
+        raise NotImplementedError

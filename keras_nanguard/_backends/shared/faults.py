@@ -1,4 +1,4 @@
-"""What a fault on order has in common on all backends: where it goes, and how it is put in place and taken off."""
+"""What fault injection has in common on all backends: where a fault goes, and how it is installed and removed."""
 
 from __future__ import annotations
 

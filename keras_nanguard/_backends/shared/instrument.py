@@ -2,7 +2,7 @@
 
 The `call` of every layer, of every operation of a functional model and of every loss is overridden on the instance. So
 it is known at any moment what runs, every call leaves a row in a table, and a probe on its inputs and outputs, an
-identity with a gradient of its own, tells which layer the backward pass is in.
+identity with a gradient of its own, shows which layer the backward pass is in.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Instrument:
 
     Args:
         model: the model.
-        births: told what runs; `None` where nothing listens.
+        origins: the tracker of bad values, which is given the layers that run; `None` where there is none.
         keep: keep the tensors of each call (which a compiled run has to return) instead of only what they show.
 
     Attributes:
         calls: the calls in the order in which they ended.
-        backward: the call whose gradient is being computed, as far as the probes tell.
+        backward: the call whose gradient is being computed, as far as the probes show.
     """
 
     def __init__(self, model: Any, origins: Any = None, keep: bool = False):
@@ -184,7 +184,7 @@ class Instrument:
         return self._probe(call, value, call.gradients_out, True)
 
     def _probe(self, call: Call, value: Any, gradients: list[Any], entering: bool) -> Any:
-        """Return the value, with a gradient that passes through and tells that it did."""
+        """Return the value, with a gradient that passes through and notes that it did."""
         origins, keep = self.origins, self.keep
 
         def passed(upstream: Any) -> Any:

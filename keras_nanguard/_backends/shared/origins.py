@@ -1,7 +1,12 @@
-"""What is told of a birth, whatever backend it was seen on: pure functions of arrays and of the stack."""
+"""Where NaN and Inf first occur in one observed run: what all backends have in common.
+
+A backend watches its operations one by one and follows each bad value from the operation that made it. What it reports of that
+operation, and which of several candidates it blames, is decided here.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,17 +16,130 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Operand, Origin
 
-__all__ = ["CONSTANT", "MAX_ORIGINS", "Casts", "bad_rows", "operand", "users_line"]
+__all__ = ["CONSTANT", "MAX_ORIGINS", "OriginTracker", "operand"]
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Stands for an infinite constant of the program itself."""
 
 MAX_ORIGINS = 20000
-"""Births that are kept of one run; a masked overflow inside a long loop can make very many."""
+"""Origins that are recorded in one run; a masked overflow inside a long loop can make very many."""
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
 _LIBRARIES = ("site-packages", "/keras/src/", "/tensorflow/python/", "importlib", "contextlib.py", "functools.py")
+
+_TRACKERS = tuple(os.path.join("keras_nanguard", "_backends", room, "origins.py") for room in ("shared", "tensorflow", "jax", "torch"))
+
+
+class OriginTracker:
+    """What is known of the bad values of one run. Each backend has a subclass, a context in which its operations are watched.
+
+    Args:
+        batch: `(name, tensor)` of the arrays that go into the step.
+        variables: names of the variables, by the number that the backend knows them by.
+        tolerated: numbers of the variables that may be infinite.
+        rows: number of rows of the batch.
+
+    Attributes:
+        phase: what is running: `"forward"`, `"loss"`, `"backward"` or `"update"`; the owner of the run sets it.
+        frames: the layers that are running, outermost first, as `(path, class)`; the owner of the run keeps it.
+        count: operations seen so far.
+        origins: what was found, in order.
+        available: whether the backend lets its operations be watched.
+    """
+
+    available = True
+
+    def __init__(
+        self,
+        batch: Iterable[tuple[str, Any]] = (),
+        variables: dict[int, str] | None = None,
+        tolerated: Iterable[int] = (),
+        rows: int = 0,
+    ):
+        self.phase, self.rows, self.count = "forward", rows, 0
+        self.frames: list[tuple[str, str]] = []
+        self.origins: list[Origin] = []
+        self._variables, self._tolerated = variables or {}, set(tolerated)
+        self._lineage: dict[int, Origin] = {}
+        self._casts = Casts()
+        for place, (name, tensor) in enumerate(batch):
+            self._begin_with(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
+
+    def of(self, tensor: Any) -> Origin | None:
+        """Return the origin behind a tensor, `None` where it is finite or nothing is known of it."""
+        return self._completed(self._lineage.get(self._key(tensor)))
+
+    def entered(self, tensors: Iterable[Any]) -> None:
+        """Note that the layer whose frame is on top now takes these tensors as its inputs."""
+        self._casts.entered(self.frames, [self._lineage.get(self._key(t)) for t in tensors])
+
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        """Note an array of the batch, with its origin in case it is bad."""
+        raise NotImplementedError
+
+    def _key(self, tensor: Any) -> int:
+        """Return the number that a tensor is known by."""
+        raise NotImplementedError
+
+    def _completed(self, found: Origin | None) -> Origin | None:
+        return None if found is None else self._casts.complete(found)
+
+    def _known(self, parents: Iterable[Origin | None], constant: bool) -> Origin | None:
+        """Return the origin that an operation's result has from its inputs, `None` where the operation is an origin itself.
+
+        Args:
+            parents: the origins of its inputs.
+            constant: whether a bad constant among its inputs explains the result, or the operation makes such a constant.
+        """
+        known = [p for p in parents if p is not None and p is not CONSTANT]
+        if known:
+            return min(known, key=lambda origin: origin.order)
+        return CONSTANT if constant else None
+
+    def _add(
+        self,
+        op: str,
+        array: np.ndarray[Any, Any],
+        dtype: str,
+        operands: Iterable[Operand] = (),
+        variables: Iterable[str] = (),
+        stored: bool = False,
+    ) -> Origin:
+        """Record a new origin.
+
+        Args:
+            op: the operation, or the path of the variable that holds the bad value.
+            array: its result.
+            dtype: the dtype of the result.
+            operands: its float inputs.
+            variables: paths of the variables among its inputs.
+            stored: whether the value was in a variable from the start.
+        """
+        rows, every = bad_rows(array, self.rows)
+        nan, inf, size = finiteness.counts(array)
+        path, layer_class = self.frames[-1] if self.frames else ("", "")
+        origin = Origin(
+            order=self.count,
+            source="variable" if stored else "operation",
+            op=op,
+            phase=self.phase,
+            frames=tuple(frame for frame, _ in self.frames),
+            culprit=path,
+            layer_class=layer_class,
+            nan=nan,
+            inf=inf,
+            size=size,
+            operands=tuple(operands),
+            dtype=dtype,
+            rows=rows,
+            all_rows=every,
+            variables=tuple(variables),
+            line=users_line() if self.phase != "backward" else "",
+        )
+        if len(self.origins) < MAX_ORIGINS:
+            self.origins.append(origin)
+        return origin
 
 
 class Casts:
@@ -31,7 +149,7 @@ class Casts:
         self._paths: dict[int, tuple[str, ...]] = {}
 
     def entered(self, frames: Sequence[tuple[str, str]], origins: Iterable[Origin | None]) -> None:
-        """Note that the innermost of these frames now takes in what came of these births."""
+        """Note that the innermost of these frames now takes values with these origins as inputs."""
         path = tuple(frame for frame, _ in frames)
         for origin in origins:
             if origin is not None and origin.op == "Cast" and origin.source == "operation":
@@ -40,7 +158,7 @@ class Casts:
                     self._paths[origin.order] = path
 
     def complete(self, origin: Origin) -> Origin:
-        """Return the birth with the layer that its cast belongs to."""
+        """Return the origin with the layer that its cast belongs to."""
         path = self._paths.get(origin.order)
         if path is None or origin.source != "operation" or len(path) <= len(origin.frames):
             return origin
@@ -48,7 +166,7 @@ class Casts:
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
-    """Return what is told of one float input of an operation."""
+    """Return what is recorded of one float input of an operation."""
     array = finiteness.widen(array)
     finite = array[np.isfinite(array)]
     magnitude = np.abs(finite)
@@ -80,9 +198,8 @@ def users_line() -> str:
 
     Whoever called the library stands above it on the stack and made nothing, so the search ends there.
     """
-    frame: Any = sys._getframe(2)
-    caller = sys._getframe(1).f_code.co_filename
-    while frame is not None and frame.f_code.co_filename == caller:
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_TRACKERS):
         frame = frame.f_back
     while frame is not None and "/keras_nanguard/" not in frame.f_code.co_filename:
         path = frame.f_code.co_filename

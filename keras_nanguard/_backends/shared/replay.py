@@ -30,13 +30,13 @@ OVERFLOW = 3.4028235e38
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one replay came to.
+    """The result of one replay.
 
     Attributes:
         error: the exception that ended it, `""` where none did.
         first: first bad site in causal order, `""` where all is finite.
         first_path: the variable there.
-        birth: where the first bad value was born.
+        origin: where the first bad value first occurred.
         loss: the loss.
         norm: the global gradient norm.
         bad: number of bad gradients.
@@ -86,9 +86,9 @@ class ReplayableStep:
         body: the step, `body(*args) -> outputs`.
         model: the model.
         optimizers: the optimizers of the step.
-        saving: the step needs its updates at once (it reads its weights after an update).
+        keeps_undo: the step needs its updates at once (it reads its weights after an update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
-        strays: variables that Keras lists nowhere and the step writes.
+        untracked: variables that Keras lists nowhere and the step writes.
         tolerated: variables that may be infinite or NaN.
     """
 
@@ -117,18 +117,18 @@ class ReplayableStep:
         return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
 
     def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> ReplayResult:
-        """Run the step once and forget it; see what it came to.
+        """Run the step once and forget it; return its result.
 
         Args:
             args: its arguments.
             observe: watch layers and operations, which costs a few times as much.
-            update: let the optimizers update, to see what comes of it.
+            update: let the optimizers update, and look at the weights and slots that this leaves.
         """
         with preserved(self.variables()):
             return _Pass(self, observe, update).run(args)
 
     def train(self, args: Sequence[Any]) -> float:
-        """Run the step with its updates, for good (use it inside of `preserved`), and return its loss."""
+        """Run the step with its updates and keep them (use it inside of `preserved`); return its loss."""
         with current.replay().intercepted(self.model, self.optimizers, True) as seen:
             outputs = self.body(*args)
         return _total(seen.losses or self.losses(outputs))
@@ -181,7 +181,7 @@ class _Pass:
         return origins_of(args, self.train_state.everything, infinite)
 
     def _judge(self, origins: Any) -> tuple[str, str, Origin | None] | None:
-        """Return the first bad site, its path and its birth, in causal order."""
+        """Return the first bad site in causal order, its path and its origin."""
         self.norm, self.bad = math.nan, 0
         pairs = [(g, v) for record in self.seen.records for g, v in record.pairs if g is not None]
         bad = [(g, v) for g, v in pairs if not finiteness.is_finite(keras_variables.dense(g))]
@@ -231,7 +231,7 @@ class _Pass:
 
 
 def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
-    """Return eyes for the births of one run, which know its batch and its variables by name."""
+    """Return a tracker of the bad values of one run, which knows its batch and its variables by name."""
     named = [(part.path, part.value) for part in batches.parts(args)]
     known = [(current.replay().key(v), v) for v in variables]
     paths = {number: v.path for number, v in known if number is not None}

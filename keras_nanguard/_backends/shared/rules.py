@@ -1,4 +1,5 @@
-"""The rules of the transaction, once for all backends: whether a step may commit, and what a loss scale learns from a refusal.
+"""The rules of the transaction, once for all backends: whether a step may commit, what a loss scale learns from a refusal, and which
+slots are read when.
 
 They are arithmetic on whatever a step computes with: tensors of TensorFlow or of JAX inside of a compiled step, Python's numbers on
 PyTorch, whose host has read them by then.
@@ -6,6 +7,7 @@ PyTorch, whose host has read them by then.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import operator
@@ -13,7 +15,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MIN_LOSS_SCALE", "NUMBERS", "Operations", "learned_scale", "may_commit", "scale_is_valid"]
+__all__ = [
+    "BOUND",
+    "FULL_READ_INTERVAL",
+    "MIN_LOSS_SCALE",
+    "NUMBERS",
+    "SMALL_SLOTS",
+    "Operations",
+    "SlotReading",
+    "full_read_is_due",
+    "learned_scale",
+    "may_commit",
+    "scale_is_valid",
+    "slot_reading",
+]
+
+BOUND = 1e24
+"""Half the sum of squares of the gradients up to which the proof of docs/proof.md holds."""
+
+FULL_READ_INTERVAL = 16
+"""Steps between two full reads of slots where the proof holds for the steps between."""
+
+SMALL_SLOTS = 8 << 20
+"""Bytes up to which the slots of an optimizer are read after every step: they fit into the processor's cache and cost nothing."""
 
 MIN_LOSS_SCALE = 2.0**-14
 """Smallest loss scale that a refusal leaves behind: the smallest normal float16 number.
@@ -38,6 +62,14 @@ class Operations:
     where: Callable[[Any, Any, Any], Any]
     minimum: Callable[[Any, Any], Any]
     maximum: Callable[[Any, Any], Any]
+
+
+class SlotReading(enum.Enum):
+    """When the slots of an optimizer are read."""
+
+    WITH_WEIGHTS = "after every step, in one sum with the weights"
+    EVERY_STEP = "after every step, in a sum of their own"
+    WHEN_DUE = "after a step for which `full_read_is_due`"
 
 
 NUMBERS = Operations(math.isfinite, operator.not_, lambda condition, one, other: one if condition else other, min, max)
@@ -72,7 +104,7 @@ def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counte
         loss: the loss of the step.
         gradients: half the sum of squares of its gradients.
         scale: the loss scale before the step.
-        counter: the good steps since it was last doubled.
+        counter: the finite steps since it was last doubled.
         initial: the scale it began with, in the dtype of `scale`.
     """
     blamed = ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))
@@ -80,3 +112,26 @@ def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counte
     lower = ops.minimum(ops.maximum(scale * 0.5, MIN_LOSS_SCALE), scale)
     kept = ops.where(blamed, lower, scale)
     return ops.where(valid, kept, initial), ops.where(blamed | ops.logical_not(valid), counter * 0, counter)
+
+
+def slot_reading(nbytes: int, proven: bool) -> SlotReading:
+    """Return when the slots of an optimizer are read.
+
+    Args:
+        nbytes: the size of its slots.
+        proven: whether they stay finite while the gradients stay within `BOUND`, and it is known how many updates it has made.
+    """
+    if nbytes <= SMALL_SLOTS:
+        return SlotReading.WITH_WEIGHTS
+    return SlotReading.WHEN_DUE if proven else SlotReading.EVERY_STEP
+
+
+def full_read_is_due(ops: Operations, updates: Any, gradients: Any) -> Any:
+    """Return whether slots that are read `WHEN_DUE` are read after this step.
+
+    Args:
+        ops: the operations of the backend.
+        updates: the number of updates so far.
+        gradients: half the sum of squares of the gradients; the proof covers no step in which it is NaN.
+    """
+    return (updates % FULL_READ_INTERVAL == 0) | ops.logical_not(gradients <= BOUND)

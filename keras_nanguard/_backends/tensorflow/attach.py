@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import GuardedSession, StateAccess
-from keras_nanguard._backends.shared.attach import Attachment, adapted
+from keras_nanguard._backends.shared import attach
+from keras_nanguard._backends.shared.attach import adapted
 from keras_nanguard._backends.shared.batch_memory import held
 from keras_nanguard._backends.tensorflow import faults, from_iterator, step
 from keras_nanguard._backends.tensorflow import mirrored as mirrored_step
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import overrides as instance_overrides
@@ -28,8 +29,11 @@ UNKNOWN = 8
 """Steps of one execution that are looked at, at most, of a train function that is not Keras' own."""
 
 
-class ModelAttachment(Attachment):
+class ModelAttachment(attach.Attachment):
     """Stands in for the train function of a Keras trainer."""
+
+    END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
+    LOGS_RESTORED = True
 
     _takes = False
     """Whether the host takes the batches off the data."""
@@ -47,7 +51,7 @@ class ModelAttachment(Attachment):
             transaction, self.inner, self._exhausted = kept
             transaction.rebind(session.read_train_state, session.note_created)
             self._place(transaction)
-            model.train_function = self.run
+            model.train_function = self.run_execution
             return
         old = session.transaction
         transaction = (mirrored_step.MirroredTransaction if mirrored else step.Transaction)(
@@ -70,7 +74,7 @@ class ModelAttachment(Attachment):
         self._exhausted = None
         if self._takes and not model.run_eagerly:
             self.inner = from_iterator.Direct(faults.with_faults(model, model.train_step))
-        model.train_function = self.run
+        model.train_function = self.run_execution
 
     def _body(self) -> Any:
         """Return the step to trace: where Keras has traced it since `compile`, with the weights trainable that were so then."""
@@ -83,16 +87,6 @@ class ModelAttachment(Attachment):
                 return body(data)
 
         return as_traced
-
-    def _made_by_keras(self, jit_compile: bool) -> Any:
-        """Return the train function that Keras makes of the train step that the model has now."""
-        model = self.model
-        compile_with, model.jit_compile = model.jit_compile, jit_compile
-        try:
-            self._make(force=True)
-        finally:
-            model.jit_compile = compile_with
-        return model.train_function
 
     def _build_optimizer(self) -> None:
         """Build the optimizer as Keras' own step would while it is traced: `tf.function` traces twice what makes variables."""
@@ -127,29 +121,10 @@ class ModelAttachment(Attachment):
         """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
         return self.model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
 
-    def run(self, iterator: Any) -> Any:
-        """Stand in for the train function: one execution, then the host's look at its verdict."""
-        session = self.session
-        try:
-            if not session.nothing_pending:
-                if session.resuming is not None:
-                    self._trace(getattr(iterator, "element_spec", None))
-                session.before()
-                if session.skips_batches(iterator, self.model.steps_per_execution):
-                    return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
-                if session.stopped:
-                    return session.logs_for_callbacks(self._without_effect(iterator))
-            logs, verdict = self._execute(iterator)
-            session.after(verdict)
-            logs = session.logs_for_callbacks(logs, verdict.loss)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except BaseException as error:
-            self._changed = True
-            self.session.raised(error)
-            self.detach()
-            raise
-        return logs
+    def _ready_to_resume(self, data: Any) -> None:
+        """Have every variable that a step on this data makes, if the host is about to put a saved state in place."""
+        if self.session.resuming is not None:
+            self._trace(getattr(data, "element_spec", None))
 
     def prepare(self) -> None:
         """Have every variable that the first step would make."""
@@ -165,19 +140,19 @@ class ModelAttachment(Attachment):
             except Retrace:
                 self._build()
 
-    def _execute(self, iterator: Any) -> tuple[Any, Any]:
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
         if not self._takes:
-            if isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-                return self._run(lambda: self.inner(iterator))
-            batches = list(iterator)  # that of `train_on_batch`: a step that is traced anew takes it again
+            if isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                return self._run(lambda: self.inner(data))
+            batches = list(data)  # that of `train_on_batch`: a step that is traced anew takes it again
             return self._run(lambda: self.inner(iter(batches)))
-        with faults.in_batches(self.model, self._taken(iterator)) as batches:
+        with faults.in_batches(self.model, self._taken(data)) as batches:
             given = [(batch,) for batch in batches]
             if self.model.run_eagerly:
                 return self._run(lambda: self.inner(iter(batches)), given)
-            return self._run(lambda: self.inner(batches[0], iterator), given)
+            return self._run(lambda: self.inner(batches[0], data), given)
 
-    def _run(self, inner: Callable[[], Any], given: Sequence[Any] = ()) -> tuple[Any, Any]:
+    def _run(self, inner: Callable[[], Any], given: Sequence[Any] = ()) -> tuple[Any, Verdict]:
         """Run one execution, and trace its step in another mode where that is asked for."""
         while True:
             transaction = self.session.transaction
@@ -223,18 +198,12 @@ class ModelAttachment(Attachment):
             self._exhausted(iterator)
 
 
-class LoopStep(StateAccess):
+class LoopStep(attach.LoopStep):
     """One hand-written step, compiled or not, with its transaction."""
 
-    def __init__(self, function: Any, session: GuardedSession):
-        self.function, self.session = function, session
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        """Make the step anew."""
+    def _transaction(self) -> step.Transaction:
         compiled = hasattr(self.function, "python_function")
         body = tf.autograph.to_graph(self.function.python_function) if compiled else self.function
-        old = self.session.transaction
         transaction = step.Transaction(
             lambda args, kwargs: body(*args, **kwargs),
             self.session.read_train_state,
@@ -242,20 +211,15 @@ class LoopStep(StateAccess):
             note_created=self.session.note_created,
             refuse=self.session.policy.refuse,
         )
-        if old is not None:
-            transaction.inherit(old)
-        self.session.attach(self, transaction)
         self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
+        return transaction
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.session.before()
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         given = held((args, kwargs))
         while True:
             try:
                 self.session.transaction.give([given])
                 outputs, verdict = self.session.transaction.read(self.run(args, kwargs))
-                break
+                return outputs, verdict
             except Retrace:
                 self.rebuild()
-        self.session.after(verdict)
-        return outputs

@@ -1,4 +1,4 @@
-"""One trace, or one eager run, of the transaction on TensorFlow; `_tensorflow` has its outline."""
+"""One trace, or one eager run, of the transaction on TensorFlow; `step` has its outline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepTrace:
 
     Args:
         owner: the `Transaction`.
-        saving: whether old values of weights and slots are kept.
+        keeps_undo: whether old values of weights and slots are kept.
     """
 
     def __init__(self, owner: Any, keeps_undo: bool):
@@ -62,9 +62,9 @@ class StepTrace:
     def keep(self) -> None:
         """Hold on to what the body may write and what a refusal gives back."""
         self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
-        if self.graph is None:  # a graph tells of them itself
+        if self.graph is None:  # a graph shows them
             self.hold(self.train_state.unlisted)
-        self.kept += [(stray, stray.read_value()) for stray in self.owner.untracked.values()]
+        self.kept += [(variable, variable.read_value()) for variable in self.owner.untracked.values()]
         if self.keeps_undo:
             self.hold([*self.train_state.trainable, *self.train_state.slots])
         self.scales = self.old_scales()
@@ -94,7 +94,7 @@ class StepTrace:
         return variable if isinstance(variable, tf.Variable) else variable.value
 
     def keys(self, variables: Iterable[Any]) -> set[int]:
-        """Return what tells these variables from others in a graph."""
+        """Return the keys of these variables in a graph."""
         return {id(self.local(v).handle) for v in variables}
 
     def note_created(self, variable: Any) -> None:
@@ -119,8 +119,8 @@ class StepTrace:
                 continue
             if access.key in large and not self.keeps_undo:
                 self._save()
-            if access.key not in known | large and (stray := graph.untracked(access.handle)) is not None:
-                self.owner.untracked[access.key] = stray
+            if access.key not in known | large and (untracked := graph.untracked(access.handle)) is not None:
+                self.owner.untracked[access.key] = untracked
                 raise Retrace
             written.add(access.key)
         if self.seen.nested and not self.keeps_undo:
@@ -133,7 +133,7 @@ class StepTrace:
         raise Retrace
 
     def check_deferred(self) -> None:
-        """Ask for another trace where the rest of the body can tell that the updates, traced just now, were deferred."""
+        """Ask for another trace where the rest of the body depends on the updates, traced just now, not being deferred."""
         if self.graph is None or not self.after_update:
             return
         for access in graph.accesses(tf.compat.v1.get_default_graph()):

@@ -1,4 +1,4 @@
-"""Faults on order, on TensorFlow: what `keras_nanguard.testing.inject` does inside the compiled program.
+"""Fault injection on TensorFlow: what `keras_nanguard.testing.inject` does inside the compiled program.
 
 The hook stands around the step that Keras is about to compile, so around the transaction where there is one: the count
 of steps and what is written to the state belong to no step, and no refusal gives them back.
@@ -37,7 +37,7 @@ def in_batches(model: Any, batches: list[Any]) -> Iterator[list[Any]]:
 
 
 def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a train step of this model with the faults around it that are on order now and do not stand there yet."""
+    """Return a train step of this model with the faults around it that are installed and not around it yet."""
     for hook in reversed([h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]):
         step = hook.around(step)
     return step

@@ -2,7 +2,7 @@
 
 A graph says exactly what will run. So instead of guessing what a user's `train_step` touches, the transaction traces it
 and looks: variables it writes must be given back on a refusal, whether or not Keras lists them, and an update that
-nothing reads afterwards can be put off to the end of the step, when the verdict is known.
+nothing reads afterwards can be deferred to the end of the step, when the verdict is known.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Access:
 
     Attributes:
         handle: the resource as an eager tensor.
-        key: what tells it from other resources.
+        key: identifies the resource.
         writes: False where the operation only reads it.
-        late: whether the operation was made after the mark given to `accesses`.
+        after_mark: whether the operation was made after the mark given to `accesses`.
     """
 
     __slots__ = ("after_mark", "handle", "key", "writes")
@@ -34,7 +34,7 @@ class Access:
 
 
 def mark(graph: Any) -> int:
-    """Return a number that tells operations made from now on from those made before."""
+    """Return a mark: operations made from now on are after it."""
     return len(graph.get_operations())
 
 
@@ -113,8 +113,8 @@ class Untracked:
 def untracked(handle: Any) -> Untracked | None:
     """Return the variable behind this eager handle, `None` for a resource that is none: a table, a queue, a summary writer.
 
-    `Tensor._handle_data` is private to TensorFlow. It is what tells the dtype of a variable that is written inside of a function, a
-    loop or a conditional only: the operations that pass it on do not tell, and the `tf.Variable` is not known here.
+    `Tensor._handle_data` is private to TensorFlow. It holds the dtype of a variable that is written inside of a function, a
+    loop or a conditional only: the operations that pass it on do not know it, and the `tf.Variable` is not known here.
     """
     with tf.init_scope():
         if not tf.raw_ops.VarIsInitializedOp(resource=handle):

@@ -64,8 +64,8 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
-        through: let each update run at once (its effect can be undone) instead of deferring it.
-        born: called with each variable that is created while the body runs, before anything writes it.
+        immediate: let each update run at once (its effect can be undone) instead of deferring it.
+        note_created: called with each variable that is created while the body runs, before anything writes it.
         asked: called with each record, before its update runs.
         seen: returns the notes for the replica that asks, where there are several; else there are the notes that
             entering the context returns.
@@ -130,7 +130,7 @@ class Intercept:
         return apply
 
     def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make a variable that comes into being inside the step (metrics, lazily built layers) outside of its graph.
+        """Make a variable that is created inside the step (metrics, lazily built layers) outside of its graph.
 
         Its first value then is at hand before anything writes it, and `tf.function` has no reason to trace twice.
         """

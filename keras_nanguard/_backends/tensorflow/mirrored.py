@@ -2,13 +2,13 @@
 
 In words::
 
-    each replica      keeps its small state, runs the user's step with the updates put off, sums up what it saw
+    each replica      keeps its small state, runs the user's step with the updates deferred, sums up what it saw
     all together      add the sums up: one verdict
     if so:            the updates run on each replica, which is where Keras adds the gradients up
     if not:           each replica gives back its own copy of the small state; batch and replicas are filed for the host
 
 A conditional around code that merges replicas must itself be outside of any replica. So each replica calls
-`merge_call`, as `LossScaleOptimizer` does, and the decision stands in there. What a replica writes is told from what the
+`merge_call`, as `LossScaleOptimizer` does, and the decision stands in there. What a replica writes is distinguished from what the
 others write by the handle of its own copy of each variable: all replicas are traced into one graph, one after the other.
 """
 
@@ -78,7 +78,7 @@ class _Share(StepTrace):
         super().check_deferred()
 
     def claims(self) -> set[int]:
-        """Return what tells the variables that this replica looks after from others."""
+        """Return the keys of the variables that this replica looks after."""
         train_state = self.train_state
         scales = [v for pair in train_state.scales for v in pair]
         keys = self.keys([*train_state.trainable, *train_state.slots, *scales])
@@ -151,7 +151,7 @@ class _Step:
         shares, first, owner = self.shares, self.first, self.owner
         may_commit = [rules.may_commit(reductions.OPERATIONS, [s.loss, s.gradients, s.statistics, *s.update_sums]) for s in shares]
         loss = _total(s.loss for s in shares)
-        if not first.seen.losses:  # told by the logs, which Keras averages; its losses are made to be added up
+        if not first.seen.losses:  # read from the logs, which Keras averages; its losses are made to be added up
             loss /= len(shares)
         gradients = _total(s.gradients for s in shares) * len(shares)  # at least the sum of squares of their sum
         statistics = _total(s.statistics for s in shares)

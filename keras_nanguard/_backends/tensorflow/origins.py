@@ -11,13 +11,13 @@ has no public name. Where it is gone the layer table alone has to tell (`keras_n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -30,42 +30,15 @@ except ImportError:
 __all__ = ["CONSTANT", "Origins"]
 
 
-class Origins:
-    """Context in which every operation that runs eagerly on this thread is watched.
-
-    Args:
-        batch: `(name, tensor)` of the arrays that go into the step.
-        variables: names by the id of the variables' handles.
-        tolerated: ids of handles of variables that may be infinite.
-        rows: number of rows of the batch.
-
-    Attributes:
-        phase: what is running; the owner of the run sets it.
-        frames: what is running, outermost first, as `(path, class)`; the owner of the run keeps it.
-        count: operations seen so far.
-        available: whether the backend tells of its operations.
-    """
+class Origins(OriginTracker):
+    """Context in which every operation that runs eagerly on this thread is watched. Variables are known by the id of their handles."""
 
     available = op_callbacks is not None
 
-    def __init__(
-        self,
-        batch: Iterable[tuple[str, Any]] = (),
-        variables: dict[int, str] | None = None,
-        tolerated: Iterable[int] = (),
-        rows: int = 0,
-    ):
-        self.phase, self.rows, self.count = "forward", rows, 0
-        self.frames: list[tuple[str, str]] = []
-        self.origins: list[Origin] = []
-        self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Origin] = {}
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._written: dict[int, Origin] = {}
-        self._casts = Casts()
         self._reads: dict[int, str] = {}
-        for place, (name, tensor) in enumerate(batch):
-            if hasattr(tensor, "_id") and not _is_finite(tensor):
-                self._keep(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
 
     def __enter__(self) -> Origins:
         if self.available:
@@ -76,23 +49,17 @@ class Origins:
         if self.available:
             op_callbacks.remove_op_callback(self._seen)
 
-    def of(self, tensor: Any) -> Origin | None:
-        """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
-        found = self._lineage.get(getattr(getattr(tensor, "values", tensor), "_id", -1))
-        return None if found is None else self._casts.complete(found)
-
     def written(self, variable: Any) -> Origin | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
-        found = self._written.get(getattr(handle, "_id", -1))
-        return None if found is None else self._casts.complete(found)
+        return self._completed(self._written.get(getattr(handle, "_id", -1)))
 
-    def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these tensors in."""
-        self._casts.entered(self.frames, [self._lineage.get(getattr(t, "_id", -1)) for t in tensors])
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        if hasattr(tensor, "_id") and not _is_finite(tensor):
+            self._lineage[tensor._id] = origin
 
-    def _keep(self, tensor: Any, origin: Origin) -> None:
-        self._lineage[tensor._id] = origin
+    def _key(self, tensor: Any) -> int:
+        return int(getattr(getattr(tensor, "values", tensor), "_id", -1))
 
     def _seen(
         self, op_type: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
@@ -110,7 +77,7 @@ class Origins:
             return
         origin = self._inherited(name, inputs, bad)
         for tensor in bad:
-            self._keep(tensor, origin)
+            self._lineage[tensor._id] = origin
 
     def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
         handle, value = inputs
@@ -123,14 +90,8 @@ class Origins:
     def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
         """Return the earliest birth behind an operation's inputs, or its own."""
         parents = [self._parent(t) for t in inputs]
-        known = [p for p in parents if p is not None and p is not CONSTANT]
-        if known:
-            return min(known, key=lambda origin: origin.order)
-        if CONSTANT in parents and not any(_has_nan(t) for t in bad):
-            return CONSTANT
-        if name in ("Fill", "Const"):
-            return CONSTANT
-        return self._note_created(name, inputs, bad[0])
+        constant = (CONSTANT in parents and not any(_has_nan(t) for t in bad)) or name in ("Fill", "Const")
+        return self._known(parents, constant) or self._from(name, inputs, bad[0])
 
     def _parent(self, tensor: Any) -> Origin | None:
         if tensor.dtype == tf.resource:
@@ -144,34 +105,12 @@ class Origins:
             return CONSTANT
         return found
 
-    def _note_created(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:
-        array = _array(result)
+    def _from(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:
         handles = [t._id for t in inputs if t.dtype == tf.resource]
         stored = next((self._variables[h] for h in handles if h in self._variables), "")
-        rows, every = bad_rows(array, self.rows)
-        nan, inf, size = finiteness.counts(array)
-        top = self.frames[-1] if self.frames else ("", "")
-        origin = Origin(
-            order=self.count,
-            source="variable" if stored else "operation",
-            op=stored or name,
-            phase=self.phase,
-            frames=tuple(frame for frame, _ in self.frames),
-            culprit=top[0],
-            layer_class=top[1],
-            nan=nan,
-            inf=inf,
-            size=size,
-            operands=tuple(operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)),
-            dtype=result.dtype.name,
-            rows=rows,
-            all_rows=every,
-            variables=tuple(self._reads[t._id] for t in inputs if t._id in self._reads),
-            line=users_line() if self.phase != "backward" else "",
-        )
-        if len(self.origins) < MAX_ORIGINS:
-            self.origins.append(origin)
-        return origin
+        operands = [operand(_array(t), t.dtype.name) for t in inputs if _is_float(t)]
+        variables = [self._reads[t._id] for t in inputs if t._id in self._reads]
+        return self._add(stored or name, _array(result), result.dtype.name, operands, variables, stored=bool(stored))
 
 
 def _array(tensor: Any) -> np.ndarray[Any, Any]:

@@ -7,15 +7,14 @@ the last committed step stands in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_nanguard._backends.shared.outputs import MetricResults
 from keras_nanguard._core.verdict import FIELDS, logged_losses
-from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["LogOutputs", "PlainOutputs"]
 
@@ -75,37 +74,22 @@ class LogOutputs:
     """
 
     def __init__(self, model: Any):
-        self.model = model
         self.last: dict[int, Any] = {}
         self.order: dict[str, int] | None = None
-        self._results: dict[int, tuple[Any, Any, int]] = {}
+        self._results = MetricResults(model, tf.nest.flatten)
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the logs that are losses."""
         return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(logged_losses(outputs))])
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """While the body of a step runs, note the results of metrics: a log that is one of them is known again."""
-        self._results = {}
-        with Overrides() as overrides:
-            for metric in self.model.metrics:
-                overrides.set(metric, "result", self._noting(metric, metric.result))
-            yield
-
-    def _noting(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
-        def result() -> Any:
-            found = real()
-            for place, leaf in enumerate(tf.nest.flatten(found)):
-                self._results[id(leaf)] = leaf, metric, place
-            return found
-
-        return result
+    def watched(self) -> AbstractContextManager[None]:
+        """Note the results of metrics while the body of a step runs."""
+        return self._results.noted()
 
     def committed(self, outputs: Any) -> list[Any]:
         """Remember the logs that no metric holds, and return all as they are."""
         for place, leaf in enumerate(_leaves(outputs)):
-            if id(leaf) in self._results:
+            if self._results.source(leaf) is not None:
                 continue
             if tf.executing_eagerly():
                 self.last[place] = tf.identity(leaf)
@@ -117,17 +101,12 @@ class LogOutputs:
 
     def refused(self, outputs: Any) -> list[Any]:
         """Return the results of the restored metrics, and of what none holds the logs of the last committed step."""
-        now: dict[int, list[Any]] = {}
-        found = []
-        for place, leaf in enumerate(_leaves(outputs)):
-            _, metric, part = self._results.get(id(leaf), (None, None, 0))
-            if metric is None:
-                found.append(self._last(place, leaf))
-                continue
-            if id(metric) not in now:
-                now[id(metric)] = tf.nest.flatten(metric.result())
-            found.append(tf.cast(now[id(metric)][part], leaf.dtype))
-        return found
+        leaves = _leaves(outputs)
+        now = self._results.now([self._results.source(leaf) for leaf in leaves])
+        return [
+            self._last(place, leaf) if result is None else tf.cast(result, leaf.dtype)
+            for place, (leaf, result) in enumerate(zip(leaves, now))
+        ]
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
         """Return the logs that came through the conditional."""

@@ -6,14 +6,13 @@ with `tf.math.is_finite` reaches 13).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.proof import BOUND, FULL_READ_INTERVAL, PROVEN_BYTES, is_proven
-from keras_nanguard._backends.shared.rules import Operations
+from keras_nanguard._backends.shared.proof import reading_of
+from keras_nanguard._backends.shared.rules import Operations, SlotReading, full_read_is_due
 from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras import variables as keras_variables
@@ -35,7 +34,7 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(variables: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     return tf.float64 if any(str(v.dtype) == "float64" for v in variables) else tf.float32
 
 
@@ -113,28 +112,18 @@ def _count(tensor: Any) -> Any:
 
 
 def update_sums(train_state: TrainState, records: Sequence[Any], gradients: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the sums over the updated weights and the slots, after the update.
-
-    Small slots are told together with the weights, in the first sum. Large ones are read every step, or every `FULL_READ_INTERVAL`
-    steps where a proof covers the rest.
-    """
+    """Return the sums over the updated weights and the slots, after the update; which slots are read is in `SlotReading`."""
     together = list({id(v): keras_variables.native(v) for record in records for v in record.variables}.values())
     sums = []
     listed = {id(v) for v in train_state.slots}
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        variables = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
-        if not _large(variables):
-            together += variables
-            continue
-        if not is_proven(optimizer, [v.dtype.size for v in variables]):
-            sums.append(total(variables, dtype))
-            continue
-        turn = keras_optimizers.inner(optimizer).iterations.value % FULL_READ_INTERVAL == 0
-        sums.append(
-            tf.cond(turn | (gradients > BOUND), lambda v=variables: total(v, dtype), lambda: tf.zeros((), dtype))
-        )
+        slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
+        reading = reading_of(optimizer, [(v.shape.num_elements(), v.dtype.size) for v in slots])
+        if reading is SlotReading.WITH_WEIGHTS:
+            together += slots
+        elif reading is SlotReading.EVERY_STEP:
+            sums.append(total(slots, dtype))
+        else:
+            due = full_read_is_due(OPERATIONS, keras_optimizers.inner(optimizer).iterations.value, gradients)
+            sums.append(tf.cond(due, lambda v=slots: total(v, dtype), lambda: tf.zeros((), dtype)))
     return total(together, dtype), add(sums, dtype)
-
-
-def _large(variables: Sequence[Any]) -> bool:
-    return bool(sum(math.prod(v.shape) * v.dtype.size for v in variables) > PROVEN_BYTES)

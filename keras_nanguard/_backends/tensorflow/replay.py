@@ -1,4 +1,4 @@
-"""What a diagnosis needs of TensorFlow: eyes on a run, and its words for tensors."""
+"""What a diagnosis needs of TensorFlow: observers of a run, and tensor helpers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number births know a variable, `None` where they do not."""
+    """Return by which number `Origins` knows a variable, `None` where it does not."""
     return variable.value.handle._id if hasattr(variable.value, "handle") else None
 
 

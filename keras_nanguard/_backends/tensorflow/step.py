@@ -4,14 +4,14 @@ In words::
 
     keep      references to the small state (statistics, seeds, metrics)      no copy: TensorFlow copies on write
     run       the user's step, its optimizers' updates deferred
-    verdict   loss, gradients and written statistics finite, loss scale sound
-    if so:    the updates run now, by fused kernels where there are some (see `_fused`); weights and slots are read once
+    verdict   loss, gradients and written statistics finite, loss scale valid
+    if so:    the updates run now, by fused kernels where there are some (see `fused_updates`); weights and slots are read once
     if not:   the small state is given back, the loss scale learns, the counts are filed for the host
 
 The verdict is known before anything large is written, so nothing large is ever copied. Deferring is right only where the rest of
-the step can not tell: it reads nothing that the updates write (a GAN does), and writes nothing that they read or write (a rate that
-it sets after its update; sharpness-aware minimisation). The graph tells. Where it is not so, and in eager execution, the updates run
-where the step asks for them; the old values of all that it writes are kept, and written back on a refusal.
+the step does not depend on it: it reads nothing that the updates write (a GAN does), and writes nothing that they read or write (a
+rate that it sets after its update; sharpness-aware minimisation). The graph shows it. Where it is not so, and in eager execution, the
+updates run where the step asks for them; the old values of all that it writes are kept, and written back on a refusal.
 
 Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
 """
@@ -37,20 +37,20 @@ class Transaction:
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        anatomy: callable that returns the `TrainState` at the time of tracing.
-        model: the model whose `compute_loss` tells the loss, or `None`.
+        train_state: callable that returns the `TrainState` at the time of tracing.
+        model: the model whose `compute_loss` returns the loss, or `None`.
         logs: the body returns Keras logs, which a refused step replaces by those of the restored metrics.
         jit: compile the body with XLA. The filing of a refused step stays outside of the cluster.
         counted: how many steps run between two looks of the host, where they are several: the step then counts itself,
             keeps the row of each, and stands still after one that committed a bad state until the host has healed it.
         capacity: how many reports of refused steps are kept between two looks of the host.
-        born: called with each variable that is created inside the step, and its first value.
+        note_created: called with each variable that is created inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict is reported all the same.
         batches: who has the batches of the last steps: `"host"`, `"graph"` or, of refused ones only, `"reports"`.
 
     Attributes:
         given: what the last execution was given; something with a method `batch(step)` where it was several steps.
-        saving: whether old values of weights and slots are kept.
+        keeps_undo: whether old values of weights and slots are kept.
 
     Calling it returns what `read` takes apart on the host: the outputs, and the row of numbers of a `Verdict`.
     """
@@ -166,7 +166,7 @@ class Transaction:
         self.tolerated |= {id(v.value.handle) for v in variables}
 
     def resume(self) -> None:
-        """Tell the step that the host has healed the state."""
+        """Let the step go on after the host has healed the state."""
         if self.counted:
             self.halted.assign(False)
 

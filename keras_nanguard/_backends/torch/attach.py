@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from keras_nanguard._backends.interface import GuardedSession, StateAccess
-from keras_nanguard._backends.shared.attach import Attachment
+from keras_nanguard._backends.interface import GuardedSession
+from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
 from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.spread_arrays import waiting_for
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 
 
-class ModelAttachment(Attachment):
+class ModelAttachment(attach.Attachment):
     """Stands in for the train function of a Keras trainer."""
 
     def __init__(self, model: Any, session: GuardedSession):
@@ -32,7 +33,7 @@ class ModelAttachment(Attachment):
         return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
     def attach(self) -> None:
-        """Stand in for the train function, and see to it that evaluation tells of a bad number instead of raising."""
+        """Stand in for the train function, and let evaluation report a bad number instead of raising."""
         real = self.model.test_step
         super().attach()
 
@@ -71,14 +72,8 @@ class ModelAttachment(Attachment):
         if old is not None:
             transaction.inherit(old)
         session.attach(self, transaction)
-        compile_with = model.jit_compile
-        model.jit_compile = False
-        try:
-            self._make(force=True)
-        finally:
-            model.jit_compile = compile_with
-        self._function = model.train_function
-        model.train_function = self.run
+        self._function = self._made_by_keras(jit_compile=False)
+        model.train_function = self.run_execution
 
     def _made(self) -> Any:
         """Return what the next fit needs of the step that was made for this one."""
@@ -90,25 +85,7 @@ class ModelAttachment(Attachment):
             overrides.set(self.model, "train_step", self.session.transaction)
             return self._function(data)
 
-    def run(self, data: Any) -> Any:
-        """Stand in for the train function: one step, then the host's look at its verdict."""
-        session = self.session
-        try:
-            session.before()
-            if session.skips_batches(iter(data), 1):
-                return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
-            if session.stopped:
-                return session.logs_for_callbacks(self._without_effect(data))
-            logs, verdict = self._execute(data)
-            session.after(verdict)
-            logs = session.logs_for_callbacks(logs, verdict.loss, verdict.refused)
-        except BaseException as error:
-            session.raised(error)
-            self.detach()
-            raise
-        return logs
-
-    def _execute(self, data: Any) -> tuple[Any, Any]:
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
         logs = self.inner(data)
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
@@ -116,7 +93,7 @@ class ModelAttachment(Attachment):
 
 
 def _agree(may_commit: bool) -> bool:
-    """Return whether a step is fine for every process: one number is exchanged, and all decide the same.
+    """Return whether a step may commit in every process: one number is exchanged, and all decide the same.
 
     Raises:
         GuardError: if another process is gone, or did not answer within the limit of the process group.
@@ -125,24 +102,18 @@ def _agree(may_commit: bool) -> bool:
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return may_commit
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    with waiting_for("their verdict on a step"):
+    with waiting_for("their verdict on a step", distributed.get_world_size()):
         flag = torch.tensor(float(may_commit), device=device)
         distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
         return bool(flag.item() > 0)
 
 
-class LoopStep(StateAccess):
+class LoopStep(attach.LoopStep):
     """One hand-written step with its transaction."""
 
-    def __init__(self, function: Callable[..., Any], session: GuardedSession):
-        self.function, self.session = function, session
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        """Make the step anew."""
-        old = self.session.transaction
+    def _transaction(self) -> step.Transaction:
         function = uncompiled(self.function)
-        transaction = step.Transaction(
+        return step.Transaction(
             lambda args, kwargs: function(*args, **kwargs),
             self.session.read_train_state,
             jit=function is not self.function,
@@ -150,12 +121,7 @@ class LoopStep(StateAccess):
             refuse=self.session.policy.refuse,
             agree=_agree,
         )
-        if old is not None:
-            transaction.inherit(old)
-        self.session.attach(self, transaction)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.session.before()
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         outputs = self.session.transaction(args, kwargs)
-        self.session.after(self.session.transaction.verdict)
-        return outputs
+        return outputs, self.session.transaction.verdict

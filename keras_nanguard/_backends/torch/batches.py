@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_nanguard._backends.shared.batch_memory import owned
 
-__all__ = ["Given"]
+__all__ = ["Given", "as_tensors"]
 
 
 class Given:
     """The arguments of one step.
 
     A tensor that shares its memory with a NumPy array, or with another process, is copied: its owner may write the next
-    batch over it, and nothing would tell. Any other tensor counts the writes to it, so that a change is seen.
+    batch over it, and nothing would show it. Any other tensor counts the writes to it, so that a change is seen.
     """
 
     __slots__ = ("_args", "_versions")
@@ -42,3 +44,13 @@ class Given:
     def args(self) -> Any:
         """The arguments, `None` where someone has written to one of them since."""
         return self._args if all(value._version == version for value, version in self._versions) else None
+
+
+def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a step with tensors in the place of arrays."""
+    converted: tuple[Any, ...] = keras.tree.map_structure(_as_tensor, tuple(args))
+    return converted
+
+
+def _as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind != "O" else value

@@ -2,7 +2,7 @@
 
 Torch traces the Python of a step, runs what it cannot trace as it is, and compiles anew wherever something that it has
 traced is another. So what stands in for optimizers and loss is made once, not for each step, and what only the host can
-do (take a loss down, give the verdict) is kept out of the trace: it falls between the backward pass and the update,
+do (note a loss, compute the verdict) is kept out of the trace: it falls between the backward pass and the update,
 where torch parts the step anyway. The update of a Keras optimizer is compiled by itself. One of torch's runs as it is, and
 so does Keras' `LossScaleOptimizer`, which gives an operation a new name in each step and would be compiled for each.
 """
@@ -23,7 +23,7 @@ __all__ = ["Compiled", "uncompiled"]
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what `torch.compile` was given to make this function, the function itself where it did not.
 
-    Only a name private to torch tells: a compiled function cannot be seen into while it runs, so it is compiled anew.
+    Only a name private to torch holds it: a compiled function cannot be seen into while it runs, so it is compiled anew.
     """
     given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
     return given
@@ -34,7 +34,7 @@ class Compiled:
 
     Args:
         body: the step.
-        model: the model whose `compute_loss` tells the loss, or `None`.
+        model: the model whose `compute_loss` returns the loss, or `None`.
         optimizers: the optimizers to stand in for.
     """
 

@@ -1,4 +1,4 @@
-"""Faults on order, on PyTorch: what `keras_nanguard.testing.inject` does around an eager step.
+"""Fault injection on PyTorch: what `keras_nanguard.testing.inject` does around an eager step.
 
 The hook stands around the train function, so around the transaction where there is one: the count of steps and what is
 written to the state belong to no step, and no refusal gives them back.

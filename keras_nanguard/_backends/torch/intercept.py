@@ -1,6 +1,6 @@
 """While the body of a step runs on torch: what it asks its optimizers for, and the loss it computes.
 
-Where an update can be put off it is; but an eager step may look at its weights after the update (a GAN, a metric of the
+Where an update can be deferred it is; but an eager step may look at its weights after the update (a GAN, a metric of the
 learning rate, a slow copy of the weights). `Watch` sees the first operation that touches anything which a waiting
 update reads or writes, and has the update made before it, with the old values kept.
 """
@@ -59,12 +59,12 @@ def _storage(tensor: Any) -> int:
 
 
 class StandIns:
-    """What stands in for optimizers and for the computation of the loss, and tells the interception of the step that runs.
+    """What stands in for optimizers and for the computation of the loss, and reports to the interception of the step that runs.
 
     Args:
         model: the model whose `compute_loss` is noted, or `None`.
         optimizers: the optimizers to stand in for.
-        told: makes what reports to the host of a function that does.
+        reporting: wraps each function that reports to the interception, which only the host can do.
         update: makes the update of a Keras optimizer of its `apply`.
 
     Attributes:
@@ -76,10 +76,10 @@ class StandIns:
         self,
         model: Any,
         optimizers: Iterable[Any],
-        told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        reporting: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
         update: Callable[[Any], Callable[..., Any]] = lambda optimizer: optimizer.apply,
     ):
-        self.model, self.told = model, told
+        self.model, self.reporting = model, reporting
         self.running: list[Intercept] = []
         self.places: list[tuple[Any, str, Callable[..., Any]]] = []
         for optimizer in optimizers:
@@ -97,7 +97,7 @@ class StandIns:
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             running[0].take(optimizer, real, grads, trainable_variables)
 
-        return self.told(apply)
+        return self.reporting(apply)
 
     def _stepper(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         running = self.running
@@ -106,11 +106,11 @@ class StandIns:
         def step(closure: Any = None, **kwargs: Any) -> Any:
             return running[0].take_step(optimizer, real, closure, kwargs)
 
-        return self.told(step)
+        return self.reporting(step)
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         running = self.running
-        note = self.told(lambda loss, args, kwargs: running[0].note(loss, args, kwargs))
+        note = self.reporting(lambda loss, args, kwargs: running[0].note(loss, args, kwargs))
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
@@ -126,14 +126,14 @@ class Intercept:
     Args:
         stand_ins: what stands in for them.
         asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
-            kept before, `"later"` to put it off, `"never"` to leave it out.
+            kept before, `"later"` to defer it, `"never"` to leave it out.
         paths: path of each parameter by its `id`, for optimizers of torch's.
 
     Attributes:
         records: what the optimizers were asked for, in order.
         losses: what `compute_loss` returned.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
-        waiting: records that were put off and not made since.
+        waiting: records that were deferred and not made since.
         undo: what undoes the updates that had to be made before the verdict, in order.
     """
 

@@ -7,14 +7,14 @@ storage at will; a storage that is written in place takes over the birth of what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.shared.origins import CONSTANT, MAX_ORIGINS, Casts, bad_rows, operand, users_line
+from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -79,43 +79,29 @@ def storage(tensor: Any) -> int:
         return id(tensor)
 
 
-class Origins(TorchDispatchMode):  # type: ignore[misc]
-    """Context in which every operation on this thread is watched; arguments and attributes as in `origins.Origins`."""
+class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
+    """Context in which every operation on this thread is watched. Variables are known by the memory that they stand in."""
 
-    available = True
-
-    def __init__(
-        self,
-        batch: Iterable[tuple[str, Any]] = (),
-        variables: dict[int, str] | None = None,
-        tolerated: Iterable[int] = (),
-        rows: int = 0,
-    ):
-        super().__init__()
-        self.phase, self.rows, self.count = "forward", rows, 0
-        self.frames: list[tuple[str, str]] = []
-        self.origins: list[Origin] = []
-        self._variables, self._tolerated = variables or {}, set(tolerated)
-        self._lineage: dict[int, Origin] = {}
-        self._casts = Casts()
-        for place, (name, tensor) in enumerate(batch):
-            if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
-                self._lineage[storage(tensor)] = Origin(place - MAX_ORIGINS, "batch", name, "forward")
+    def __init__(self, *args: Any, **kwargs: Any):
+        TorchDispatchMode.__init__(self)
+        OriginTracker.__init__(self, *args, **kwargs)
 
     def of(self, tensor: Any) -> Origin | None:
         """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
-        found = self._lineage.get(storage(tensor))
-        return None if found is None else self._casts.complete(found)
+        return super().of(tensor)
 
     def written(self, variable: Any) -> Origin | None:
         """Return the birth behind the bad value that was last written into this variable, if any was."""
         return self.of(getattr(variable, "value", variable))
 
-    def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that a layer whose frame is on top now takes these tensors in."""
-        self._casts.entered(self.frames, [self._lineage.get(storage(t)) for t in tensors])
+    def _begin_with(self, tensor: Any, origin: Origin) -> None:
+        if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
+            self._lineage[storage(tensor)] = origin
+
+    def _key(self, tensor: Any) -> int:
+        return storage(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and look at what comes of it."""
@@ -153,15 +139,13 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
     def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Origin:
         """Return the earliest birth behind an operation's inputs, or its own."""
         parents, operands = look
-        known = [p for p in parents if p is not None and p is not CONSTANT]
-        if known:
-            earliest: Origin = min(known, key=lambda origin: origin.order)
-            return earliest
-        if CONSTANT in parents and not bool(torch.isnan(bad).any()):
-            return CONSTANT
-        if not inputs or (name.startswith(FILLING) and _bad_number(given)):
-            return CONSTANT
-        return self._note_created(NAMES.get(name, name), inputs, operands, bad)
+        constant = CONSTANT in parents and not bool(torch.isnan(bad).any())
+        constant |= not inputs or (name.startswith(FILLING) and _bad_number(given))
+        known = self._known(parents, constant)
+        if known is not None:
+            return known
+        variables = [self._variables[n] for n in map(storage, inputs) if n in self._variables]
+        return self._add(NAMES.get(name, name), keras_variables.dense(bad), _dtype(bad), operands, variables)
 
     def _parent(self, tensor: Any) -> Origin | None:
         if _is_finite(tensor):
@@ -170,36 +154,8 @@ class Origins(TorchDispatchMode):  # type: ignore[misc]
         if number in self._lineage:
             return self._lineage[number]
         if number in self._variables and number not in self._tolerated:
-            return self._note_created(self._variables[number], (), (), tensor, stored=True)
+            return self._add(self._variables[number], keras_variables.dense(tensor), _dtype(tensor), stored=True)
         return CONSTANT
-
-    def _note_created(self, name: str, inputs: Sequence[Any], operands: Any, result: Any, stored: bool = False) -> Origin:
-        array = keras_variables.dense(result)
-        rows, every = bad_rows(array, self.rows)
-        nan, inf, size = finiteness.counts(array)
-        top = self.frames[-1] if self.frames else ("", "")
-        numbers = [storage(t) for t in inputs]
-        origin = Origin(
-            order=self.count,
-            source="variable" if stored else "operation",
-            op=name,
-            phase=self.phase,
-            frames=tuple(frame for frame, _ in self.frames),
-            culprit=top[0],
-            layer_class=top[1],
-            nan=nan,
-            inf=inf,
-            size=size,
-            operands=operands,
-            dtype=_dtype(result),
-            rows=rows,
-            all_rows=every,
-            variables=tuple(self._variables[n] for n in numbers if n in self._variables),
-            line=users_line() if self.phase != "backward" else "",
-        )
-        if len(self.origins) < MAX_ORIGINS:
-            self.origins.append(origin)
-        return origin
 
 
 def _tensors(values: Any) -> Iterator[Any]:

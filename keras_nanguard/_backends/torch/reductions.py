@@ -7,13 +7,13 @@ calls. Large ones are read where they stand: `dot` and `sum` run near memory ban
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from keras_nanguard._backends.shared.proof import BOUND, PROVEN_BYTES, is_proven
+from keras_nanguard._backends.shared.proof import reading_of
+from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading, full_read_is_due
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["can_be_bad", "counts", "is_away", "kind", "looked_at", "squares", "total", "update_sums"]
@@ -28,7 +28,7 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(tensors: Iterable[Any]) -> Any:
-    """Return the dtype in which sums are told: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 where the state has some, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -111,26 +111,25 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 def update_sums(
-    train_state: TrainState, records: Sequence[Any], known: dict[int, Any], gradients: float, turn: bool, dtype: Any
+    train_state: TrainState, records: Sequence[Any], known: dict[int, Any], gradients: float, steps: int, dtype: Any
 ) -> tuple[Any, Any]:
-    """Return the sums over the updated weights and the slots, after the update.
+    """Return the sums over the updated weights and the slots, after the update; which slots are read is in `SlotReading`.
 
-    `known` holds what `slots_of` gives for each optimizer. Large slots are read every step, or where it is their `turn` if
-    a proof covers the steps between.
+    `known` holds what `slots_of` gives for each optimizer. Steps are counted, as optimizers of torch's count nothing.
     """
     together = [t for record in records for t in record.tensors]
     sums = []
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        slots, small = known.get(id(optimizer)) or slots_of(train_state, optimizer)
-        if small:
+        slots, reading = known.get(id(optimizer)) or slots_of(train_state, optimizer)
+        if reading is SlotReading.WITH_WEIGHTS:
             together += slots
-        elif not (is_proven(optimizer, [s.dtype.itemsize for s in slots]) and gradients <= BOUND) or turn:
+        elif reading is SlotReading.EVERY_STEP or full_read_is_due(NUMBERS, steps, gradients):
             sums.append(total(slots, dtype))
     return total(together, dtype), _add(sums, dtype)
 
 
-def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], bool]:
-    """Return the slots of an optimizer that can be bad, and whether they are so small that they are read every step."""
+def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], SlotReading]:
+    """Return the slots of an optimizer that can be bad, and when they are read."""
     listed = {id(v) for v in train_state.slots}
     slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
-    return slots, sum(math.prod(t.shape) * t.dtype.itemsize for t in slots) <= PROVEN_BYTES
+    return slots, reading_of(optimizer, [(t.numel(), t.dtype.itemsize) for t in slots])

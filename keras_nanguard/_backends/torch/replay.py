@@ -1,4 +1,4 @@
-"""What a diagnosis needs of PyTorch: eyes on a run, and its words for tensors."""
+"""What a diagnosis needs of PyTorch: observers of a run, and tensor helpers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number births know a variable."""
+    """Return by which number `Origins` knows a variable."""
     return storage(variable.value)
 
 

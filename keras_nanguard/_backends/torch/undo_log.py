@@ -34,7 +34,7 @@ class UndoLog:
         kept: tensors to be copied beforehand, as torch writes them in place.
         uncounted: the same, where torch may not even count the write, as it does not for the running statistics of its
             own batch normalization.
-        born: called with each Keras variable that comes into being meanwhile.
+        note_created: called with each Keras variable that is created meanwhile.
         watch: whether writes of Keras are noted; a compiled step makes them in its own way.
         writes: called with each tensor that Keras is about to write.
     """

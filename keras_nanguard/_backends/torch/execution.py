@@ -1,0 +1,256 @@
+"""One run of the transaction on PyTorch; `step` has its outline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.torch import reductions, reports
+from keras_nanguard._backends.torch.compiled_step import Compiled
+from keras_nanguard._backends.torch.intercept import Intercept, StandIns
+from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.updates import KerasUpdate, Update
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+
+__all__ = ["FRESH", "Parts", "StepRun"]
+
+FRESH = 2
+"""Steps for which the train state is read anew each time, and everything is kept: what they write is then known."""
+
+
+class Parts:
+    """A train state, and the tensors in it by role."""
+
+    def __init__(self, train_state: TrainState):
+        self.train_state = train_state
+        self.other = [v.value for v in train_state.other]
+        self.weights_and_slots = [v.value for v in (*train_state.trainable, *train_state.slots)]
+        self.metrics = {id(v.value) for v in train_state.metrics}
+        self.judged_elsewhere = self.metrics | {id(t) for t in self.weights_and_slots}
+        self.judged_elsewhere |= {id(v.value) for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)}
+        self.unlisted = [keras_variables.native(v) for v in train_state.unlisted]
+        listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
+        self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]
+        for variable in train_state.other:  # buffers of a torch module: torch itself writes them
+            if not isinstance(variable, keras.Variable) and not isinstance(variable.value, torch.nn.Parameter):
+                self.unlisted.append(variable.value)
+        self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
+        self.kind = reductions.kind(self.weights_and_slots)
+        self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
+        self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
+        self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
+
+
+class StepRun:
+    """One run of the transaction."""
+
+    def __init__(self, owner: Any):
+        self.owner, self.parts = owner, owner.parts
+        self.train_state = self.parts.train_state
+        self.may_commit: bool | None = None
+        self.error: BaseException | None = None
+        self.created_count = 0
+        self.update_sums = [0.0, 0.0]
+        self.left_by_previous = False
+        self.compiled: Any = None
+        self.seen: Any = None
+
+    def complete(self, args: Sequence[Any]) -> Any:
+        owner, parts = self.owner, self.parts
+        fresh = owner.steps < FRESH
+        kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
+        if fresh and not owner.stock and owner.refuse:
+            kept += parts.weights_and_slots
+        if owner.jit and not fresh:
+            self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.train_state.optimizers)
+            self.undo_log = UndoLog((), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False)
+        else:
+            writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
+            self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes)
+        before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
+        grads = [t for t in parts.weights_and_slots if t.grad is not None]
+        self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []
+        outputs = None
+        body = self.compiled.body if self.compiled else owner.body
+        stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.train_state.optimizers)
+        with self.undo_log, Intercept(stand_ins, self._asked, parts.paths) as self.seen:
+            try:
+                outputs = body(*args)
+            except Exception as error:
+                if not (owner.refuse and self.may_commit is not True and is_numeric(error)):
+                    self._abandon()
+                    raise
+                self.error = error
+        if self.created_count:
+            owner.stale = True
+        if self.may_commit is None:
+            self._judge(outputs)
+        return self._conclude(outputs, args, before)
+
+    def close(self) -> None:
+        """Release the gradients: a run and what stands around its body refer to each other, and would wait for the garbage collector."""
+        vars(self).clear()
+
+    def _asked(self, record: Update) -> str:
+        """Say when an update is to be made."""
+        if not self.owner.refuse:
+            return "now"
+        if not self.owner.stock:
+            return "later" if self.compiled is None else "kept"
+        if self.may_commit is None:
+            self._judge(None)
+        return "now" if self.may_commit else "never"
+
+    def _note_created(self, variable: Any) -> None:
+        tensor = variable.value
+        if not tensor.is_meta:
+            self.created_count += 1
+            self.owner.note_created(tensor, keras_variables.read(variable))
+
+    def _abandon(self) -> None:
+        """Undo a step that ends in an exception."""
+        if self.owner.refuse:
+            self.seen.give_back()
+            self.undo_log.give_back()
+
+    def _judge(self, outputs: Any) -> None:
+        """Compute the verdict, and look at it: the one place where the host waits for the device."""
+        owner, seen = self.owner, self.seen
+        if self.created_count:
+            self.parts = Parts(owner.read_train_state())
+            self.train_state = self.parts.train_state
+        kind = self.parts.kind
+        apart = self.parts.judged_elsewhere | owner.tolerated
+        written = self.undo_log.written
+        self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
+        losses = seen.losses or owner.outputs.losses(outputs)
+        loss = sum((entry.detach().sum().to(kind) for entry in losses), torch.zeros((), dtype=kind))
+        sums = [loss, reductions.squares([g for r in seen.records for g in r.gradients], kind)]
+        sums.append(reductions.total(self.statistics, kind))
+        scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
+        early = bool(seen.undo) or not owner.refuse
+        update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
+        numbers, scales, now, previous = reductions.looked_at(sums, scales, update_sums, owner.unread)
+        owner.unread = ()
+        if not math.isfinite(numbers[2]) and self._tolerate_constants():
+            numbers[2] = float(reductions.total(self.statistics, kind))
+        self.loss, self.gradients, self.statistic = numbers
+        if self.error is not None:
+            self.loss = math.nan
+        self.scale = min(scales, default=1.0)
+        valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
+        may_commit = self.error is None and valid and rules.may_commit(rules.NUMBERS, numbers)
+        if early:
+            self.update_sums = now or reductions.looked_at(self._update_sums(self.gradients))[0]
+            may_commit = may_commit and rules.may_commit(rules.NUMBERS, self.update_sums)
+        if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
+            self.update_sums, self.left_by_previous, may_commit = previous, True, False
+        self.may_commit = owner.agree(may_commit)
+
+    def _tolerate_constants(self) -> bool:
+        """Leave out buffers that nobody has written and that are infinite on purpose; returns whether there are some."""
+        old, uncounted = self.undo_log.old, self.undo_log.uncounted
+        found = [t for t in self.statistics if id(t) in uncounted and torch.equal(t, old[id(t)][1])]
+        found = [t for t in found if not torch.isfinite(t).all()]
+        self.owner.tolerated |= {id(t) for t in found}
+        self.statistics = [t for t in self.statistics if id(t) not in self.owner.tolerated]
+        return bool(found)
+
+    def _before(self, tensor: Any) -> Any:
+        kept = self.undo_log.old.get(id(tensor))
+        return tensor.detach() if kept is None else kept[1]
+
+    def _update_sums(self, gradients: float) -> tuple[Any, Any]:
+        """Return the sums over the weights and slots that were updated, on the device."""
+        stale = self.created_count or self.owner.stale
+        slots = {} if stale else self.parts.slots
+        return reductions.update_sums(self.train_state, self.seen.records, slots, gradients, self.owner.steps, self.parts.kind)
+
+    def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
+        owner = self.owner
+        self._find_untracked(before)
+        owner.keeps_undo |= bool(self.seen.undo)
+        if not self.may_commit:
+            places = reports.places(self)
+            owner.report_queue.rows = tuple((site, path) for site, path, _ in places)
+            counts = reductions.counts([tensor for _, _, tensor in places])
+            owner.report_queue.put(self._verdict(owner.refuse), counts, args, left_by_previous=self.left_by_previous)
+        if self.may_commit or not owner.refuse:
+            self.seen.make(keep=False)
+            for tensor, value in [found for record in self.seen.records for found in record.created()]:
+                owner.note_created(tensor, value)
+                owner.stale = True
+            if self.seen.records and owner.refuse:
+                self._read_update_sums()
+            owner.verdict = self._verdict(False)
+            return outputs
+        self.seen.give_back()
+        self.undo_log.give_back()
+        self._clear_gradients()
+        self._learn_scale()
+        owner.verdict = self._verdict(True)
+        return outputs
+
+    def _read_update_sums(self) -> None:
+        """Read the sums over the updated state.
+
+        At once, or, where the host would have to wait for a device once more, with the verdict of the next step.
+        """
+        update_sums = self._update_sums(self.gradients)
+        if reductions.is_away(update_sums[0]):
+            self.owner.unread = update_sums
+        else:
+            self.update_sums = reductions.looked_at(update_sums)[0]
+
+    def _verdict(self, refused: bool) -> Verdict:
+        weights, slots = self.update_sums
+        return Verdict(refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale)
+
+    def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
+        """Note what was written in place past Keras, to be kept before each step from now on."""
+        known = self.undo_log.owner if self.compiled is None else self.undo_log.old
+        changed = [t for t, version in before if t._version != version and id(t) not in known]
+        if changed and not self.owner.stock and self.seen.records:
+            updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
+            changed = [t for t in changed if id(t) not in updated]
+        if self.owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
+            kept = {id(t) for t in (self.parts.all if self.owner.stock else self.parts.small_state)}
+            changed += [self.undo_log.old[key][0] for key in self.undo_log.owner if key not in kept]
+        self.owner.untracked.update({id(t): t for t in changed})
+
+    def _clear_gradients(self) -> None:
+        """Leave no gradient of a refused step behind, for a body that adds to what it finds."""
+        for tensor in self.parts.weights_and_slots:
+            tensor.grad = None
+        for tensor, grad, _ in self.grads:
+            tensor.grad = grad
+
+    def _learn_scale(self) -> None:
+        """Let each loss scale learn from the refusal."""
+        for optimizer in self.train_state.optimizers:
+            if not keras_optimizers.is_loss_scaled(optimizer) or not self._built(optimizer):
+                continue
+            scale, counter = optimizer.dynamic_scale, optimizer.step_counter
+            before = float(scale.value), int(counter.value)
+            after = rules.learned_scale(rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale)
+            scale.assign(after[0])
+            counter.assign(after[1])
+
+    def _built(self, optimizer: Any) -> bool:
+        """Build an optimizer whose first update was refused, so that its loss scale can learn."""
+        if not optimizer.built:
+            asked = [r for r in self.seen.records if isinstance(r, KerasUpdate) and r.optimizer is optimizer and r.given]
+            for record in asked[:1]:
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(record.given)
+                optimizer.built = self.owner.stale = True
+        return bool(optimizer.built)

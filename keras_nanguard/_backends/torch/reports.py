@@ -1,0 +1,46 @@
+"""What refused steps leave behind for the host: references, for nothing that a step was given is copied before the host looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.batches import as_tensors
+from keras_nanguard._core.verdict import Report, Verdict
+
+__all__ = ["ReportQueue", "places"]
+
+
+class ReportQueue:
+    """Files and hands out the reports of refused steps.
+
+    Attributes:
+        rows: `(site, path)` of each row of counts in the step that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.rows: tuple[tuple[str, str], ...] = ()
+        self._reports: list[Report] = []
+
+    def put(self, verdict: Verdict, counts: Any, args: Sequence[Any], *, left_by_previous: bool = False) -> None:
+        """File one report: the verdict on a step, its counts of bad entries, and its arguments."""
+        self._reports.append(Report(verdict, self.rows, counts, as_tensors(args), left_by_previous=left_by_previous))
+
+    def take(self) -> list[Report]:
+        """Return and forget what was filed."""
+        reports, self._reports = self._reports, []
+        return reports
+
+
+def places(run: Any) -> list[tuple[str, str, Any]]:
+    """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
+    train_state, seen = run.train_state, run.seen
+    paths = {**{key: v.path for key, v in run.undo_log.owner.items()}, **run.parts.paths}
+    found = [("outputs", name, t) for name, t in seen.outputs]
+    found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
+    found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in run.statistics]
+    if seen.undo or not run.owner.refuse:
+        for site, variables in (("weights", train_state.trainable), ("slots", train_state.slots)):
+            found += [(site, v.path, v.value) for v in variables if reductions.can_be_bad(v.value)]
+    return found

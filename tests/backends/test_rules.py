@@ -1,0 +1,120 @@
+"""The rules of the transaction as plain arithmetic: no backend, every combination of finite, NaN, infinite and zero."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading
+
+ARRAYS = rules.Operations(np.isfinite, np.logical_not, np.where, np.minimum, np.maximum)
+"""The same rules on arrays, as a compiled step computes them."""
+
+OPERATIONS = {"numbers": (NUMBERS, float), "arrays": (ARRAYS, np.float32)}
+
+NAN, INF = math.nan, math.inf
+NUMBER = [0.0, 1.5, -2.0, NAN, INF, -INF]
+INITIAL = 2.0**15
+HUGE = float(np.finfo("float32").max)
+
+QUICK = settings(deadline=None)
+
+scales = st.floats(min_value=2.0**-40, max_value=2.0**40, width=32)
+any_number = st.floats(width=32)
+
+
+@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("scale", [None, 1.0, 2.0**-14, 0.0, -1.0, NAN, INF])
+def test_commits_if_all_is_finite(ops, number, scale):
+    """A step commits where every sum is finite and its loss scale, if there is one, is finite and above 0."""
+    valid = scale is None or (math.isfinite(scale) and scale > 0)
+    for sums in itertools.product(NUMBER, repeat=3):
+        with np.errstate(all="ignore"):
+            found = rules.may_commit(ops, [number(s) for s in sums], None if scale is None else number(scale))
+        assert bool(found) == (valid and all(map(math.isfinite, sums))), (sums, scale)
+
+
+def test_sums_that_overflow_together_are_refused():
+    """Two sums that are finite alone and not together stand for numbers of which nothing can be said."""
+    with np.errstate(all="ignore"):
+        assert not rules.may_commit(ARRAYS, [np.float32(HUGE), np.float32(HUGE)])
+
+
+def closed_form(loss, gradients, scale, counter):
+    """Return what a refused step leaves in a loss scale, in the words of the documentation."""
+    if not (math.isfinite(scale) and scale > 0):
+        return INITIAL, 0
+    if math.isfinite(loss) and not math.isfinite(gradients):
+        return (max(scale / 2, rules.MIN_LOSS_SCALE) if scale > rules.MIN_LOSS_SCALE else scale), 0
+    return scale, counter
+
+
+SCALES = [2.0**15, 1.0, 2.0**-13, 2.0**-14, 2.0**-14 * 1.5, 2.0**-20, 0.0, -4.0, NAN, INF, -INF]
+
+
+@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_what_a_loss_scale_learns(ops, number, scale):
+    """Halved where the gradients alone are bad, with a floor; begun anew where it was no scale; else as it was."""
+    for loss, gradients, counter in itertools.product(NUMBER, NUMBER, (0, 7)):
+        with np.errstate(all="ignore"):
+            found = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
+        assert tuple(map(float, found)) == closed_form(loss, gradients, scale, counter), (loss, gradients, scale, counter)
+
+
+@QUICK
+@given(loss=any_number, gradients=any_number, scale=scales, counter=st.integers(0, 2000))
+def test_a_refusal_lowers_to_the_floor_at_most(loss, gradients, scale, counter):
+    """A valid scale never rises by a refusal, and never falls below the smallest one unless it was there already."""
+    after, counted = rules.learned_scale(NUMBERS, loss, gradients, scale, counter, INITIAL)
+    assert min(scale, rules.MIN_LOSS_SCALE) <= after <= scale
+    assert counted in (0, counter)
+    assert rules.scale_is_valid(NUMBERS, after)
+
+
+@QUICK
+@given(loss=any_number, gradients=any_number, scale=scales)
+def test_any_streak_of_refusals_ends_at_a_usable_scale(loss, gradients, scale):
+    """However many steps are refused, what is left is a scale that a float16 gradient can be multiplied by."""
+    for _ in range(100):
+        scale, _ = rules.learned_scale(NUMBERS, loss, gradients, scale, 5, INITIAL)
+    assert scale > 0
+    if math.isfinite(loss) and not math.isfinite(gradients):
+        assert scale <= rules.MIN_LOSS_SCALE
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("nbytes", [0, rules.SMALL_SLOTS - 1, rules.SMALL_SLOTS])
+def test_small_slots_are_read_with_the_weights(nbytes, proven):
+    """Whatever the optimizer is."""
+    assert rules.slot_reading(nbytes, proven) is SlotReading.WITH_WEIGHTS
+
+
+def test_large_slots_are_read_every_step_unless_the_proof_covers_them():
+    """The proof decides, not the size, where the slots are large."""
+    assert rules.slot_reading(rules.SMALL_SLOTS + 1, proven=False) is SlotReading.EVERY_STEP
+    assert rules.slot_reading(rules.SMALL_SLOTS + 1, proven=True) is SlotReading.WHEN_DUE
+
+
+@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
+def test_when_a_full_read_is_due(ops, number):
+    """Once in an interval, and after each step whose gradients the proof does not cover, NaN among them."""
+    for gradients in (0.0, 1.0, rules.BOUND, 1.0001 * rules.BOUND, INF, NAN):
+        for updates in range(2 * rules.FULL_READ_INTERVAL + 1):
+            covered = gradients <= rules.BOUND
+            expected = not covered or updates in (0, rules.FULL_READ_INTERVAL, 2 * rules.FULL_READ_INTERVAL)
+            assert bool(rules.full_read_is_due(ops, updates, np.float64(gradients))) == expected, (updates, gradients)
+
+
+@QUICK
+@given(start=st.integers(0, 10**6), gradients=st.floats(0, rules.BOUND))
+def test_no_interval_passes_without_a_full_read(start, gradients):
+    """Of any 16 steps in a row one reads everything, and one only where the gradients stay within the bound."""
+    steps = range(start, start + rules.FULL_READ_INTERVAL)
+    assert sum(rules.full_read_is_due(NUMBERS, step, gradients) for step in steps) == 1

@@ -1,0 +1,251 @@
+"""What docs/architecture.md and CONTRIBUTING.md say of the code is so, and the recipe for an action and for a cause is complete."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from diagnosis.test_causes import TABLE
+from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, edges, modules
+
+from keras_nanguard import actions
+from keras_nanguard._core.incident import CAUSES
+from keras_nanguard._diagnose import causes
+from keras_nanguard._diagnose.advice import ADVICE
+from keras_nanguard._diagnose.conclude import conclude
+from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._policy.schema import json_schema
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
+BASES = (ROOT, ROOT / "keras_nanguard")
+"""Paths on the two pages are relative to the repository or to the package."""
+
+PLACE = r"(?:(?:[\w.-]+/)+[\w.-]*|[\w.-]+\.(?:py|toml|cfg)|_[a-z]+|Makefile)(?:::[\w.]+)?"
+DOTTED = r"_[a-z]\w*(?:\.\w+)+|[A-Z]\w+\.\w+"
+OURS = r"(?:_[a-z]+|keras_nanguard|tests|benchmarks|examples|docs)/[\w./-]*(?:::[\w.]+)?"
+"""How the two pages name a path or `path::name`, and a module, a name in one or `Class.name`; how the other pages name a path of ours."""
+
+NOT_THERE = {"tests/backends/NAME", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
+"""What a recipe is to make, and what is Keras' own."""
+
+
+@functools.cache
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def section(page: Path, heading: str) -> str:
+    """Return what stands under a heading of the second level."""
+    return text(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def rows(table: str) -> list[list[str]]:
+    """Return the cells of each row of the first table in a text, without its head."""
+    lines = re.search(r"(?:^\|.*\n)+", table, re.M).group().splitlines()  # type: ignore[union-attr]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+# What the pages name
+
+
+def spans(page: Path) -> set[str]:
+    """Return what stands between backticks on a page, and what its consoles run, with one for each backend in place of NAME."""
+    prose = re.sub(r"^```.*?^```", "", text(page), flags=re.M | re.S)
+    found = {*re.findall(r"`([^`\n]+)`", prose), *re.findall(r"\btests/[\w./]+\.py", text(page))} - NOT_THERE
+    return {span.replace("NAME", backend) for span in found for backend in BACKENDS}
+
+
+def references() -> list[str]:
+    """Return each path, `path::name` and dotted name of the two pages, and each path of ours that another page names."""
+    found = {span for page in (ARCHITECTURE, CONTRIBUTING) for span in spans(page) if re.fullmatch(f"{PLACE}|{DOTTED}", span)}
+    others = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return sorted(found.union(*({span for span in spans(page) if re.fullmatch(OURS, span)} for page in others)))
+
+
+@functools.cache
+def names(path: Path) -> frozenset[str]:
+    """Return what a module defines, and `Class.name` for what is within its classes."""
+
+    def bound(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from bound(node.body, f"{node.name}.")
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from (prefix + n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+    return frozenset(bound(ast.parse(path.read_text(encoding="utf-8")).body))
+
+
+def located(path: str) -> Path | None:
+    return next((base / ending for base in BASES for ending in (path, f"{path}.py") if (base / ending).exists()), None)
+
+
+@pytest.mark.parametrize("reference", references())
+def test_what_the_pages_name_exists(reference):
+    """Each path is there, and what it is said to hold is defined in it; a dotted name is a module or stands in one."""
+    if re.fullmatch(DOTTED, reference):
+        everywhere = [f"{module}.{name}".lstrip(".") for module in modules() for name in ("", *names(modules()[module]))]
+        assert any(f".{known}.".endswith(f".{reference}.") for known in everywhere), f"there is no {reference}"
+        return
+    path, _, name = reference.partition("::")
+    found = located(path)
+    assert found is not None, f"there is no {path}"
+    assert not name or name in names(found), f"{path} has no {name}"
+
+
+def test_the_pages_name_what_they_are_about():
+    """The pages name many places; a pattern that no longer meets them would pass everything."""
+    assert sum("::" in reference for reference in references()) > 100
+    assert len(rows(section(ARCHITECTURE, "Where to find what"))) >= 12
+    assert 20 <= len(rows(section(ARCHITECTURE, "Glossary"))) <= 30
+
+
+def test_links_to_code_lead_to_the_file_that_they_name():
+    """Where a name in the code is a link, it leads to its file."""
+    found = re.findall(r"\[`([^`]+)`\]\(\.\./([^)]+)\)", text(ARCHITECTURE))
+    assert len(found) > 30
+    assert [(name, target) for name, target in found if f"keras_nanguard/{name.partition('::')[0]}" != target] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/policies.md", "docs/diagnosis.md", "docs/recovery.md", "docs/backends.md"])
+def test_the_architecture_is_one_click_away(page):
+    """From the README and from the pages that say how things work a link leads to the page on the code."""
+    assert re.search(r"\]\((?:docs/)?architecture\.md[)#]", text(ROOT / page))
+
+
+def test_the_commands_of_the_pages_are_targets_of_the_makefile():
+    """Each `make` of the README and of CONTRIBUTING.md is there."""
+    targets = set(re.findall(r"^([\w-]+):", text(ROOT / "Makefile"), re.M))
+    named = {name for page in (ROOT / "README.md", CONTRIBUTING) for name in re.findall(r"`make ([\w-]+)", text(page))}
+    assert len(named) > 8
+    assert named - targets == set()
+
+
+# The packages
+
+
+def test_the_table_of_packages_is_the_order_of_the_layout():
+    """One row for each package, from the bottom to the top, and what loads without Keras is what the layout's test loads so."""
+    table = rows(section(ARCHITECTURE, "Packages"))
+    order = [tuple(re.findall(r"`(\w+)`", cells[0])) for cells in table]
+    assert sorted(map(sorted, order)) == sorted(map(sorted, ORDER))
+    assert [set(row) for row in order] == [set(names) for names in ORDER]
+    without = {name for cells, names in zip(table, order) for name in names if cells[3] == "yes" or f"`{name}`" in cells[3]}
+    assert without == set(KNOW_NO_KERAS)
+    assert all(len(cells) == 4 and all(cells) for cells in table)
+
+
+def test_the_picture_shows_the_imports_that_there_are():
+    """Its arrows are the imports between packages, without those that follow from others."""
+    arrows = set(re.findall(r"^ +(\w+) --> (\w+)$", section(ARCHITECTURE, "Packages"), re.M))
+    direct: dict[str, set[str]] = {}
+    for module in set(modules()) - {""}:
+        own = module.partition(".")[0]
+        direct.setdefault(own, set()).update({other.partition(".")[0] for other in edges(module)} - {own, "_version"})
+
+    def beyond(package: str) -> set[str]:
+        return direct[package].union(*map(beyond, direct[package])) if direct[package] else set()
+
+    implied = {(one, far) for one in direct for other in direct[one] for far in beyond(other)}
+    assert arrows == {(one, other) for one in direct for other in direct[one]} - implied
+
+
+# The recipes
+
+
+class Obligation(NamedTuple):
+    """What each member of a family has.
+
+    Attributes:
+        place: the place that the recipe names for it.
+        met: whether a member has it.
+    """
+
+    place: str
+    met: Callable[[str], bool]
+
+
+def _row(page: str, heading: str, name: str) -> bool:
+    return any(cells[0] == f"`{name}`" and all(cells[:2]) for cells in rows(section(ROOT / "docs" / page, heading)))
+
+
+def _is_listed(action: str) -> bool:
+    return not actions.ACTIONS[action].changes or f"`{action}`" in section(ROOT / "docs" / "policies.md", "Every policy ends")
+
+
+def _has_rule(cause: str) -> bool:
+    """Whether a rule that is in the table names a cause; `unknown` is what remains."""
+    deciding = {rule.__name__ for rule in causes.RULES} | {causes.decide.__name__}
+    tree = ast.parse(text(Path(causes.__file__)))
+    bodies = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in deciding]
+    return any(isinstance(n, ast.Constant) and n.value == cause for body in bodies for n in ast.walk(body))
+
+
+def _has_section(cause: str) -> bool:
+    found = re.search(rf"^## {cause}\n\n\*\*.+\*\*\n\n\*Decided by:\* .+\n\n\*Do:\* .+$", text(ROOT / "docs" / "causes.md"), re.M)
+    return found is not None
+
+
+@functools.cache
+def _programs() -> str:
+    return "".join(text(page) for page in sorted((ROOT / "tests" / "diagnosis" / "mechanisms").glob("*.py")))
+
+
+ELSEWHERE = {"spike": "tests/diagnosis/test_true_sentences.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
+"""Causes that no program of `mechanisms` fails by: a spike takes a longer run, and `unknown` is what remains."""
+
+
+def _has_program(cause: str) -> bool:
+    return f'"{cause}"' in (text(ROOT / ELSEWHERE[cause]) if cause in ELSEWHERE else _programs())
+
+
+OF_ACTIONS = {
+    "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
+    "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
+    "sentence": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].sentence is not actions.Action.sentence),
+    "performer": Obligation("_fit/perform.py::PERFORMERS", lambda name: callable(PERFORMERS.get(name))),
+    "schema": Obligation("policy.schema.json", lambda name: name in json_schema()["$defs"]["ActionTable"]["properties"]),
+    "row in the docs": Obligation("docs/policies.md", lambda name: _row("policies.md", "Actions", name)),
+    "limit in the docs": Obligation("*Every policy ends*", _is_listed),
+    "row on recovery": Obligation("docs/recovery.md", lambda name: _row("recovery.md", "What each action does", name)),
+    "test": Obligation(
+        "tests/recovery/test_actions.py",
+        lambda name: f"Test{actions.ACTIONS[name].__name__}" in names(ROOT / "tests" / "recovery" / "test_actions.py"),
+    ),
+}
+"""What each action of `ACTIONS` has."""
+
+OF_CAUSES = {
+    "rule": Obligation("_diagnose/causes.py::RULES", _has_rule),
+    "words": Obligation("_diagnose/words.py::sentences", lambda name: bool(conclude(TABLE[name]).evidence)),
+    "advice": Obligation("_diagnose/advice.py::ADVICE", lambda name: callable(ADVICE.get(name))),
+    "section in the docs": Obligation("docs/causes.md", _has_section),
+    "evidence in a test": Obligation("tests/diagnosis/test_causes.py::TABLE", lambda name: causes.decide(TABLE[name]).cause == name),
+    "program in a test": Obligation("tests/diagnosis/mechanisms", _has_program),
+}
+"""What each cause of `CAUSES` has."""
+
+
+@pytest.mark.parametrize("what", OF_ACTIONS)
+@pytest.mark.parametrize("name", actions.ACTIONS)
+def test_an_action_has_all_that_its_recipe_names(name, what):
+    """Each action has its performer, schema, sentence, docs and test, and the recipe names the place of each."""
+    assert OF_ACTIONS[what].met(name), f"the action {name} has no {what}: {OF_ACTIONS[what].place}"
+    assert OF_ACTIONS[what].place in section(CONTRIBUTING, "Add an action")
+
+
+@pytest.mark.parametrize("what", OF_CAUSES)
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_has_all_that_its_recipe_names(name, what):
+    """Each cause has its rule, words, advice, docs and tests, and the recipe names the place of each."""
+    assert name in TABLE and OF_CAUSES[what].met(name), f"the cause {name} has no {what}: {OF_CAUSES[what].place}"
+    assert OF_CAUSES[what].place in section(CONTRIBUTING, "Add a cause")
