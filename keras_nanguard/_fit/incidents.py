@@ -35,14 +35,14 @@ class Incidents:
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
         if report is not None and report.left_by_previous:
-            return self._raise(run.step - 1, run.scan("weights"), verdict=verdict)
+            return self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
         if self._is_ordinary_overflow(verdict):
             run.counts.overflows += 1
             return
         findings = [*in_batch(report, run.model), *run.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > run.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        self._raise(run.step, findings, refused=True, report=report, verdict=verdict)
+        self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself."""
@@ -54,7 +54,7 @@ class Incidents:
         """Raise the incident of a step that has committed."""
         run = self._run
         report = Report(verdict, (), (), run.transaction.batch(run.step, run.transaction.given))
-        self._raise(run.step, findings, report=report, verdict=verdict)
+        self.raise_incident(run.step, findings, report=report, verdict=verdict)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
@@ -70,11 +70,11 @@ class Incidents:
             return
         run.counts.streak = 1
         findings = [*in_batch(report, run.model), *(report.findings() if report else ()), *run.scan("weights")]
-        self._raise(run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict)
+        self.raise_incident(run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict)
 
     def between_steps(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
         """Raise the incident of what shows between two steps; it counts as that of the step before."""
-        self._raise(max(self._run.step - 1, 0), findings, diagnosis=diagnosis, act=act)
+        self.raise_incident(max(self._run.step - 1, 0), findings, diagnosis=diagnosis, act=act)
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step that is about its data, before it goes on to the user."""
@@ -83,7 +83,7 @@ class Incidents:
         if found is not None:
             self._report(Incident(run.step, counts.epoch, counts.batch(run.step), (found[0],), diagnosis=found[1]))
 
-    def _raise(
+    def raise_incident(
         self,
         step: int,
         findings: Sequence[Finding],

@@ -23,6 +23,7 @@ MODULES = {"Attaching": "attach", "Replay": "replay", "CompiledReplay": "compile
 CLASSES = {
     "Attachment": ["attach.ModelAttachment"],
     "LoopStep": ["attach.LoopStep"],
+    "StateAccess": ["attach.ModelAttachment", "attach.LoopStep"],
     "Transaction": ["step.Transaction"],
     "ReportQueue": ["reports.ReportQueue"],
     "Outputs": ["outputs.LogOutputs", "outputs.PlainOutputs"],
