@@ -538,7 +538,8 @@ def test_course_round_trip():
 KILLED = """
 import os, sys, time
 sys.path[:0] = {paths!r}
-import keras, numpy as np, zoo
+import keras, numpy as np
+from support import zoo
 from keras_nanguard import NanGuard
 
 def child(directory):
