@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._version import __version__
 
 if TYPE_CHECKING:
-    from keras_nanguard._core.errors import BundleError as BundleError
-    from keras_nanguard._core.errors import FileFormatError as FileFormatError
-    from keras_nanguard._core.errors import GuardError as GuardError
-    from keras_nanguard._core.errors import GuardInUseError as GuardInUseError
-    from keras_nanguard._core.errors import NanGuardError as NanGuardError
-    from keras_nanguard._core.errors import NonFiniteError as NonFiniteError
-    from keras_nanguard._core.errors import PolicyError as PolicyError
-    from keras_nanguard._core.incident import Decision as Decision
-    from keras_nanguard._core.incident import Diagnosis as Diagnosis
-    from keras_nanguard._core.incident import Finding as Finding
-    from keras_nanguard._core.incident import Incident as Incident
-    from keras_nanguard._core.incident import Outcome as Outcome
+    from keras_nanguard._core.errors import (
+        BundleError as BundleError,
+        FileFormatError as FileFormatError,
+        GuardError as GuardError,
+        GuardInUseError as GuardInUseError,
+        NanGuardError as NanGuardError,
+        NonFiniteError as NonFiniteError,
+        PolicyError as PolicyError,
+    )
+    from keras_nanguard._core.incident import (
+        Decision as Decision,
+        Diagnosis as Diagnosis,
+        Finding as Finding,
+        Incident as Incident,
+        Outcome as Outcome,
+    )
     from keras_nanguard._diagnose.examine import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
     from keras_nanguard._files.recalibrate import recalibrate as recalibrate

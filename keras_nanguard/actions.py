@@ -20,8 +20,7 @@ from keras_nanguard._policy import actions as _defined
 from keras_nanguard._policy.actions import *  # noqa: F403  all of them are public
 
 if TYPE_CHECKING:
-    from keras_nanguard._policy.schema import action_from_dict as from_dict
-    from keras_nanguard._policy.schema import action_from_file as from_file
+    from keras_nanguard._policy.schema import action_from_dict as from_dict, action_from_file as from_file
 
 __all__ = [*_defined.__all__, "from_dict", "from_file"]
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import OptimizerFacts
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["must_stay_finite"]
 

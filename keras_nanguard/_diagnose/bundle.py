@@ -39,8 +39,7 @@ from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
 from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS, plain_text
-from keras_nanguard._keras import spread_arrays
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import spread_arrays, variables as keras_variables
 from keras_nanguard._version import __version__
 
 __all__ = ["FORMAT", "Bundle", "read", "write"]

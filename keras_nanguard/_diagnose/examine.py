@@ -25,8 +25,7 @@ from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import with_names
 from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._files.stored import plain_text
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Examination", "diagnose"]

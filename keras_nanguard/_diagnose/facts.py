@@ -13,10 +13,12 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Growth, OptimizerFacts, TargetFault
 from keras_nanguard._core.history import History, magnitudes, sizes
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import losses as keras_losses
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    losses as keras_losses,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 __all__ = ["growth", "loss_names", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 

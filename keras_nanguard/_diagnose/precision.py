@@ -13,9 +13,7 @@ from typing import Any
 import keras
 
 from keras_nanguard._backends import current
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import losses as keras_losses
-from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, optimizers as keras_optimizers
 
 __all__ = ["in_float32", "lowest"]
 

@@ -11,8 +11,7 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import losses as keras_losses
+from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
 __all__ = ["by_replay", "explained"]
 

@@ -19,8 +19,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core.errors import BundleError, GuardError, expected
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._diagnose import bundle as _bundle
-from keras_nanguard._diagnose import raised
+from keras_nanguard._diagnose import bundle as _bundle, raised
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.counterfactuals import Rerun, counterfactual_results
 from keras_nanguard._diagnose.facts import objective, optimizer_facts
@@ -28,8 +27,7 @@ from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files.stored import first_line, plain_text
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["MODES", "Replay", "replay"]

@@ -19,8 +19,7 @@ from keras_nanguard._diagnose import rows
 from keras_nanguard._diagnose.causes import HUGE_DATA, LARGE_DATA, grown, kind
 from keras_nanguard._diagnose.facts import target_fault
 from keras_nanguard._diagnose.precision import in_float32
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["Trials", "standardized", "with_names"]

@@ -23,8 +23,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.epoch_logs import numbers
 from keras_nanguard._fit.pending_recovery import learning
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["Lagging"]
 

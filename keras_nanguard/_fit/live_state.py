@@ -6,8 +6,7 @@ from typing import Any
 
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["LiveState"]

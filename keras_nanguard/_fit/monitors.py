@@ -17,9 +17,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["Monitors"]
 

@@ -12,8 +12,7 @@ from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.recalibration import Recalibration
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 __all__ = ["PendingRecovery"]
 

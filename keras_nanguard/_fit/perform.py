@@ -15,9 +15,7 @@ from keras_nanguard._fit import quarantine as _quarantine_files
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 

@@ -17,8 +17,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.epoch_logs import numbers
-from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 
 __all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
 

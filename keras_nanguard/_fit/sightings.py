@@ -9,8 +9,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["bad_state", "in_batch", "values"]

@@ -22,9 +22,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import native_variables
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, native_variables, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["TrainState"]
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    Field as Described,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
 )
-from pydantic import Field as Described
 from pydantic_core import PydanticCustomError, core_schema
 
 from keras_nanguard._core.incident import CAUSES, KINDS, SITES

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, create_model, model_validator
-from pydantic import Field as Described
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field as Described, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from keras_nanguard._policy.fields import MAX_INTEGER, construct, contradictions, expected_value, plain_type, printable

@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading

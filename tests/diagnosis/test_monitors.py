@@ -8,8 +8,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from keras import layers
 
 from keras_nanguard import NanGuard

@@ -12,13 +12,11 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support import zoo
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
-from keras_nanguard._files import archives, hdf5
-from keras_nanguard._files import isolated as isolated_reading
+from keras_nanguard._files import archives, hdf5, isolated as isolated_reading
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
 from keras_nanguard._files.stored import plain_text

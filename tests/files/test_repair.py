@@ -8,8 +8,7 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._core.errors import FileFormatError, GuardError

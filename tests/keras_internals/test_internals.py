@@ -11,10 +11,7 @@ from keras import layers
 from keras.src.utils import io_utils
 from support import zoo
 
-from keras_nanguard._keras import fitting, structure
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import fitting, layers as keras_layers, optimizers as keras_optimizers, structure, variables as keras_variables
 
 
 @pytest.fixture(scope="module")

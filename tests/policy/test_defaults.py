@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from keras_nanguard import actions
 from keras_nanguard._core.errors import PolicyError

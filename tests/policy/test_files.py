@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._policy.documents import MAX_BYTES, MAX_DEPTH, parsed

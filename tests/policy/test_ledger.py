@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import KINDS, SITES, Finding, Incident

@@ -6,8 +6,7 @@ import json
 import os
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._core.incident import CAUSES, KINDS, SITES, Decision, Diagnosis, Finding, Incident

@@ -7,8 +7,7 @@ import random
 import timeit
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from keras_nanguard._policy.settings import TrendCheck
 from keras_nanguard._policy.trend import Trend

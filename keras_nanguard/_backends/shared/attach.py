@@ -11,10 +11,7 @@ from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import overrides
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides, variables as keras_variables
 
 __all__ = ["Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
 

@@ -16,9 +16,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow
-from keras_nanguard._keras import layers as keras_layers
-from keras_nanguard._keras import losses as keras_losses
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Call", "Instrument", "layer_row"]

@@ -12,14 +12,11 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import adapted
 from keras_nanguard._backends.shared.batch_memory import held
-from keras_nanguard._backends.tensorflow import faults, from_iterator, step
-from keras_nanguard._backends.tensorflow import mirrored as mirrored_step
+from keras_nanguard._backends.tensorflow import faults, from_iterator, mirrored as mirrored_step, step
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import overrides as instance_overrides
+from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides as instance_overrides
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]

@@ -11,8 +11,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, reductions, reports
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
 from keras_nanguard._core.verdict import PERIOD
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["Retrace", "StepTrace"]
 

@@ -14,9 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.faults import FaultHook
-from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import overrides
+from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides
 
 __all__ = ["Hook", "in_batches", "with_faults"]
 

@@ -24,8 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.tensorflow.exact_products import origin
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["fused", "same_bits"]

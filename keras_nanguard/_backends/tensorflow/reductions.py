@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.shared.rules import Operations, SlotReading, full_read_is_due
 from keras_nanguard._backends.tensorflow import graph
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]

@@ -23,8 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import outputs as step_outputs
-from keras_nanguard._backends.tensorflow import reports, staged_batches
+from keras_nanguard._backends.tensorflow import outputs as step_outputs, reports, staged_batches
 from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Verdict
 from keras_nanguard._keras.train_state import TrainState

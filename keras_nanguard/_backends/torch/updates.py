@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from keras_nanguard._backends.torch.modules import first_value
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["KerasUpdate", "TorchUpdate", "Undo", "Update"]
 

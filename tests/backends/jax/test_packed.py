@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support import zoo
 
 from keras_nanguard import NanGuard
