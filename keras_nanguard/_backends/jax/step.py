@@ -263,6 +263,9 @@ class Transaction:
 
     def read(self, vector: Any, outputs: Any) -> tuple[Verdict, Any, Any]:
         """Wait for the vector of a step; returns the verdict, the outputs, some of which are in the vector, and what else is in it."""
+        polls = self.strategy.max_polls
+        while polls and not vector.is_ready():
+            polls -= 1
         array = np.asarray(vector)
         numbers = array[: self.vector_head].tolist()
         return Verdict.of(numbers[: len(FIELDS)]), self.outputs.split(outputs, numbers[len(FIELDS) :]), array[self.vector_head :]

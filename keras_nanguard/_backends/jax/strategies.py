@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +38,21 @@ numbers are the same.
 """
 
 
+MAX_POLLS = 400 if (os.cpu_count() or 1) > 1 else 0
+"""How often the host looks whether a tiny step has ended (some 0.1 ms) before it sleeps: to be woken takes it longer than that step."""
+
+
 class Strategy:
     """One way to run guarded steps.
 
     Args:
         owner: the transaction.
+
+    Attributes:
+        max_polls: how often the host looks whether the step has ended before it sleeps.
     """
+
+    max_polls = 0
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -104,7 +114,9 @@ class HostSelects(Strategy):
 
 
 class SingleThread(HostSelects):
-    """The same for a step that takes less time than handing its parts to other threads."""
+    """The same for a step that takes less time than handing its parts to other threads, or than waking the host at its end."""
+
+    max_polls = MAX_POLLS
 
     def options(self) -> dict[str, Any]:
         return {"compiler_options": _sequential_scheduler()}

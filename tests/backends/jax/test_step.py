@@ -662,6 +662,38 @@ def test_tiny_steps_stay_on_one_thread():
     assert zoo.differences(*runs) == []
 
 
+class Slow:
+    """The vector of a step that ends after some looks at it."""
+
+    def __init__(self, vector, looks):
+        self.vector, self.looks, self.polls = vector, looks, 0
+
+    def is_ready(self):
+        self.polls += 1
+        return self.polls >= self.looks
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.vector)
+
+
+@pytest.mark.parametrize(("strategy", "looks", "polls"), [
+    (strategies.PackedState, 3, min(3, strategies.MAX_POLLS)),
+    (strategies.PackedState, 1 << 20, strategies.MAX_POLLS),
+    (strategies.HostSelects, 3, 0),
+])  # fmt: skip
+def test_the_host_polls_for_the_end_of_a_tiny_step(strategy, looks, polls, monkeypatch):
+    """It looks again and again whether a tiny step has ended, a bounded number of times, and sleeps for any other."""
+    monkeypatch.setattr(strategies.SingleThread, "max_polls", strategies.MAX_POLLS)
+    with pinned(strategy):
+        transaction = zoo.run(zoo.plain, zoo.regression(batches=2), guard=True, epochs=1).guard.session.transaction
+    assert type(transaction.strategy) is strategy
+    vector = Slow([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0] + [0.5] * 8, looks)
+    transaction.vector_head = 9
+    monkeypatch.setattr(transaction.outputs, "split", lambda outputs, more: outputs)
+    verdict, _, _ = transaction.read(vector, {})
+    assert (verdict.loss, vector.polls) == (1.0, polls)
+
+
 FIT = Conditions(True, True, False, False, True, True, 1 << 10, True)
 CHOICES = {
     "tiny": ({}, strategies.PackedState),
