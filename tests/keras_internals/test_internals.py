@@ -245,13 +245,13 @@ def test_the_global_seed_generator():
     assert len(keras_variables.global_seed_variables()) == 1
 
 
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="variables of TensorFlow")
+@pytest.mark.requires_backend("tensorflow", reason="variables of TensorFlow")
 def test_tensorflow_is_imported_lazily():
     """`keras.src.utils.module_utils.tensorflow` has the raw operations."""
     assert keras_variables.view(keras.Variable([1.0, 2.0])).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="the trainer of JAX")
+@pytest.mark.requires_backend("jax", reason="the trainer of JAX")
 def test_the_state_of_the_trainer_of_jax():
     """`_symbolic_build`, `_get_jax_state`, `_jax_state` with `_jax_state_synced`, and `_get_state_sharding_spec`."""
     from keras_nanguard._keras import jax_trainer
