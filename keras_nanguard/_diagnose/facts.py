@@ -20,7 +20,7 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-__all__ = ["growth", "loss_names", "negative_loss", "objective", "optimizer_facts", "target_fault"]
+__all__ = ["growth", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
 RECENT = 5
 """Number of last steps that are reported, and from which the magnitude before the incident is taken."""
@@ -131,11 +131,6 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
                 if value >= 1.0:
                     found.append((f"The {norm} of the {name} of {layer.path!r}", value))
     return tuple(found)
-
-
-def loss_names(model: Any) -> list[str]:
-    """Return the names of the model's losses."""
-    return [str(getattr(loss, "name", "")) for loss in keras_losses.losses_of(model)[1:]]
 
 
 def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Sequence[int]) -> TargetFault | None:

@@ -31,5 +31,6 @@ def check(record: Any) -> None:
 
     nullable = {entry.name for entry in fields(record) if optional(entry)}
     checked = {name: value for name, value in given.items() if value is not None or name not in nullable}
-    raise_problems(problems_of(model_of(type(record)), checked) or contradictions(record))
+    kind: Any = type(record)
+    raise_problems(problems_of(model_of(kind), checked) or contradictions(record))
     with_floats(record)

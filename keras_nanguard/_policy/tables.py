@@ -5,6 +5,7 @@ Needs pydantic. Imports no backend.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Literal
@@ -78,7 +79,7 @@ def checked_printable(text: str) -> str:
 
 def table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> Any:
     """Return the model of a record; `alone`: it is never merged over another document, so fields are also checked together."""
-    known = {entry.name: described(entry, name) for entry in fields(record) if "meaning" in entry.metadata}
+    known = _described_fields(record, name)
 
     def together(table: Table) -> Table:
         given = {word: getattr(table, word) for word in known if word in table.model_fields_set}
@@ -92,12 +93,11 @@ def table_of(record: type[Any], name: str, alone: bool = True, **more: Any) -> A
     return MODELS[record]
 
 
+@functools.cache
 def model_of(record: type[Any]) -> Any:
     """Return the model of a record written in code, which checks each field by itself."""
-    if record not in _ALONE:
-        known = {entry.name: described(entry, record.__name__) for entry in fields(record) if "meaning" in entry.metadata}
-        _ALONE[record] = model(record.__name__, (record.__doc__ or "").split("\n")[0], known)
-    return _ALONE[record]
+    return model(record.__name__, (record.__doc__ or "").split("\n")[0], _described_fields(record, record.__name__))
 
 
-_ALONE: dict[type[Any], Any] = {}
+def _described_fields(record: type[Any], name: str) -> dict[str, Any]:
+    return {entry.name: described(entry, name) for entry in fields(record) if "meaning" in entry.metadata}

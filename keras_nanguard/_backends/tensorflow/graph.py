@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Access", "Untracked", "accesses", "capture", "eager_handle", "mark", "untracked"]
+__all__ = ["Access", "Untracked", "accesses", "capture", "mark", "untracked"]
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 
@@ -88,11 +88,6 @@ class _Outside:
 
 def _captures(graph: Any) -> Any:
     return getattr(graph, "captures", ())
-
-
-def eager_handle(handle: Any) -> Any:
-    """Return what a tensor of a graph (a resource, say) stands for outside of all graphs, or `None` where there is nothing."""
-    return _Outside().of(handle)
 
 
 class Untracked:
