@@ -77,6 +77,12 @@ class Transaction(Protocol):
     replayed: Callable[..., Any]
     """The step as it can be run again: a function of its batch that reads and writes the variables, and returns the outputs."""
 
+    judged: Callable[..., Verdict] | None
+    """The step as training has compiled it, run again and forgotten; returns its verdict. `None` where that takes a new trace."""
+
+    jit: bool
+    """Whether the step is compiled by XLA, or by what the backend has instead."""
+
     model: Any
     outputs: Outputs
     report_queue: ReportQueue
@@ -310,14 +316,8 @@ class CompiledReplay(Protocol):
     MODES: tuple[str, ...]
     """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
 
-    def is_compiled(self, step: Any) -> bool:
-        """Whether running the step in the mode it was compiled in is cheaper than running it eagerly."""
-
     def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
         """Run a step once, compiled, and forget it; see what it came to."""
-
-    def mode_of(self, transaction: Any, model: Any) -> str:
-        """Return the mode in which a guarded step runs."""
 
 
 class Faults(Protocol):
