@@ -17,6 +17,7 @@ from keras_nanguard._backends.jax.step import Transaction, on_accelerator
 from keras_nanguard._backends.jax.strategies import Started
 from keras_nanguard._backends.shared.attach import Attachment, adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
@@ -26,13 +27,18 @@ class ModelAttachment(Attachment):
     """Stands in for the train function of a Keras trainer.
 
     Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
-    them so.
+    them so. So each step of an execution is guarded by itself.
 
     Attributes:
         pending: the step whose verdict is still to be read; `None` where all were.
     """
 
+    END_OF_DATA = (StopIteration,)
+
     pending: Started | None = None
+
+    _gathered = True
+    """Whether Keras has gathered the state anew for the step that runs."""
 
     def __init__(self, model: Any, session: GuardedSession):
         if keras.config.is_nnx_enabled():
@@ -82,40 +88,45 @@ class ModelAttachment(Attachment):
         session.attach(self, transaction)
         self.outputs = transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
-        model.train_function = self.run
+        model.train_function = self.run_execution
 
-    def run(self, state: Any, iterator: Any) -> Any:
-        """Stand in for the train function: one execution."""
-        try:
-            return self.inner(state, iterator)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.trainer_state.rescue()
-            self._changed = True
-            self._resolve_at_last()
-            self.session.raised(error)
-            self.detach()
-            raise
+    def _call(self, *args: Any) -> Any:
+        """Run Keras' own loop over the batches of one execution, which calls `step` for each."""
+        return self.inner(*args)
 
     def step(self, state: Any, data: Any) -> Any:
-        """Run one train step, and let the host look at its verdict."""
+        """Run one guarded step, or start one whose verdict is read later; returns the logs and the state."""
         session, trainer_state = self.session, self.trainer_state
-        given = trainer_state.state
+        self._gathered = state is not trainer_state.state
         trainer_state.receive(state)
-        if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
+        if self._gathered:  # a callback has had it in between, or this is `train_on_batch`
             self.resolve_pending()
         elif session.transaction.deferred and (session.may_run_ahead or self.pending is not None) and self._goes_on(data):
             return session.logs.shown, trainer_state.take()
-        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+        return self.run_guarded(data), trainer_state.take()
+
+    def _before_step(self, data: Any) -> None:
+        """Let the host do what is due; the variables hold the state for it, which a step has no need of otherwise."""
+        session = self.session
+        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and self._gathered):
             session.sync_variables()
             session.before()
-        if session.stopped or session.skips_batches(iter((data,)), 1):
-            return self._logs(), trainer_state.take()
-        state, logs, verdict = session.transaction(trainer_state.take(), _factors(session), data)
-        trainer_state.hold(state)
-        session.after(verdict)
-        return session.logs_for_callbacks(logs, verdict.loss, verdict.refused), trainer_state.take()
+
+    def _skips(self, data: Any) -> bool:
+        return self.session.skips_batches(iter((data,)), 1)
+
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+        state, logs, verdict = self.session.transaction(self.trainer_state.take(), _factors(self.session), data)
+        self.trainer_state.hold(state)
+        return logs, verdict
+
+    def _without_effect(self, data: Any) -> Any:
+        """Return logs without a step: Keras has taken the batch already."""
+        return self._shown()
+
+    def _rescue(self) -> None:
+        self.trainer_state.rescue()
+        self._resolve_at_last()
 
     def _goes_on(self, data: Any) -> bool:
         """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
@@ -155,13 +166,6 @@ class ModelAttachment(Attachment):
         """Give the model its own methods back."""
         self._resolve_at_last()
         super().detach()
-
-    def _logs(self) -> Any:
-        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
-        if self.session.logs.shown is None:
-            self.trainer_state.sync_variables()
-            self.session.logs_for_callbacks(self.model.get_metrics_result())
-        return self.session.logs.shown
 
 
 def _factors(session: GuardedSession) -> dict[int, Any]:

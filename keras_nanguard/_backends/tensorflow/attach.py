@@ -118,10 +118,11 @@ class ModelAttachment(attach.Attachment):
         """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
         return self.model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
 
-    def _ready_to_resume(self, data: Any) -> None:
-        """Have every variable that a step on this data makes, if the host is about to put a saved state in place."""
+    def _before_step(self, data: Any) -> None:
+        """Let the host do what is due; if it is about to put a saved state in place, every variable that the step makes is there."""
         if self.session.resuming is not None:
             self._trace(getattr(data, "element_spec", None))
+        super()._before_step(data)
 
     def prepare(self) -> None:
         """Have every variable that the first step would make."""
