@@ -156,9 +156,7 @@ class GuardedSession(Protocol):
     began: bool
     healed: bool
     resuming: Any
-    rates: dict[int, Any]
     logs: Any
-    pending_recovery: Any
     transaction: Any
 
     @property
@@ -182,6 +180,15 @@ class GuardedSession(Protocol):
     @property
     def may_run_ahead(self) -> bool:
         """Whether nothing will be due after the next step but to count it, if it is healthy."""
+
+    def needs_variables(self, written: bool) -> bool:
+        """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
+
+    def rate_factors(self) -> dict[int, float]:
+        """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
+
+    def with_rate_factors(self, factors: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Return a context in which these rates read the given factors, which a compiled step takes as an argument."""
 
     def before(self) -> None:
         """Run before each execution."""

@@ -269,7 +269,7 @@ class TestLowerLr:
         guard = acting({"lower_lr": {"factor": 0.1}})
         model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
         assert float(model.one.learning_rate.numpy()) == pytest.approx(0.01)
-        assert guard.session.rates[id(model.other)].lowest == pytest.approx(0.1)
+        assert guard.session.recovery.rates[id(model.other)].lowest == pytest.approx(0.1)
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
     def test_min_lr(self):
@@ -318,7 +318,7 @@ class TestLowerLr:
         np.testing.assert_allclose(steps[3], 0.005, atol=1e-6)
         np.testing.assert_allclose(steps[5:8], 0.5e-4, atol=1e-6)
         np.testing.assert_allclose(steps[8:13], ramp, rtol=1e-2, atol=1e-6)
-        assert not guard.session.pending_recovery.active
+        assert not guard.session.recovery.pending.active
 
     def test_reduce_lr_on_plateau(self):
         """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
@@ -531,7 +531,7 @@ class TestRecalibrateBatchnorm:
         tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
         np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
         np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
-        assert not guard.session.pending_recovery.active
+        assert not guard.session.recovery.pending.active
 
     def test_rollback_in_between(self):
         """A rollback while the statistics are estimated starts the estimate over, from batches only."""
@@ -689,7 +689,7 @@ class TestStop:
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-        assert not guard.session.pending_recovery.recovery
+        assert not guard.session.recovery.pending.recovery
 
 
 class TestRaiseError:

@@ -63,13 +63,9 @@ class ModelAttachment(Attachment):
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
-
-        def scaling(factors: dict[int, Any]) -> Any:
-            return _scaled(session, factors)
-
         transaction = self._cached_step(jit, self.waits(), keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, scaling)
+            transaction.rebind(session.read_train_state, session.with_rate_factors)
         else:
             transaction = Transaction(
                 self.body,
@@ -81,7 +77,7 @@ class ModelAttachment(Attachment):
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
-                scaling=scaling,
+                scaling=session.with_rate_factors,
             )
         if old is not None:
             transaction.inherit(old)
@@ -108,7 +104,7 @@ class ModelAttachment(Attachment):
     def _before_step(self, data: Any) -> None:
         """Let the host do what is due; the variables hold the state for it, which a step has no need of otherwise."""
         session = self.session
-        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and self._gathered):
+        if session.needs_variables(self._gathered):
             session.sync_variables()
             session.before()
 
@@ -116,7 +112,7 @@ class ModelAttachment(Attachment):
         return self.session.skips_batches(iter((data,)), 1)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        state, logs, verdict = self.session.transaction(self.trainer_state.take(), _factors(self.session), data)
+        state, logs, verdict = self.session.transaction(self.trainer_state.take(), self.session.rate_factors(), data)
         self.trainer_state.hold(state)
         return logs, verdict
 
@@ -139,7 +135,7 @@ class ModelAttachment(Attachment):
             self.resolve_pending()
             return False
         before, self.pending = self.pending, None
-        state, started = transaction.start(self.trainer_state.take(), _factors(session), data, after=before)
+        state, started = transaction.start(self.trainer_state.take(), session.rate_factors(), data, after=before)
         self.trainer_state.hold(state)
         session.healed = False
         if before is None or (session.after(transaction.finish(before), last=False) and session.may_run_ahead):
@@ -168,24 +164,6 @@ class ModelAttachment(Attachment):
         super().detach()
 
 
-def _factors(session: GuardedSession) -> dict[int, Any]:
-    """Return what learning rates that are no variables are multiplied by."""
-    return {key: rate.factor for key, rate in session.rates.items() if not rate.plain}
-
-
-@contextlib.contextmanager
-def _scaled(session: GuardedSession, factors: dict[int, Any]) -> Iterator[None]:
-    """Let the rates read these factors, which a compiled step takes as an argument."""
-    chosen = [(session.rates[key], factor) for key, factor in factors.items()]
-    for rate, factor in chosen:
-        rate.given = factor
-    try:
-        yield
-    finally:
-        for rate, _ in chosen:
-            rate.given = None
-
-
 class LoopStep(StateAccess):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
@@ -212,7 +190,7 @@ class LoopStep(StateAccess):
             model=session.model,
             refuse=session.policy.refuse,
             jit=compiled,
-            scaling=lambda factors: _scaled(session, factors),
+            scaling=session.with_rate_factors,
         )
         if session.transaction is not None:
             transaction.inherit(session.transaction)
@@ -224,11 +202,11 @@ class LoopStep(StateAccess):
         if self.variables is None:
             self.variables = _owners(state, session)
         self.state, self.synced = state, False
-        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+        if session.needs_variables(state is not given):
             session.sync_variables()
             session.before()
         function = session.transaction
-        state, outputs, verdict = function(self._taken(), _factors(session), *batch, **more)
+        state, outputs, verdict = function(self._taken(), session.rate_factors(), *batch, **more)
         self.state, self.synced = state, False
         session.after(verdict)
         return outputs, self._taken()
