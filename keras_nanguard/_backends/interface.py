@@ -200,7 +200,7 @@ class GuardedSession(Protocol):
         """Return the logs of the last step as callbacks may see them."""
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Leave the batches of one execution out, if there are some to be left out."""
+        """Skip the batches of one execution, if some are to be skipped."""
 
     def train_state(self) -> TrainState:
         """Return the train state of the last trace."""

@@ -92,7 +92,7 @@ class Session(Run):
         self.checks_fully |= self.state.note_created(native, value)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Leave the batches of one execution out, if there are some to be left out."""
+        """Skip the batches of one execution, if some are to be skipped."""
         return self.counts.skips_batches(iterator, batches)
 
     def needs_variables(self, written: bool) -> bool:

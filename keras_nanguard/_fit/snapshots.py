@@ -47,7 +47,7 @@ class Ring:
     Args:
         keep: how many there may be at a time; the newest one that is verified is never given up for a new one.
         good_after: good steps that make a snapshot verified. The state before the first step is verified by itself:
-            there is nothing older to go back to.
+            there is nothing older to restore.
     """
 
     only_reads = True

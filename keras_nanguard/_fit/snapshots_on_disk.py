@@ -6,7 +6,7 @@ Each snapshot is one folder, written beside and renamed::
       course.json                what the policy has changed so far, written anew at every incident
       snapshot-00000012/
         state.weights.h5         what Keras itself saves: weights, statistics, optimizers. Any Keras program can load it
-        rest.npz                 what it leaves out: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
+        rest.npz                 what it does not hold: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
         snapshot.json            position, verified or not, checksums of the two files, and of itself
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes.
@@ -151,7 +151,7 @@ class DiskRing(Ring):
         try:
             self._fetch(snapshot)
         except FileFormatError as error:
-            warnings.warn(f"NanGuard leaves a snapshot out: {error}", stacklevel=3)
+            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
         return bool(snapshot.arrays)
 
     def forget_after(self, step: int) -> None:

@@ -167,7 +167,7 @@ class TestRollback:
 
     @pytest.mark.parametrize("mode", ["eager", "steps4"])
     def test_skip_batches(self, mode):
-        """Batches to be left out are passed by: they train nothing, and the epoch is as long as ever."""
+        """Batches to be skipped train nothing, and the epoch is as long as ever."""
         zoo.supported(zoo.MODES[mode], even=False)
         guard = acting({"rollback": {"skip_batches": 4}}, snapshot={"every": 100})
         counted = []
@@ -181,7 +181,7 @@ class TestRollback:
         """Where there is no verified snapshot, a rollback says so and does nothing."""
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
-        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to go back to")
+        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to restore")
 
 
 def _damaged():

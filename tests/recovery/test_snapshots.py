@@ -458,7 +458,7 @@ class TestFiles:
 
         guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "good_after": 1})
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
-        with pytest.warns(UserWarning, match="leaves a snapshot out"):
+        with pytest.warns(UserWarning, match="skips a snapshot"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
         told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
         assert told == ["back to the state after 3 steps; 5 committed steps undone"]
