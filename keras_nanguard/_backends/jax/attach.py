@@ -10,12 +10,13 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import GuardedSession, StateAccess
+from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
 from keras_nanguard._backends.jax.step import Transaction, on_accelerator
 from keras_nanguard._backends.jax.strategies import Started
-from keras_nanguard._backends.shared.attach import Attachment, adapted
+from keras_nanguard._backends.shared import attach
+from keras_nanguard._backends.shared.attach import adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
@@ -23,7 +24,7 @@ from keras_nanguard._keras import jax_trainer as _trainer
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 
 
-class ModelAttachment(Attachment):
+class ModelAttachment(attach.Attachment):
     """Stands in for the train function of a Keras trainer.
 
     Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
@@ -48,7 +49,6 @@ class ModelAttachment(Attachment):
         self.trainer_state = _trainer.TrainerState(model, values)
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
         self.trainer_state.sync_variables()
 
     def variables_readable(self) -> contextlib.AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class ModelAttachment(Attachment):
         super().detach()
 
 
-class LoopStep(StateAccess):
+class LoopStep(attach.LoopStep):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
     The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
@@ -172,18 +172,15 @@ class LoopStep(StateAccess):
     """
 
     def __init__(self, function: Callable[..., Any], session: GuardedSession):
-        self.function, self.session = function, session
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
-        self.rebuild()
+        super().__init__(function, session)
 
-    def rebuild(self) -> None:
-        """Make the step anew."""
+    def _transaction(self) -> Transaction:
         session, compiled = self.session, hasattr(self.function, "lower")
-        body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
-        transaction = Transaction(
-            body,
+        return Transaction(
+            getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
             session.read_train_state,
             lambda: self.variables or [],
             outputs=PlainOutputs(),
@@ -192,9 +189,6 @@ class LoopStep(StateAccess):
             jit=compiled,
             scaling=session.with_rate_factors,
         )
-        if session.transaction is not None:
-            transaction.inherit(session.transaction)
-        session.attach(self, transaction)
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
         """Run one step; returns its outputs and the state to go on with."""
@@ -212,7 +206,6 @@ class LoopStep(StateAccess):
         return outputs, self._taken()
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
         if self.synced or self.state is None:
             return
         self.synced = True

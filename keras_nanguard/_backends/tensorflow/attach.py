@@ -105,11 +105,9 @@ class ModelAttachment(attach.Attachment):
         instance_overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any, Any]:
-        """Return what the next fit needs of the step that was made for this one."""
         return self.session.transaction, self.inner, self._exhausted
 
     def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
         super().detach()
         if self.session.transaction is not None:
             self.session.transaction.release()

@@ -70,7 +70,6 @@ class Hook(FaultHook):
         _installed.append(self)
 
     def remove(self) -> None:
-        """Leave the model as it was; the next fit makes its train function without the fault."""
         if self in _installed:
             _installed.remove(self)
         if getattr(vars(self.model).get("train_step"), "hooks", ()):

@@ -658,6 +658,20 @@ def test_loop_rolls_back():
     assert float(loop.optimizer.learning_rate.value) == pytest.approx(0.005)
 
 
+def test_loop_that_is_compiled_anew():
+    """A step that is made anew goes on with what the one before has found out."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer) as session:
+        step, state = guard.step(jax.jit(loop.step)), loop.state
+        for batch in batches((4,)):
+            _, state = step(state, *batch)
+            before = session.transaction
+            before.tolerated.add(session.step)
+            session.state.access.rebuild()
+            assert session.transaction is not before and session.transaction.tolerated == set(range(1, session.step + 1))
+    assert [i.step for i in guard.incidents] == [4]
+
+
 def test_loop_of_another_layout():
     """A state that does not hold the model's values is refused with the layout that is wanted."""
     loop, guard = Loop(), NanGuard(verbose=0)
