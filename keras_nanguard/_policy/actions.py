@@ -2,14 +2,6 @@
 
 Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records an outcome, done or
 skipped with a reason. Imports no backend.
-
-Example:
-
-    >>> from keras_nanguard import actions
-    >>> actions.LowerLr(factor=0.5).to_dict()["factor"]
-    0.5
-    >>> actions.from_file({"lower_lr": {"factor": 0.5}}) == actions.LowerLr(factor=0.5)
-    True
 """
 
 from __future__ import annotations
