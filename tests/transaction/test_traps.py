@@ -114,7 +114,7 @@ def test_04_restoring_in_inference_mode():
 def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
     """A snapshot that holds NaN, whole by its checksum, is told as a bad state when a run resumes from it."""
     snapshot = {"storage": "disk", **OFTEN}
-    monkeypatch.setattr("keras_nanguard._fit.snapshots_on_disk.first_bad", lambda variables, tolerated: "")
+    monkeypatch.setattr("keras_nanguard._fit.snapshots.first_bad", lambda variables, tolerated: "")
     real = DiskRing.take
 
     def take(self, *args, **kwargs):
