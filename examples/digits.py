@@ -22,4 +22,4 @@ model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=Tru
 guard = NanGuard()
 history = model.fit(x, y, epochs=3, validation_split=0.1, verbose=0, callbacks=[guard])
 print(guard.summary())
-print("accuracy", history.history["accuracy"][-1], "left out", history.history["refused_steps"])
+print("accuracy", history.history["accuracy"][-1], "refused", history.history["refused_steps"])

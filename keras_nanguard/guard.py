@@ -124,7 +124,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     @property
     def async_safe(self) -> bool:
-        """Whether Keras may tell callbacks of a batch in another thread.
+        """Whether Keras may call callbacks for a batch in another thread.
 
         Not where each verdict is waited for anyway: that thread has nothing to wait for then, and handing it every batch
         costs more than the callbacks do.
@@ -326,17 +326,17 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             self.session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See predictions that are not finite; the first ones are told when the call ends."""
+        """Find predictions that are not finite; the first ones are reported when the call ends."""
         self._predicted = self._predicted or results.bad_arrays(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        """Tell what was seen, and take the transaction off."""
+        """Report what was found, and take the transaction off."""
         found, self._predicted = self._predicted, []
         self._announce_results(found)
         self._leave()
 
     def _announce_results(self, findings: list[Finding]) -> None:
-        """Tell of results that are not finite; outside of training nothing is done about them."""
+        """Report results that are not finite; outside of training nothing is done about them."""
         if findings and self.session is not None:
             diagnosis = results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self._training)

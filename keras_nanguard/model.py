@@ -52,7 +52,7 @@ def _made_of_tensors(cls: type) -> type:
 
 
 class _Epochs(keras.callbacks.Callback):
-    """Tells the guard of a model where epochs start, and the epoch logs how many steps were left out."""
+    """Reports to the guard of a model where epochs start, and adds the number of refused steps to the epoch logs."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -87,7 +87,7 @@ class NanGuardModel(keras.Model):
     """A `keras.Model` whose train step is a transaction without any callback.
 
     Subclass it as you would `keras.Model`; `fit`, `train_on_batch` and a `train_step` of your own are guarded, with as
-    many optimizers as the model holds. Everything that `NanGuard` tells is told by `model.nanguard`.
+    many optimizers as the model holds. Everything that `NanGuard` reports, `model.nanguard` does.
 
     Example:
 

@@ -77,6 +77,12 @@ class Transaction(Protocol):
     replayed: Callable[..., Any]
     """The step as it can be run again: a function of its batch that reads and writes the variables, and returns the outputs."""
 
+    judged: Callable[..., Verdict] | None
+    """The step as training has compiled it, run again and forgotten; returns its verdict. `None` where that takes a new trace."""
+
+    jit: bool
+    """Whether the step is compiled by XLA, or by what the backend has instead."""
+
     model: Any
     outputs: Outputs
     report_queue: ReportQueue
@@ -150,9 +156,7 @@ class GuardedSession(Protocol):
     began: bool
     healed: bool
     resuming: Any
-    rates: dict[int, Any]
     logs: Any
-    pending_recovery: Any
     transaction: Any
 
     @property
@@ -177,6 +181,15 @@ class GuardedSession(Protocol):
     def may_run_ahead(self) -> bool:
         """Whether nothing will be due after the next step but to count it, if it is healthy."""
 
+    def needs_variables(self, written: bool) -> bool:
+        """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
+
+    def rate_factors(self) -> dict[int, float]:
+        """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
+
+    def with_rate_factors(self, factors: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Return a context in which these rates read the given factors, which a compiled step takes as an argument."""
+
     def before(self) -> None:
         """Run before each execution."""
 
@@ -187,7 +200,7 @@ class GuardedSession(Protocol):
         """Return the logs of the last step as callbacks may see them."""
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Leave the batches of one execution out, if there are some to be left out."""
+        """Skip the batches of one execution, if some are to be skipped."""
 
     def train_state(self) -> TrainState:
         """Return the train state of the last trace."""
@@ -310,14 +323,8 @@ class CompiledReplay(Protocol):
     MODES: tuple[str, ...]
     """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
 
-    def is_compiled(self, step: Any) -> bool:
-        """Whether running the step in the mode it was compiled in is cheaper than running it eagerly."""
-
     def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
         """Run a step once, compiled, and forget it; see what it came to."""
-
-    def mode_of(self, transaction: Any, model: Any) -> str:
-        """Return the mode in which a guarded step runs."""
 
 
 class Faults(Protocol):

@@ -294,7 +294,6 @@ class Evidence:
         gradient_norm: global gradient norm of the step, NaN where it is not known.
         written: whether the update cannot have produced the bad weights or slots, because all of its numbers are moderate.
         loss_scale: the loss scale, `None` where there is none.
-        loss_scale_start: the initial loss scale of the optimizer.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
     """
@@ -335,6 +334,5 @@ class Evidence:
     gradient_norm: float = math.nan
     written: bool = False
     loss_scale: float | None = None
-    loss_scale_start: float | None = None
     table: tuple[LayerRow, ...] = ()
     notes: tuple[str, ...] = ()

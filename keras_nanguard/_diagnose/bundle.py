@@ -53,7 +53,7 @@ MAX_BUNDLES = 12
 """Bundles that are kept in one directory; the oldest goes first."""
 
 MAX_BYTES = 1 << 30
-"""Bytes of arrays in one bundle. What does not fit is left out and said so: the start first, then the state."""
+"""Bytes of arrays in one bundle. What does not fit is omitted and reported: the start first, then the state."""
 
 MAX_JSON = 64 << 20
 
@@ -67,7 +67,7 @@ class Bundle:
         incident: the incident.
         about: what stands in `bundle.json`.
         batch: the arguments of the step.
-        state: values of the variables before the step by path; empty where they were left out.
+        state: values of the variables before the step by path; empty where they were omitted.
         start: the same in the snapshot that `before` goes on from.
         before: the arguments of the steps before it, oldest first.
         growth: how loss, gradient norm and weights had gone before it.
@@ -374,4 +374,4 @@ def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int =
     for kind, make in (("tuple", tuple), ("list", list)):
         if kind in structure:
             return make(_packed(child, arrays, depth + 1) for child in structure[kind])
-    raise BundleError(f"An array of the batch was left out of the bundle: {structure.get('left_out')}.")
+    raise BundleError(f"An array of the batch was omitted from the bundle: {structure.get('left_out')}.")

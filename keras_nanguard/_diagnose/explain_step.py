@@ -165,6 +165,7 @@ def step_of(run: GuardedRun) -> ReplayableStep:
         losses=transaction.outputs.losses,
         untracked=list(transaction.untracked.values()),
         tolerated=[v for v in train_state.constants if id(v) in run.tolerated],
+        judged=transaction.judged,
     )
 
 
@@ -186,4 +187,6 @@ def _roles(train_state: TrainState) -> dict[str, str]:
 
 
 def _mode(run: GuardedRun) -> str:
-    return current.compiled_replay().mode_of(run.transaction, run.model)
+    """Return the mode in which a guarded step runs, of those in which it can be run again."""
+    mode = "xla" if run.transaction.jit else "eager" if getattr(run.model, "run_eagerly", False) else "graph"
+    return mode if mode in current.compiled_replay().MODES else "eager"

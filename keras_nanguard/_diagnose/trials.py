@@ -98,7 +98,7 @@ class Trials:
 
     def _rerun(self, batch: Any) -> ReplayResult:
         """Run the step once more, without updates and observation, in the fastest mode."""
-        if current.compiled_replay().is_compiled(self.step):
+        if self.step.judged is not None:
             run: ReplayResult = current.compiled_replay().run_compiled(self.step, batch, jit=True)
             if not run.error:
                 return run

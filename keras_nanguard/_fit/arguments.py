@@ -1,6 +1,6 @@
 """The arguments of `NanGuard`: checked when the guard is made, each mistake answered in one sentence.
 
-Level 0: imports no backend.
+Imports no backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a fit has come: steps and epochs, and what was left out on the way."""
+"""How far a fit has come: steps and epochs, and what was skipped on the way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Counts:
         overflows: how many of those were ordinary float16 overflows, which are no incident.
         streak: how many steps in a row overflowed in this way; under a policy that refuses nothing 1 after a bad step.
         last_refused: whether the last step was refused.
-        rollbacks: how often the guard went back to a snapshot.
+        rollbacks: how often the guard rolled back to a snapshot.
         epoch, epoch_start: the epoch that runs, and the step it started at.
         epoch_refused, epoch_passed: refused steps of this epoch, and batches of it that no step has seen.
-        skip_batches: how many batches are still to be left out.
+        skip_batches: how many batches are still to be skipped.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Counts:
         self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
 
     def resume_epoch(self, batches: int) -> None:
-        """Leave out the batches that an earlier run has trained on in this epoch; its metrics go on."""
+        """Skip the batches that an earlier run has trained on in this epoch; its metrics go on."""
         self.skip_batches, self.epoch_passed = batches, -batches
 
     def refuse(self, steps: int = 1) -> None:
@@ -42,7 +42,7 @@ class Counts:
         self.epoch_refused += steps
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Leave the batches of one execution out, if there are some to be left out."""
+        """Skip the batches of one execution, if some are to be skipped."""
         if self.skip_batches <= 0:
             return False
         for _ in range(batches):
@@ -58,7 +58,7 @@ class Counts:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and how many of its batches are through or will be left out."""
+        """The epoch, and how many of its batches are through or will be skipped."""
         return self.epoch, self.step - self.epoch_start + self.skip_batches
 
     @property

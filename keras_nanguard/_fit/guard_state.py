@@ -32,7 +32,7 @@ class GuardState:
         ledger: what the rules remember, as `Ledger.to_dict()`.
         rates: what was done to the rate of each optimizer, as `Rate.to_dict()`; `None` for one left alone.
         settings: the settings of each optimizer that were changed, by name, with the value they have now.
-        rollbacks: how often the guard went back.
+        rollbacks: how often the guard rolled back.
         recovery: `(after, ramp)` while a lowered rate is to return.
         lowered: steps and good steps since the rate was last lowered.
         scale_bounds: floor and ceiling that the loss scale is kept between.

@@ -90,7 +90,7 @@ class LoopMixin:
 
         Returns:
             A callable of the same arguments and results. What a refused step returns is what it computed, NaN included;
-            `guard.refused` tells.
+            `guard.refused` counts the refused steps.
 
         Raises:
             GuardError: when called outside of `watch`.

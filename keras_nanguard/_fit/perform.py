@@ -35,7 +35,7 @@ _SEED_STEP = 7919
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
     """Do every action of the incident's decision; returns what came of each.
 
-    An action that fails is told as skipped with the error, so that one that cannot be done never hides the rest.
+    An action that fails is reported as skipped with the error, so that one that cannot be done never hides the rest.
     """
     outcomes = []
     assert incident.decision is not None
@@ -53,7 +53,7 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
 
 
 def _skip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    return "done", "the step was left out; the state is as it was before it"
+    return "done", "the step was skipped; the state is as it was before it"
 
 
 def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -68,7 +68,7 @@ def _newest(run: Run, depth: int = 1) -> Snapshot | None:
 def _rollback(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     snapshot = _newest(run, p.get("depth", 1))
     if snapshot is None:
-        return "skipped", "there is no verified snapshot to go back to"
+        return "skipped", "there is no verified snapshot to restore"
     undone = _put_back(run, snapshot, incident, report)
     if p.get("reseed", True):
         for seed in keras_variables.seeds(run.train_state().other):
@@ -78,7 +78,7 @@ def _rollback(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     run.counts.rollbacks += 1
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip
-    also = f"; the next {skip} batches are left out" if skip else ""
+    also = f"; the next {skip} batches are skipped" if skip else ""
     lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {_moment(snapshot)}; {lost}{also}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from keras_nanguard._fit.counts import Counts
@@ -38,6 +40,21 @@ class Recovery:
         """Set an attribute until the fit ends."""
         self.changed.append((target, name, getattr(target, name)))
         setattr(target, name, value)
+
+    def factors(self) -> dict[int, float]:
+        """Return what rates that are no variables are multiplied by, by `id` of the optimizer."""
+        return {key: rate.factor for key, rate in self.rates.items() if not rate.plain}
+
+    @contextmanager
+    def with_factors(self, factors: Mapping[int, Any]) -> Iterator[None]:
+        """Let these rates read the given factors inside the context."""
+        for key, factor in factors.items():
+            self.rates[key].given = factor
+        try:
+            yield
+        finally:
+            for key in factors:
+                self.rates[key].given = None
 
     def before(self) -> None:
         """Do what is due before an execution."""

@@ -55,7 +55,7 @@ _OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
 
 def callbacks_deferred(callbacks: Any) -> bool:
-    """Whether Keras may tell this `CallbackList` of a batch in another thread, so that none of it acts before the next step.
+    """Whether Keras may call this `CallbackList` for a batch in another thread, so that none of it acts before the next step.
 
     `CallbackList` in keras/src/callbacks/callback_list.py asks the same of ends of batches.
     """

@@ -8,7 +8,7 @@ steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
@@ -44,7 +44,6 @@ class Session(Run):
         resuming: the snapshot to go on from, until its state is in place.
         guard_state: what the policy had changed by the end of the fit.
         callbacks_deferred: whether callbacks hear of a step in another thread, so that none of them acts before the next step.
-        rates, pending_recovery: those of `recovery`, as the backends read them.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Session(Run):
     ):
         super().__init__(model, policy, optimizers=optimizers, functions=functions, directory=directory)
         self.incidents, self.monitors, self.logs = Incidents(self, report, explain), Monitors(policy.checks), Logs(model)
-        self.rates, self.pending_recovery = self.recovery.rates, self.recovery.pending
         self.callbacks_deferred = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
@@ -94,17 +92,29 @@ class Session(Run):
         self.checks_fully |= self.state.note_created(native, value)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Leave the batches of one execution out, if there are some to be left out."""
+        """Skip the batches of one execution, if some are to be skipped."""
         return self.counts.skips_batches(iterator, batches)
+
+    def needs_variables(self, written: bool) -> bool:
+        """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
+        return not self.began or self.recovery.pending.recalibration is not None or (written and bool(self.recovery.rates))
+
+    def rate_factors(self) -> dict[int, float]:
+        """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
+        return self.recovery.factors() if self.recovery.rates else {}
+
+    def with_rate_factors(self, factors: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Return a context in which these rates read the given factors, which a compiled step takes as an argument."""
+        return self.recovery.with_factors(factors)
 
     @property
     def nothing_pending(self) -> bool:
         """Whether nothing is to be done before the next execution, as in all of a healthy run but its first step."""
-        return not self.rates and self._undisturbed
+        return not self.recovery.rates and self._undisturbed
 
     @property
     def _undisturbed(self) -> bool:
-        busy = self.stopped or self.counts.skip_batches > 0 or self.resuming is not None or self.pending_recovery.active
+        busy = self.stopped or self.counts.skip_batches > 0 or self.resuming is not None or self.recovery.pending.active
         return self.began and not busy
 
     @property
@@ -208,7 +218,7 @@ class Session(Run):
             return
         self._judge(verdict, self.transaction.report_queue.take() if verdict.refused or not verdict.finite else ())
         self.counts.step += 1
-        self.checks_fully = self.pending_recovery.active
+        self.checks_fully = self.recovery.pending.active
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
@@ -250,7 +260,7 @@ class Session(Run):
         self.recent.push(step, self.transaction.given)
         self.counts.streak = 0
         if last:
-            self.pending_recovery.after_good_step()
+            self.recovery.pending.after_good_step()
         findings = self.trend.push(step, verdict.loss, verdict.gradient_norm)
         if findings:
             self.incidents.committed(verdict, findings)

@@ -27,8 +27,8 @@ def bad_state(
 ) -> list[Finding]:
     """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
 
-    With site `state` all of them are told as trouble that was there before the step, finite numbers included that are
-    so large that sums over them are not; else each is told under its own site.
+    With site `state` all of them are reported as trouble that was there before the step, finite numbers included that are
+    so large that sums over them are not; else each is reported under its own site.
     """
     groups = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     findings = []

@@ -23,7 +23,7 @@ FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weigh
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """What `snapshot.json` tells.
+    """The content of `snapshot.json`.
 
     Attributes:
         step: number of steps that were complete, in the fit that took it.

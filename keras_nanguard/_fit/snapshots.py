@@ -47,7 +47,7 @@ class Ring:
     Args:
         keep: how many there may be at a time; the newest one that is verified is never given up for a new one.
         good_after: good steps that make a snapshot verified. The state before the first step is verified by itself:
-            there is nothing older to go back to.
+            there is nothing older to restore.
     """
 
     only_reads = True
@@ -72,14 +72,17 @@ class Ring:
         self.promote(good)
         values = [(v, keras_variables.view(v)) for v in variables]
         bad = first_bad(values, tolerated)
-        if bad:
-            return bad
+        if not bad:
+            self._store(values, step, good, verified or self.good_after == 0)
+        return bad
+
+    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool) -> None:
+        """Keep a state that was found to be good, given as its variables and their values."""
         spare = self._give_up()
-        fresh = Snapshot(step, good, verified or self.good_after == 0, spare.arrays if spare is not None else {})
+        fresh = Snapshot(step, good, verified, spare.arrays if spare is not None else {})
         for variable, value in values:
             fresh.arrays[id(variable)] = _copy(value, fresh.arrays.get(id(variable)))
         self.snapshots.append(fresh)
-        return ""
 
     def promote(self, good: int) -> None:
         """Mark as verified what enough good steps have followed, given how many the fit has seen."""

@@ -6,7 +6,7 @@ Each snapshot is one folder, written beside and renamed::
       course.json                what the policy has changed so far, written anew at every incident
       snapshot-00000012/
         state.weights.h5         what Keras itself saves: weights, statistics, optimizers. Any Keras program can load it
-        rest.npz                 what it leaves out: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
+        rest.npz                 what it does not hold: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
         snapshot.json            position, verified or not, checksums of the two files, and of itself
 
 A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot, first_bad
+from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
@@ -109,24 +109,13 @@ class DiskRing(Ring):
         self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
-    def take(
-        self,
-        variables: Iterable[Any],
-        step: int,
-        good: int,
-        verified: bool = False,
-        tolerated: Container[int] = (),
-    ) -> str:
-        """Write the state to disk; returns `""`, or the path of the first variable that is not finite."""
-        self.promote(good)
-        verified |= self.good_after == 0
+    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool) -> None:
+        """Write the state to disk."""
+        variables = [variable for variable, _ in values]
+        values.clear()  # copies, on an accelerator, which nobody needs while the files are written
         for snapshot in self.snapshots:
             if snapshot.step != 0:
                 snapshot.arrays = {}
-        variables = list(variables)
-        bad = first_bad([(v, keras_variables.view(v)) for v in variables], tolerated)
-        if bad:
-            return bad
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
         atomic_files.sweep(self.folder)
@@ -138,7 +127,6 @@ class DiskRing(Ring):
         arrays = {id(v): keras_variables.read(v) for v in variables} if not self.snapshots else {}
         self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
         self._prune()
-        return ""
 
     def promote(self, good: int) -> None:
         """Mark as verified what enough good steps have followed, in the files too."""
@@ -163,7 +151,7 @@ class DiskRing(Ring):
         try:
             self._fetch(snapshot)
         except FileFormatError as error:
-            warnings.warn(f"NanGuard leaves a snapshot out: {error}", stacklevel=3)
+            warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
         return bool(snapshot.arrays)
 
     def forget_after(self, step: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
-    *("adds_losses", "batchnorm_statistics", "batchnorms", "exchange", "initial_value", "layers_of", "mode"),
+    *("adds_losses", "batchnorms", "exchange", "initial_value", "layers_of", "mode"),
     *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
     *("symbolic_inputs", "with_mask_of"),
 ]
@@ -46,11 +46,6 @@ def recurrent_states(layer: Any) -> list[Any]:
 def batchnorms(model: Any) -> list[Any]:
     """Return the BatchNormalization layers at any depth."""
     return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
-
-
-def batchnorm_statistics(model: Any) -> list[Any]:
-    """Return the moving means and variances of all BatchNormalization layers."""
-    return [v for layer in batchnorms(model) if layer.built for v in (layer.moving_mean, layer.moving_variance)]
 
 
 def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:

@@ -2,14 +2,6 @@
 
 Nothing here touches a model. An action describes what to do; `_fit/perform.py` does it and records an outcome, done or
 skipped with a reason. Imports no backend.
-
-Example:
-
-    >>> from keras_nanguard import actions
-    >>> actions.LowerLr(factor=0.5).to_dict()["factor"]
-    0.5
-    >>> actions.from_file({"lower_lr": {"factor": 0.5}}) == actions.LowerLr(factor=0.5)
-    True
 """
 
 from __future__ import annotations
@@ -121,8 +113,16 @@ class Rollback(Action):
         return f"rolls back to {which}{deeper}{past}"
 
 
+class Change(Action):
+    """An action that changes the model or the optimizer between two steps."""
+
+    __slots__ = ()
+    changes: ClassVar[bool] = True
+    phase: ClassVar[int] = CHANGE
+
+
 @dataclass(frozen=True, slots=True)
-class LowerLr(Action):
+class LowerLr(Change):
     """Multiply the learning rate of every optimizer by a factor, also under a schedule.
 
     Attributes:
@@ -135,8 +135,6 @@ class LowerLr(Action):
     """
 
     name: ClassVar[str] = "lower_lr"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     factor: float = field(default=0.1, metadata=spec("new rate divided by old rate", gt=0, lt=1))
     min_lr: float = field(default=0.0, metadata=spec("lower bound on the learning rate", ge=0))
@@ -154,7 +152,7 @@ class LowerLr(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Clip(Action):
+class Clip(Change):
     """Enable clipping by global gradient norm, or tighten it.
 
     Attributes:
@@ -164,8 +162,6 @@ class Clip(Action):
     """
 
     name: ClassVar[str] = "clip"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     global_clipnorm: float = field(default=1.0, metadata=spec("norm to clip at", gt=0))
     factor: float = field(default=0.5, metadata=spec("multiplies a norm that is already as small", gt=0, le=1))
@@ -181,7 +177,7 @@ class Clip(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class FixLossScale(Action):
+class FixLossScale(Change):
     """Move the loss scale between a floor and a ceiling, and keep it there.
 
     Attributes:
@@ -192,8 +188,6 @@ class FixLossScale(Action):
     """
 
     name: ClassVar[str] = "fix_loss_scale"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     floor: float = field(default=1.0, metadata=spec("lowest scale from now on", gt=0, le=2.0**100))
     ceiling: float = field(default=2.0**24, metadata=spec("highest scale from now on", gt=0, le=2.0**100))
@@ -209,12 +203,10 @@ class FixLossScale(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Repair(Action):
+class Repair(Change):
     """Overwrite the bad entries of weights, statistics and slots from `source`; the others stay unchanged."""
 
     name: ClassVar[str] = "repair"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     source: str = field(
         default="last_good",
@@ -227,12 +219,10 @@ class Repair(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetBatchnorm(Action):
+class ResetBatchnorm(Change):
     """Reset the moving statistics of BatchNorm layers: to mean 0 and variance 1, or to the last good state."""
 
     name: ClassVar[str] = "reset_batchnorm"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     source: str = field(
         default="initial", metadata=spec("where the values come from", choices=("initial", "last_good"))
@@ -245,12 +235,10 @@ class ResetBatchnorm(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RecalibrateBatchnorm(Action):
+class RecalibrateBatchnorm(Change):
     """Re-estimate the moving statistics of BatchNorm layers over the next `batches` batches."""
 
     name: ClassVar[str] = "recalibrate_batchnorm"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     batches: int = field(default=100, metadata=spec("batches to estimate from", unit="batches", ge=1, le=1e6))
 
@@ -259,12 +247,10 @@ class RecalibrateBatchnorm(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetSlots(Action):
+class ResetSlots(Change):
     """Reset optimizer slots (momentum, second moments) to their initial values: the bad ones, or all."""
 
     name: ClassVar[str] = "reset_slots"
-    changes: ClassVar[bool] = True
-    phase: ClassVar[int] = CHANGE
 
     scope: str = field(default="bad", metadata=spec("which slots", choices=("bad", "all")))
 
@@ -303,31 +289,33 @@ class Warn(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop(Action):
-    """End training gracefully, by default after restoring the last good state."""
+class Ending(Action):
+    """An action that ends training."""
 
-    name: ClassVar[str] = "stop"
     terminal: ClassVar[bool] = True
     phase: ClassVar[int] = END
+    predicate: ClassVar[str] = ""
 
     restore: bool = field(default=True, metadata=spec("restore the last good state first"))
 
     def sentence(self) -> str:
-        return f"stops training{' with the last good state restored' if self.restore else ''}"
+        return f"{self.predicate}{' with the last good state restored' if self.restore else ''}"
 
 
 @dataclass(frozen=True, slots=True)
-class RaiseError(Action):
+class Stop(Ending):
+    """End training gracefully, by default after restoring the last good state."""
+
+    name: ClassVar[str] = "stop"
+    predicate: ClassVar[str] = "stops training"
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseError(Ending):
     """End training with a `NonFiniteError` that carries the incident, by default after restoring the last good state."""
 
     name: ClassVar[str] = "raise_error"
-    terminal: ClassVar[bool] = True
-    phase: ClassVar[int] = END
-
-    restore: bool = field(default=True, metadata=spec("restore the last good state first"))
-
-    def sentence(self) -> str:
-        return f"raises NonFiniteError{' with the last good state restored' if self.restore else ''}"
+    predicate: ClassVar[str] = "raises NonFiniteError"
 
 
 @dataclass(frozen=True, slots=True)

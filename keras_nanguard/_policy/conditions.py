@@ -22,12 +22,12 @@ __all__ = [
     "AnyOf",
     "Condition",
     "Consecutive",
-    "Fraction",
+    "Count",
     "Immediately",
     "Not",
-    "Spike",
+    "Several",
     "Total",
-    "Within",
+    "Window",
     "from_file",
 ]
 
@@ -57,7 +57,7 @@ class Condition:
         Returns:
             The number, or None where nothing is certain.
         """
-        raise NotImplementedError
+        return None
 
     @property
     def horizon(self) -> int:
@@ -92,7 +92,20 @@ class Immediately(Condition):
 
 
 @dataclass(frozen=True, slots=True)
-class Consecutive(Condition):
+class Count(Condition):
+    """A number of bad steps. A policy file gives it alone."""
+
+    steps: int = 0
+
+    def needs(self, sole: bool) -> int | None:
+        return self.steps
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class Consecutive(Count):
     """A number of bad steps with no good step in between."""
 
     name: ClassVar[str] = "consecutive"
@@ -101,18 +114,12 @@ class Consecutive(Condition):
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return min(tally.consecutive, tally.since) >= self.steps
 
-    def needs(self, sole: bool) -> int | None:
-        return self.steps
-
     def sentence(self) -> str:
         return f"at {self.steps} in a row"
 
-    def to_file(self) -> dict[str, Any]:
-        return {self.name: self.steps}
-
 
 @dataclass(frozen=True, slots=True)
-class Total(Condition):
+class Total(Count):
     """A number of bad steps in total, in a row or not."""
 
     name: ClassVar[str] = "total"
@@ -121,18 +128,35 @@ class Total(Condition):
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return tally.since >= self.steps
 
-    def needs(self, sole: bool) -> int | None:
-        return self.steps
-
     def sentence(self) -> str:
         return f"at {self.steps} in all"
 
-    def to_file(self) -> dict[str, Any]:
-        return {self.name: self.steps}
+
+class Window(Condition):
+    """A number of bad steps within the last steps."""
+
+    __slots__ = ()
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """How many bad steps within how many."""
+        raise NotImplementedError
+
+    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
+        times, steps = self.bounds
+        start = step - steps if tally.fired is None else max(step - steps, tally.fired)
+        return sum(matching > start for matching in tally.recent) >= times
+
+    def needs(self, sole: bool) -> int | None:
+        return self.bounds[0] if sole else None
+
+    @property
+    def horizon(self) -> int:
+        return self.bounds[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Within(Condition):
+class Within(Window):
     """A number of bad steps within a window of steps."""
 
     name: ClassVar[str] = "within"
@@ -141,22 +165,16 @@ class Within(Condition):
 
     ordered: ClassVar = (("times", "steps"),)
 
-    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
-        return _inside(tally, step, self.steps) >= self.times
-
-    def needs(self, sole: bool) -> int | None:
-        return self.times if sole else None
-
     @property
-    def horizon(self) -> int:
-        return self.steps
+    def bounds(self) -> tuple[int, int]:
+        return self.times, self.steps
 
     def sentence(self) -> str:
         return f"at {self.times} within {self.steps} steps"
 
 
 @dataclass(frozen=True, slots=True)
-class Fraction(Condition):
+class Fraction(Window):
     """A share of the last steps was bad. Steps before the start of training count as good."""
 
     name: ClassVar[str] = "fraction"
@@ -164,19 +182,8 @@ class Fraction(Condition):
     steps: int = field(metadata=spec("window", unit="steps", ge=1, le=MAX_WINDOW))
 
     @property
-    def times(self) -> int:
-        """The share as a number of steps."""
-        return max(1, math.ceil(self.share * self.steps - 1e-9))
-
-    def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
-        return _inside(tally, step, self.steps) >= self.times
-
-    def needs(self, sole: bool) -> int | None:
-        return self.times if sole else None
-
-    @property
-    def horizon(self) -> int:
-        return self.steps
+    def bounds(self) -> tuple[int, int]:
+        return max(1, math.ceil(self.share * self.steps - 1e-9)), self.steps
 
     def sentence(self) -> str:
         return f"when {self.share * 100:g}% of the last {self.steps} steps match"
@@ -195,20 +202,35 @@ class Spike(Condition):
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return sum(jump > step - self.steps for jump in jumps) >= self.times
 
-    def needs(self, sole: bool) -> int | None:
-        return None
-
     def sentence(self) -> str:
         count = "a jump" if self.times == 1 else f"{self.times} jumps"
         return f"after {count} of loss or gradient norm within {self.steps} steps"
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Condition):
+class Several(Condition):
+    """A combination of several conditions."""
+
+    word: ClassVar[str] = ""
+    parts: tuple[Condition, ...] = ()
+
+    @property
+    def horizon(self) -> int:
+        return max(part.horizon for part in self.parts)
+
+    def sentence(self) -> str:
+        return "(" + f" {self.word} ".join(part.sentence() for part in self.parts) + ")"
+
+    def to_file(self) -> dict[str, Any]:
+        return {self.name: [part.to_file() for part in self.parts]}
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Several):
     """At least one of several conditions."""
 
     name: ClassVar[str] = "any"
-    parts: tuple[Condition, ...] = ()
+    word: ClassVar[str] = "or"
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return any(part.met(tally, step, jumps) for part in self.parts)
@@ -216,23 +238,13 @@ class AnyOf(Condition):
     def needs(self, sole: bool) -> int | None:
         return min((sure for part in self.parts if (sure := part.needs(sole)) is not None), default=None)
 
-    @property
-    def horizon(self) -> int:
-        return max(part.horizon for part in self.parts)
-
-    def sentence(self) -> str:
-        return "(" + " or ".join(part.sentence() for part in self.parts) + ")"
-
-    def to_file(self) -> dict[str, Any]:
-        return {self.name: [part.to_file() for part in self.parts]}
-
 
 @dataclass(frozen=True, slots=True)
-class AllOf(Condition):
+class AllOf(Several):
     """All of several conditions at once."""
 
     name: ClassVar[str] = "all"
-    parts: tuple[Condition, ...] = ()
+    word: ClassVar[str] = "and"
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return all(part.met(tally, step, jumps) for part in self.parts)
@@ -241,16 +253,6 @@ class AllOf(Condition):
         each = [part.needs(sole) for part in self.parts]
         sure = [count for count in each if count is not None]
         return max(sure) if len(sure) == len(each) else None
-
-    @property
-    def horizon(self) -> int:
-        return max(part.horizon for part in self.parts)
-
-    def sentence(self) -> str:
-        return "(" + " and ".join(part.sentence() for part in self.parts) + ")"
-
-    def to_file(self) -> dict[str, Any]:
-        return {self.name: [part.to_file() for part in self.parts]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +264,6 @@ class Not(Condition):
 
     def met(self, tally: Tally, step: int, jumps: tuple[int, ...]) -> bool:
         return not self.part.met(tally, step, jumps)
-
-    def needs(self, sole: bool) -> int | None:
-        return None
 
     @property
     def horizon(self) -> int:
@@ -291,16 +290,10 @@ def from_file(table: Mapping[str, Any]) -> Condition:
     """
     ((name, given),) = table.items()
     kind = CONDITIONS[name]
-    if kind in (Consecutive, Total):
+    if issubclass(kind, Count):
         return construct(kind, {"steps": given})
     if kind is Not:
         return Not(from_file(given))
-    if kind in (AnyOf, AllOf):
+    if issubclass(kind, Several):
         return construct(kind, {"parts": tuple(from_file(part) for part in given)})
     return construct(kind, given)
-
-
-def _inside(tally: Tally, step: int, window: int) -> int:
-    """Return how many matching steps lie within the last `window` steps and after the last firing."""
-    start = step - window if tally.fired is None else max(step - window, tally.fired)
-    return sum(matching > start for matching in tally.recent)

@@ -184,15 +184,15 @@ def _before(ending: Condition, other: Condition, strictly: bool) -> bool:
         return most >= ending.steps
     if isinstance(ending, conditions.Consecutive) and isinstance(other, conditions.Consecutive):
         return most >= ending.steps
-    windows = (conditions.Within, conditions.Fraction)
-    return isinstance(ending, windows) and isinstance(other, windows) and most >= ending.times and other.steps <= ending.steps
+    enough = isinstance(ending, conditions.Window) and most >= ending.bounds[0]
+    return enough and isinstance(other, conditions.Window) and other.horizon <= ending.horizon
 
 
 def _times(condition: Condition) -> int:
     """Return the minimum number of matching steps before a simple condition is met."""
-    if isinstance(condition, (conditions.Consecutive, conditions.Total)):
+    if isinstance(condition, conditions.Count):
         return condition.steps
-    return condition.times if isinstance(condition, (conditions.Within, conditions.Fraction)) else 1
+    return condition.bounds[0] if isinstance(condition, conditions.Window) else 1
 
 
 def _streak(condition: Condition) -> int:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from keras_nanguard._core.incident import CAUSES, KINDS, SITES
 from keras_nanguard._policy import actions
 from keras_nanguard._policy.actions import ACTIONS, Action
-from keras_nanguard._policy.conditions import CONDITIONS, AllOf, AnyOf, Consecutive, Not, Total
+from keras_nanguard._policy.conditions import CONDITIONS, Count, Not, Several
 from keras_nanguard._policy.fields import raise_problems, shown
 from keras_nanguard._policy.presets import NO_PRESET, PRESETS, VERSION
 from keras_nanguard._policy.problems import problems_of
@@ -86,11 +86,11 @@ NESTED_CONDITIONS: Any = Annotated[list["ConditionTable"], Described(min_length=
 
 def _condition(kind: type[Any]) -> tuple[Any, Any]:
     doc = (kind.__doc__ or "").split("\n")[0]
-    if kind in (AnyOf, AllOf):
+    if issubclass(kind, Several):
         return _optional(NESTED_CONDITIONS, description=doc)
     if kind is Not:
         return _optional("ConditionTable", alias="not", description=doc)
-    if kind in (Consecutive, Total):
+    if issubclass(kind, Count):
         table_of(kind, _camel(kind.name))
         annotation, entry = described(fields(kind)[0], "ConditionTable")
         EXPECTED_VALUES["ConditionTable", kind.name] = EXPECTED_VALUES.pop(("ConditionTable", "steps"))

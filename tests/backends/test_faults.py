@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import zoo
 
+from keras_nanguard import NanGuard
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard.testing import KINDS, SITES, corrupt, inject
@@ -157,6 +158,16 @@ def test_faults_without_a_place(arguments, told):
     with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(told)}"), inject(model, **arguments):
         train(model)
     assert "_make_function" not in vars(model)
+
+
+@pytest.mark.parametrize("site", ["loss", "gradients"])
+def test_a_fault_is_no_part_of_a_replay(site):
+    """A diagnosis runs the bad step again without the fault, and so finds it finite."""
+    model, guard = build(site), NanGuard(verbose=0)
+    data = zoo.regression(batches=STEPS)
+    with inject(model, site=site, step=STEP):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert [(i.step, i.diagnosis.cause) for i in guard.incidents] == [(STEP, "transient")]
 
 
 def test_used_twice():

@@ -244,3 +244,9 @@ def test_nobody_asks_for_what_is_not_declared():
             if owner in known and node.attr not in known[owner]:
                 asked.add((module, f"{owner}.{node.attr}"))
     assert asked == set()
+
+
+def test_no_method_is_asked_whose_it_is():
+    """Whose a method is, is asked in one place: of what stands on the instance of a model, whoever has put it there."""
+    modules = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+    assert {module for module, text in modules.items() if "__self__" in text} == {"_backends.shared.attach"}

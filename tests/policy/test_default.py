@@ -30,7 +30,7 @@ def run(policy, incidents):
 
 
 def test_one_bad_batch_is_left_out_and_reported():
-    """One bad step: left out, reported in one line, nothing else."""
+    """One bad step: skipped, reported in one line, nothing else."""
     assert run("recover", [bad(40)]) == [["warn", "skip"]]
 
 
@@ -69,7 +69,7 @@ HOPELESS = ("forward_domain", "loss_domain", "gradient_domain", "float16_overflo
 def test_what_cannot_be_cured_from_the_start_stops_at_the_third(cause):
     """From the first step on nothing has been trained: what no rate and no earlier state can cure ends at the third step.
 
-    Bad data is left out instead, up to the twelfth, as it may be a stretch; and what comes by chance may pass.
+    Bad data is skipped instead, up to the twelfth, as it may be a stretch; and what comes by chance may pass.
     """
     reported = run("recover", [bad(step, "loss", cause=cause, committed=0) for step in range(30)])
     assert reported[-1][-1] == "stop" and len(reported) == (3 if cause in HOPELESS else LIMIT)
@@ -139,7 +139,7 @@ def test_a_poisoned_state_is_gone_back_from_at_once(site):
 
 
 def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
-    """A model that comes with NaN cannot be trained, and there is nothing to go back to."""
+    """A model that comes with NaN cannot be trained, and there is nothing to restore."""
     assert run("recover", [bad(0, "state", refused=False)])[0][-1] == "stop"
     assert run("recover", [bad(1, "state", refused=False)])[0][-1] == "rollback"
 

@@ -97,12 +97,12 @@ def test_every_action_is_performed_here():
 
 class TestSkip:
     def test_done(self):
-        """To skip is to leave the step out: nothing else is done, and the state is as if it never ran."""
+        """A skipped step leaves the state as if it had never run, and nothing else is done."""
         guard = acting("skip")
         run = train(guard, 3)
         oracle = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression().without([3]), epochs=1)
         assert zoo.differences(run, oracle) == []
-        assert [status for _, status, _ in outcomes(guard, "skip")] == ["done"]
+        assert outcomes(guard, "skip") == [(3, "done", "the step was skipped; the state is as it was before it")]
 
 
 class TestWarn:
@@ -167,7 +167,7 @@ class TestRollback:
 
     @pytest.mark.parametrize("mode", ["eager", "steps4"])
     def test_skip_batches(self, mode):
-        """Batches to be left out are passed by: they train nothing, and the epoch is as long as ever."""
+        """Batches to be skipped train nothing, and the epoch is as long as ever."""
         zoo.supported(zoo.MODES[mode], even=False)
         guard = acting({"rollback": {"skip_batches": 4}}, snapshot={"every": 100})
         counted = []
@@ -181,7 +181,7 @@ class TestRollback:
         """Where there is no verified snapshot, a rollback says so and does nothing."""
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
-        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to go back to")
+        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to restore")
 
 
 def _damaged():
@@ -269,7 +269,7 @@ class TestLowerLr:
         guard = acting({"lower_lr": {"factor": 0.1}})
         model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
         assert float(model.one.learning_rate.numpy()) == pytest.approx(0.01)
-        assert guard.session.rates[id(model.other)].lowest == pytest.approx(0.1)
+        assert guard.session.recovery.rates[id(model.other)].lowest == pytest.approx(0.1)
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
     def test_min_lr(self):
@@ -318,7 +318,7 @@ class TestLowerLr:
         np.testing.assert_allclose(steps[3], 0.005, atol=1e-6)
         np.testing.assert_allclose(steps[5:8], 0.5e-4, atol=1e-6)
         np.testing.assert_allclose(steps[8:13], ramp, rtol=1e-2, atol=1e-6)
-        assert not guard.session.pending_recovery.active
+        assert not guard.session.recovery.pending.active
 
     def test_reduce_lr_on_plateau(self):
         """ReduceLROnPlateau goes on from the lowered rate, and both factors hold."""
@@ -531,7 +531,7 @@ class TestRecalibrateBatchnorm:
         tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
         np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
         np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
-        assert not guard.session.pending_recovery.active
+        assert not guard.session.recovery.pending.active
 
     def test_rollback_in_between(self):
         """A rollback while the statistics are estimated starts the estimate over, from batches only."""
@@ -689,7 +689,7 @@ class TestStop:
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-        assert not guard.session.pending_recovery.recovery
+        assert not guard.session.recovery.pending.recovery
 
 
 class TestRaiseError:

@@ -94,7 +94,7 @@ class TestSeveralInARow:
             np.testing.assert_array_equal(one, other.numpy())
 
     def test_bad_data_lowers_no_rate(self):
-        """NaN in the inputs of some batches in a row is left out: neither going back nor a lower rate helps there."""
+        """NaN in the inputs of some batches in a row is skipped: neither a rollback nor a lower rate helps there."""
         data = zoo.regression(batches=16)
         for batch in range(4, 9):
             zoo.poison(data, batch)

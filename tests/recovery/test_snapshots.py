@@ -221,7 +221,7 @@ class TestResume:
         def look(batch, logs):
             inner = model.optimizer.inner_optimizer
             rate = second.session.recovery.rate(model.optimizer)
-            bounds = second.session.pending_recovery.scale_bounds
+            bounds = second.session.recovery.pending.scale_bounds
             seen.setdefault(batch, (round(rate.factor, 6), inner.global_clipnorm, bounds))
 
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
@@ -243,7 +243,7 @@ class TestResume:
         data, factors = zoo.poison(zoo.regression(), 3), []
         for _ in range(3):
             model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-            factors.append(round(guard.session.rates[id(model.optimizer)].lowest, 6))
+            factors.append(round(guard.session.recovery.rates[id(model.optimizer)].lowest, 6))
         assert factors == [0.1, 0.01, 0.01]
         assert len(guard.incidents) == 3
 
@@ -458,7 +458,7 @@ class TestFiles:
 
         guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "good_after": 1})
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
-        with pytest.warns(UserWarning, match="leaves a snapshot out"):
+        with pytest.warns(UserWarning, match="skips a snapshot"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
         told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
         assert told == ["back to the state after 3 steps; 5 committed steps undone"]

@@ -16,14 +16,14 @@ from keras_nanguard._report.console import MAX_PRINTED, Lines, kinds, markdown, 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
 DIAGNOSIS = Diagnosis("input_nonfinite", "inputs/age", (12,), ("Seen one.", "Seen two."), ("Clean it.",), 0.95)
-LEFT_OUT = Outcome("skip", "done", "the step was left out")
+SKIPPED = Outcome("skip", "done", "the step was skipped")
 
 
 FOUND = (Finding("inputs", path="x/age", nan=1, inf=0, size=32),)
 
 
 def incident(step=5, epoch=0, batch=5, findings=FOUND, **fields):
-    return Incident(step, epoch, batch, findings, **{"decision": WARN, "outcomes": (LEFT_OUT,), **fields})
+    return Incident(step, epoch, batch, findings, **{"decision": WARN, "outcomes": (SKIPPED,), **fields})
 
 
 def test_findings():
@@ -58,9 +58,9 @@ def test_when(given, moment):
 def test_line():
     """The line of an incident: what, cause, place and index in the batch, what was done, and what was not."""
     slower = Outcome("lower_lr", "skipped", "the rate is at min_lr=0")
-    assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, LEFT_OUT))) == (
+    assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, SKIPPED))) == (
         "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
-        "-> skip: the step was left out. -> lower_lr not done: the rate is at min_lr=0."
+        "-> skip: the step was skipped. -> lower_lr not done: the rate is at min_lr=0."
     )
 
 

@@ -74,7 +74,7 @@ class TestOracle:
         assert all(i.refused for i in guard.incidents)
 
     def test_counts(self, optimizer, mode):
-        """The epoch logs say how many steps were left out, beside means over the others."""
+        """The epoch logs say how many steps were refused, beside means over the others."""
         guarded, oracle = _runs(optimizer, mode)
         assert guarded.history["refused_steps"] == [5, 5]
         assert "refused_steps" not in oracle.history

@@ -114,7 +114,7 @@ def test_04_restoring_in_inference_mode():
 def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
     """A snapshot that holds NaN, whole by its checksum, is told as a bad state when a run resumes from it."""
     snapshot = {"storage": "disk", **OFTEN}
-    monkeypatch.setattr("keras_nanguard._fit.snapshots_on_disk.first_bad", lambda variables, tolerated: "")
+    monkeypatch.setattr("keras_nanguard._fit.snapshots.first_bad", lambda variables, tolerated: "")
     real = DiskRing.take
 
     def take(self, *args, **kwargs):
@@ -135,7 +135,7 @@ def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
 
 
 def test_06_silent_rollback_silent_skip(capsys):
-    """Every step that is left out and every rollback is in the output, in History and in the incidents."""
+    """Every refused step and every rollback is in the output, in History and in the incidents."""
     guard = guarded(verbose=1)
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
     told = capsys.readouterr().out

@@ -10,29 +10,36 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import GuardedSession, StateAccess
+from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
 from keras_nanguard._backends.jax.step import Transaction, on_accelerator
 from keras_nanguard._backends.jax.strategies import Started
-from keras_nanguard._backends.shared.attach import Attachment, adapted
+from keras_nanguard._backends.shared import attach
+from keras_nanguard._backends.shared.attach import adapted
 from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 
 
-class ModelAttachment(Attachment):
+class ModelAttachment(attach.Attachment):
     """Stands in for the train function of a Keras trainer.
 
     Keras hands the state to each step and takes it from it; the variables are empty meanwhile. A healthy step leaves
-    them so.
+    them so. So each step of an execution is guarded by itself.
 
     Attributes:
         pending: the step whose verdict is still to be read; `None` where all were.
     """
 
+    END_OF_DATA = (StopIteration,)
+
     pending: Started | None = None
+
+    _gathered = True
+    """Whether Keras has gathered the state anew for the step that runs."""
 
     def __init__(self, model: Any, session: GuardedSession):
         if keras.config.is_nnx_enabled():
@@ -42,7 +49,6 @@ class ModelAttachment(Attachment):
         self.trainer_state = _trainer.TrainerState(model, values)
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
         self.trainer_state.sync_variables()
 
     def variables_readable(self) -> contextlib.AbstractContextManager[None]:
@@ -57,13 +63,9 @@ class ModelAttachment(Attachment):
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
-
-        def scaling(factors: dict[int, Any]) -> Any:
-            return _scaled(session, factors)
-
         transaction = self._cached_step(jit, self.waits(), keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, scaling)
+            transaction.rebind(session.read_train_state, session.with_rate_factors)
         else:
             transaction = Transaction(
                 self.body,
@@ -75,47 +77,52 @@ class ModelAttachment(Attachment):
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
-                scaling=scaling,
+                scaling=session.with_rate_factors,
             )
         if old is not None:
             transaction.inherit(old)
         session.attach(self, transaction)
         self.outputs = transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
-        model.train_function = self.run
+        model.train_function = self.run_execution
 
-    def run(self, state: Any, iterator: Any) -> Any:
-        """Stand in for the train function: one execution."""
-        try:
-            return self.inner(state, iterator)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.trainer_state.rescue()
-            self._changed = True
-            self._resolve_at_last()
-            self.session.raised(error)
-            self.detach()
-            raise
+    def _call(self, *args: Any) -> Any:
+        """Run Keras' own loop over the batches of one execution, which calls `step` for each."""
+        return self.inner(*args)
 
     def step(self, state: Any, data: Any) -> Any:
-        """Run one train step, and let the host look at its verdict."""
+        """Run one guarded step, or start one whose verdict is read later; returns the logs and the state."""
         session, trainer_state = self.session, self.trainer_state
-        given = trainer_state.state
+        self._gathered = state is not trainer_state.state
         trainer_state.receive(state)
-        if state is not given:  # Keras has gathered it anew: a callback has had it in between, or this is `train_on_batch`
+        if self._gathered:  # a callback has had it in between, or this is `train_on_batch`
             self.resolve_pending()
         elif session.transaction.deferred and (session.may_run_ahead or self.pending is not None) and self._goes_on(data):
             return session.logs.shown, trainer_state.take()
-        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+        return self.run_guarded(data), trainer_state.take()
+
+    def _before_step(self, data: Any) -> None:
+        """Let the host do what is due; the variables hold the state for it, which a step has no need of otherwise."""
+        session = self.session
+        if session.needs_variables(self._gathered):
             session.sync_variables()
             session.before()
-        if session.stopped or session.skips_batches(iter((data,)), 1):
-            return self._logs(), trainer_state.take()
-        state, logs, verdict = session.transaction(trainer_state.take(), _factors(session), data)
-        trainer_state.hold(state)
-        session.after(verdict)
-        return session.logs_for_callbacks(logs, verdict.loss, verdict.refused), trainer_state.take()
+
+    def _skips(self, data: Any) -> bool:
+        return self.session.skips_batches(iter((data,)), 1)
+
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+        state, logs, verdict = self.session.transaction(self.trainer_state.take(), self.session.rate_factors(), data)
+        self.trainer_state.hold(state)
+        return logs, verdict
+
+    def _without_effect(self, data: Any) -> Any:
+        """Return logs without a step: Keras has taken the batch already."""
+        return self._shown()
+
+    def _rescue(self) -> None:
+        self.trainer_state.rescue()
+        self._resolve_at_last()
 
     def _goes_on(self, data: Any) -> bool:
         """Run one train step whose verdict is read when the next one has been started; returns `False` where it has to wait.
@@ -128,7 +135,7 @@ class ModelAttachment(Attachment):
             self.resolve_pending()
             return False
         before, self.pending = self.pending, None
-        state, started = transaction.start(self.trainer_state.take(), _factors(session), data, after=before)
+        state, started = transaction.start(self.trainer_state.take(), session.rate_factors(), data, after=before)
         self.trainer_state.hold(state)
         session.healed = False
         if before is None or (session.after(transaction.finish(before), last=False) and session.may_run_ahead):
@@ -156,33 +163,8 @@ class ModelAttachment(Attachment):
         self._resolve_at_last()
         super().detach()
 
-    def _logs(self) -> Any:
-        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
-        if self.session.logs.shown is None:
-            self.trainer_state.sync_variables()
-            self.session.logs_for_callbacks(self.model.get_metrics_result())
-        return self.session.logs.shown
 
-
-def _factors(session: GuardedSession) -> dict[int, Any]:
-    """Return what learning rates that are no variables are multiplied by."""
-    return {key: rate.factor for key, rate in session.rates.items() if not rate.plain}
-
-
-@contextlib.contextmanager
-def _scaled(session: GuardedSession, factors: dict[int, Any]) -> Iterator[None]:
-    """Let the rates read these factors, which a compiled step takes as an argument."""
-    chosen = [(session.rates[key], factor) for key, factor in factors.items()]
-    for rate, factor in chosen:
-        rate.given = factor
-    try:
-        yield
-    finally:
-        for rate, _ in chosen:
-            rate.given = None
-
-
-class LoopStep(StateAccess):
+class LoopStep(attach.LoopStep):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
     The state is a pytree that holds the values of the variables, as Keras' stateless calls take them. What else it
@@ -190,29 +172,23 @@ class LoopStep(StateAccess):
     """
 
     def __init__(self, function: Callable[..., Any], session: GuardedSession):
-        self.function, self.session = function, session
         self.variables: list[Any] | None = None
         self.state: Any = None
         self.synced = False
-        self.rebuild()
+        super().__init__(function, session)
 
-    def rebuild(self) -> None:
-        """Make the step anew."""
+    def _transaction(self) -> Transaction:
         session, compiled = self.session, hasattr(self.function, "lower")
-        body = getattr(self.function, "__wrapped__", self.function) if compiled else self.function
-        transaction = Transaction(
-            body,
+        return Transaction(
+            getattr(self.function, "__wrapped__", self.function) if compiled else self.function,
             session.read_train_state,
             lambda: self.variables or [],
             outputs=PlainOutputs(),
             model=session.model,
             refuse=session.policy.refuse,
             jit=compiled,
-            scaling=lambda factors: _scaled(session, factors),
+            scaling=session.with_rate_factors,
         )
-        if session.transaction is not None:
-            transaction.inherit(session.transaction)
-        session.attach(self, transaction)
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
         """Run one step; returns its outputs and the state to go on with."""
@@ -220,17 +196,16 @@ class LoopStep(StateAccess):
         if self.variables is None:
             self.variables = _owners(state, session)
         self.state, self.synced = state, False
-        if not session.began or session.pending_recovery.recalibration is not None or (session.rates and state is not given):
+        if session.needs_variables(state is not given):
             session.sync_variables()
             session.before()
         function = session.transaction
-        state, outputs, verdict = function(self._taken(), _factors(session), *batch, **more)
+        state, outputs, verdict = function(self._taken(), session.rate_factors(), *batch, **more)
         self.state, self.synced = state, False
         session.after(verdict)
         return outputs, self._taken()
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
         if self.synced or self.state is None:
             return
         self.synced = True

@@ -12,37 +12,23 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._keras.jax_trainer import by_part, variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
+__all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager", "graph", "xla")
 """The modes in which a step can be run again: JAX compiles with XLA whatever is asked for but `"eager"`."""
-
-
-def mode_of(transaction: Any, model: Any) -> str:
-    """Return the mode in which a guarded step runs."""
-    if transaction.jit:
-        return "xla"
-    return "eager" if getattr(model, "run_eagerly", False) else "graph"
-
-
-def is_compiled(step: ReplayableStep) -> bool:
-    """Whether the step that training has compiled can be run with other values: no run of it has to be compiled anew then."""
-    return hasattr(getattr(step.body, "__self__", None), "judged")
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
     """Run a step once, compiled, and forget it; returns what it computed.
 
     Args:
-        step: the step; its body is that of a transaction on JAX, or `body_of` its model.
+        step: the step; one that no transaction ran is guarded as the train step of its model.
         args: its arguments.
         jit: compile it, as JAX always does.
     """
-    transaction: Any = getattr(step.body, "__self__", None)
-    if not hasattr(transaction, "judged"):
-        transaction = _of_model(step)
+    judged = step.judged or _of_model(step).judged
     try:
-        verdict = transaction.judged(*args)
+        verdict = judged(*args)
     except Exception as error:  # noqa: BLE001  whatever the user's step raises is evidence, not a crash
         return ReplayResult(error=f"{type(error).__name__}: {error}")
     sites = {"loss": verdict.loss, "statistics": verdict.statistics, "gradients": verdict.gradients}

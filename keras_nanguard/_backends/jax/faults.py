@@ -27,9 +27,8 @@ __all__ = ["Hook"]
 class Hook(FaultHook):
     """One fault, put around every train step of one model."""
 
-    def __init__(self, model: Any, fault: Any):
-        super().__init__(model, fault)
-        self.seen = 0  # steps so far
+    seen = 0
+    """Steps so far."""
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
@@ -109,31 +108,24 @@ class Hook(FaultHook):
 
     # Loss and gradients
 
-    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = real(*args, **kwargs)
-            if not self._inside or self.paused or loss is None:
-                return loss
-            self.reached = True
-            loss = jnp.asarray(loss)
-            factor = self._factor(loss.dtype)
-            if self.fault.site == "loss":
-                return loss * factor
-            return _with_gradient(loss, factor) if self.fault.path == "*" else self._with_some(loss, factor)
+    @property
+    def _applies(self) -> bool:
+        return self._inside > 0 and not self.paused
 
-        return compute_loss
-
-    def _factor(self, dtype: Any) -> Any:
+    def _factor(self, loss: Any) -> Any:
         """Ask the host for the factor of the step that runs; a replay of it is healthy."""
+        dtype = loss.dtype
         bad = np.asarray(self.fault.factor(np.dtype(dtype)), dtype)
 
         def now() -> Any:
-            return bad if self._inside and not self.paused and self.seen - 1 in self.fault.steps else np.ones((), dtype)
+            return bad if self._applies and self.seen - 1 in self.fault.steps else np.ones((), dtype)
 
         return jax.pure_callback(now, jax.ShapeDtypeStruct((), dtype))
 
+    def _with_gradient(self, loss: Any, factor: Any) -> Any:
+        return _with_gradient(loss, factor)
+
     def _with_some(self, loss: Any, factor: Any) -> Any:
-        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
         for variable in self._trained():
             value = keras.ops.convert_to_tensor(variable)
             loss = loss + _zero(value, factor, _first(value, self.fault.entries)).astype(loss.dtype)

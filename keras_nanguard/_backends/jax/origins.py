@@ -4,7 +4,7 @@ The same as `origins` does on TensorFlow. With compilation turned off, every pri
 the backward pass included, also below `jax.grad`. Values are known by the array object that holds them.
 
 JAX evaluates a primitive in `jax._src.core.EvalTrace.process_primitive`. It has no public name. Where it is gone the
-layer table alone has to tell.
+layer table alone has to show it.
 """
 
 from __future__ import annotations

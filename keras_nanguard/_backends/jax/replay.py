@@ -27,17 +27,7 @@ from keras_nanguard._keras.jax_trainer import by_part, ready
 __all__ = [
     "Instrument",
     "Origins",
-    "body_of",
-    "intercepted",
-    "is_tensor",
-    "key",
-    "like",
-    "losses_of",
-    "preserved",
-    "slope",
-    "tensor",
-    "twin",
-    "without_rows",
+    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
 ]
 
 

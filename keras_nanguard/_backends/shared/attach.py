@@ -183,42 +183,65 @@ class Attachment(StateAccess):
             model.jit_compile = compile_with
         return model.train_function
 
-    def run_execution(self, data: Any) -> Any:
-        """Stand in for the train function: one execution, then the host's look at its verdict."""
-        session = self.session
+    def run_execution(self, *args: Any) -> Any:
+        """Stand in for the train function: one execution, and what happens where it ends in an exception."""
         try:
-            if not session.nothing_pending:
-                self._ready_to_resume(data)
-                session.before()
-                if session.skips_batches(iter(data), self.model.steps_per_execution):
-                    return session.logs.shown or session.logs_for_callbacks(self.model.get_metrics_result())
-                if session.stopped:
-                    return session.logs_for_callbacks(self._without_effect(data))
-            logs, verdict = self._execute(data)
-            session.after(verdict)
-            return session.logs_for_callbacks(logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED)
+            return self._call(*args)
         except self.END_OF_DATA:
             raise
         except BaseException as error:
             self._changed = True
-            session.raised(error)
+            self._rescue()
+            self.session.raised(error)
             self.detach()
             raise
 
-    def _ready_to_resume(self, data: Any) -> None:
-        """Have every variable that a step on this data makes, if the host is about to put a saved state in place."""
+    def _call(self, *args: Any) -> Any:
+        """Do what the train function does, with guarded steps; takes what Keras gives it, and returns what Keras wants of it."""
+        return self.run_guarded(*args)
+
+    def run_guarded(self, data: Any) -> Any:
+        """Run the step with what the host does before and after it; returns the logs."""
+        session = self.session
+        if not session.nothing_pending:
+            self._before_step(data)
+            if self._skips(data):
+                return self._shown()
+            if session.stopped:
+                return self._without_effect(data)
+        logs, verdict = self._execute(data)
+        session.after(verdict)
+        return session.logs_for_callbacks(logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED)
+
+    def _before_step(self, data: Any) -> None:
+        """Let the host do what is due before a step on this data."""
+        self.session.before()
+
+    def _skips(self, data: Any) -> bool:
+        """Skip the batches of this data, where the host is to skip some."""
+        return self.session.skips_batches(iter(data), self.model.steps_per_execution)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        """Run one execution; returns its logs and the verdict on its last step."""
+        """Run the step; returns its logs and the verdict on it, or on the last of several."""
         raise NotImplementedError
 
+    def _shown(self) -> Any:
+        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
+        if self.session.logs.shown is None:
+            self.sync_variables()
+            self.session.logs_for_callbacks(self.model.get_metrics_result())
+        return self.session.logs.shown
+
     def _without_effect(self, data: Any) -> Any:
-        """Run one execution and undo it: training has ended before it, and Keras wants logs before it stops."""
+        """Run the step and undo it: training has ended before it, and Keras wants logs before it stops."""
         before = [(variable, keras_variables.read(variable)) for variable in self.session.train_state().everything]
         logs, _ = self._execute(data)
         for variable, value in [*before, *self.session.first_values()]:
             keras_variables.write(variable, value)
-        return logs
+        return self.session.logs_for_callbacks(logs)
+
+    def _rescue(self) -> None:
+        """Make the variables hold the last state, as far as it is there, after a step has raised an exception."""
 
 
 class LoopStep(StateAccess):

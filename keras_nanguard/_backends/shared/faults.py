@@ -52,6 +52,41 @@ class FaultHook:
     def _override(self, name: str, value: Any) -> None:
         self._overrides.set(self.model, name, value)
 
+    @property
+    def _applies(self) -> bool:
+        """Whether a loss that is computed now is one of a step, for the fault to go into."""
+        return self._inside > 0
+
+    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Model.compute_loss` with the fault in the loss, or in the gradients that come of it."""
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = real(*args, **kwargs)
+            if loss is None or not self._applies:
+                return loss
+            self.reached = True
+            loss = keras.ops.convert_to_tensor(loss)
+            factor = self._factor(loss)
+            if factor is None:
+                return loss
+            if self.fault.site == "loss":
+                return loss * factor
+            return self._with_gradient(loss, factor) if self.fault.path == "*" else self._with_some(loss, factor)
+
+        return compute_loss
+
+    def _factor(self, loss: Any) -> Any:
+        """Return what the loss or its gradients are multiplied by, `None` where they stay."""
+        raise NotImplementedError
+
+    def _with_gradient(self, loss: Any, factor: Any) -> Any:
+        """Return the loss, with all gradients multiplied."""
+        raise NotImplementedError
+
+    def _with_some(self, loss: Any, factor: Any) -> Any:
+        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
+        raise NotImplementedError
+
     def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
         """Return a batch with `bad` of each float tensor that the fault is meant for."""
         parts = data if isinstance(data, tuple) else (data,)

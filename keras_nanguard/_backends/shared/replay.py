@@ -19,6 +19,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -90,6 +91,7 @@ class ReplayableStep:
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
         untracked: variables that Keras lists nowhere and the step writes.
         tolerated: variables that may be infinite or NaN.
+        judged: runs the step as training has compiled it, `judged(*args) -> verdict`, where that takes no new trace.
     """
 
     def __init__(
@@ -101,10 +103,11 @@ class ReplayableStep:
         losses: Callable[[Any], list[Any]] = lambda outputs: [],
         untracked: Sequence[Any] = (),
         tolerated: Sequence[Any] = (),
+        judged: Callable[..., Verdict] | None = None,
     ):
         self.body, self.model, self.optimizers = body, model, list(optimizers)
         self.keeps_undo, self.losses, self.untracked = keeps_undo, losses, list(untracked)
-        self.tolerated = {id(v) for v in tolerated}
+        self.tolerated, self.judged = {id(v) for v in tolerated}, judged
 
     @classmethod
     def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:

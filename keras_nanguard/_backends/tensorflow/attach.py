@@ -105,11 +105,9 @@ class ModelAttachment(attach.Attachment):
         instance_overrides.set_instance(self.model, "train_step", transaction)
 
     def _made(self) -> tuple[Any, Any, Any]:
-        """Return what the next fit needs of the step that was made for this one."""
         return self.session.transaction, self.inner, self._exhausted
 
     def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
         super().detach()
         if self.session.transaction is not None:
             self.session.transaction.release()
@@ -118,10 +116,11 @@ class ModelAttachment(attach.Attachment):
         """Whether the model trains under a `tf.distribute` strategy: but for one, steps are watched there, not refused."""
         return self.model.distribute_strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
 
-    def _ready_to_resume(self, data: Any) -> None:
-        """Have every variable that a step on this data makes, if the host is about to put a saved state in place."""
+    def _before_step(self, data: Any) -> None:
+        """Let the host do what is due; if it is about to put a saved state in place, every variable that the step makes is there."""
         if self.session.resuming is not None:
             self._trace(getattr(data, "element_spec", None))
+        super()._before_step(data)
 
     def prepare(self) -> None:
         """Have every variable that the first step would make."""

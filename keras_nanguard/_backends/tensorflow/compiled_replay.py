@@ -23,23 +23,10 @@ from keras_nanguard._core.evidence import COMPILE_LOSS, Origin
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
+__all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager", "graph", "xla")
 """The modes in which a step can be run again."""
-
-
-def is_compiled(step: ReplayableStep) -> bool:
-    """Whether running it compiled is cheaper than running it eagerly: never, for it is traced anew."""
-    return False
-
-
-def mode_of(transaction: Any, model: Any) -> str:
-    """Return the mode in which a guarded step runs."""
-    if transaction.jit:
-        return "xla"
-    return "eager" if getattr(model, "run_eagerly", False) else "graph"
-
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:

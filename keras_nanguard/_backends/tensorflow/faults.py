@@ -70,7 +70,6 @@ class Hook(FaultHook):
         _installed.append(self)
 
     def remove(self) -> None:
-        """Leave the model as it was; the next fit makes its train function without the fault."""
         if self in _installed:
             _installed.remove(self)
         if getattr(vars(self.model).get("train_step"), "hooks", ()):
@@ -164,24 +163,13 @@ class Hook(FaultHook):
 
     # Loss and gradients
 
-    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = real(*args, **kwargs)
-            if not self._inside or loss is None:
-                return loss
-            self.reached = True
-            loss = tf.convert_to_tensor(loss)
-            factor = tf.where(self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype))
-            if self.fault.site == "loss":
-                return loss * factor
-            if self.fault.path == "*":
-                return _with_gradient(loss, factor)
-            return self._with_some(loss, factor)
+    def _factor(self, loss: Any) -> Any:
+        return tf.where(self._now(), tf.cast(self.fault.factor(loss.dtype), loss.dtype), tf.ones((), loss.dtype))
 
-        return compute_loss
+    def _with_gradient(self, loss: Any, factor: Any) -> Any:
+        return _with_gradient(loss, factor)
 
     def _with_some(self, loss: Any, factor: Any) -> Any:
-        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
         for variable in self._trained():
             mask = _first(variable.value, self.fault.entries)
             loss += tf.cast(_zero(tf.convert_to_tensor(variable.value), factor, mask), loss.dtype)

@@ -45,12 +45,10 @@ class MirroredTransaction(Transaction):
         return (share.outputs, step.row) if joined is None else joined
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Let these variables be infinite."""
         strategy = self.model.distribute_strategy
         self.tolerated |= {id(part.handle) for v in variables for part in strategy.experimental_local_results(v.value)}
 
     def trace(self, spec: Any) -> None:
-        """Trace the step for arguments like this, without running it."""
         strategy = self.model.distribute_strategy
         tf.function(lambda data: strategy.run(self, args=(data,)), autograph=False).get_concrete_function(spec)
 

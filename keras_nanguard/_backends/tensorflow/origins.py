@@ -5,8 +5,8 @@ birth behind a bad loss or gradient is read off the loss or gradient itself: a b
 the way (`where`, `max`, a metric nobody trains on) is never blamed. Infinite constants of the program (a mask of -Inf)
 are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) gives birth.
 
-TensorFlow tells of each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
-has no public name. Where it is gone the layer table alone has to tell (`keras_nanguard._backends.shared.instrument`).
+TensorFlow reports each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
+has no public name. Where it is gone the layer table alone has to show it (`keras_nanguard._backends.shared.instrument`).
 """
 
 from __future__ import annotations

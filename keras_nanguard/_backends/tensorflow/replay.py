@@ -18,17 +18,7 @@ from keras_nanguard._keras import variables as keras_variables
 __all__ = [
     "Instrument",
     "Origins",
-    "body_of",
-    "intercepted",
-    "is_tensor",
-    "key",
-    "like",
-    "losses_of",
-    "preserved",
-    "slope",
-    "tensor",
-    "twin",
-    "without_rows",
+    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
 ]
 
 

@@ -56,6 +56,9 @@ class Transaction:
 
     is_transaction = True
 
+    judged = None
+    """No run of the step is cheaper than an eager one."""
+
     reused = False
     """Whether it was traced for an earlier run."""
 

@@ -51,7 +51,6 @@ class ModelAttachment(attach.Attachment):
         self._overrides.set(self.model, "test_step", test_step)
 
     def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
         self._overrides.give_back()
         super().detach()
 
@@ -76,7 +75,6 @@ class ModelAttachment(attach.Attachment):
         model.train_function = self.run_execution
 
     def _made(self) -> Any:
-        """Return what the next fit needs of the step that was made for this one."""
         return self.session.transaction.compiled
 
     def inner(self, data: Any) -> Any:

@@ -7,20 +7,10 @@ from typing import Any
 
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 
-__all__ = ["MODES", "is_compiled", "mode_of", "run_compiled"]
+__all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager",)
 """The modes in which a step can be run again."""
-
-
-def is_compiled(step: ReplayableStep) -> bool:
-    """Whether running it compiled is cheaper than running it eagerly."""
-    return False
-
-
-def mode_of(transaction: Any, model: Any) -> str:
-    """Return the mode in which a guarded step runs."""
-    return "eager"
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:

@@ -156,7 +156,7 @@ class StepRun:
         self.may_commit = owner.agree(may_commit)
 
     def _tolerate_constants(self) -> bool:
-        """Leave out buffers that nobody has written and that are infinite on purpose; returns whether there are some."""
+        """Exclude buffers that nobody has written and that are infinite on purpose; returns whether there are some."""
         old, uncounted = self.undo_log.old, self.undo_log.uncounted
         found = [t for t in self.statistics if id(t) in uncounted and torch.equal(t, old[id(t)][1])]
         found = [t for t in found if not torch.isfinite(t).all()]

@@ -20,9 +20,8 @@ __all__ = ["Hook"]
 class Hook(FaultHook):
     """One fault, put around every train step of one model."""
 
-    def __init__(self, model: Any, fault: Any):
-        super().__init__(model, fault)
-        self.seen = 0  # steps so far
+    seen = 0
+    """Steps so far."""
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
@@ -90,28 +89,15 @@ class Hook(FaultHook):
 
     # Loss and gradients
 
-    def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = real(*args, **kwargs)
-            if not self._inside or loss is None:
-                return loss
-            self.reached = True
-            loss = keras.ops.convert_to_tensor(loss)
-            if not self._now:
-                return loss
-            factor = self.fault.factor(_name(loss))
-            if self.fault.site == "loss":
-                return loss * factor
-            if self.fault.path == "*":
-                loss = loss * 1.0  # a tensor of its own: the hook is for this step's backward pass alone
-                loss.register_hook(lambda gradient: gradient * factor)
-                return loss
-            return self._with_some(loss, factor)
+    def _factor(self, loss: Any) -> float | None:
+        return float(self.fault.factor(_name(loss))) if self._now else None
 
-        return compute_loss
+    def _with_gradient(self, loss: Any, factor: float) -> Any:
+        loss = loss * 1.0  # a tensor of its own: the hook is for this step's backward pass alone
+        loss.register_hook(lambda gradient: gradient * factor)
+        return loss
 
     def _with_some(self, loss: Any, factor: float) -> Any:
-        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
         for variable in self._trained():
             mask = _first(variable.value, self.fault.entries)
             loss = loss + _Zero.apply(variable.value, factor, mask).to(loss.dtype)

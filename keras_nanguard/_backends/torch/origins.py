@@ -1,6 +1,6 @@
 """Where NaN and Inf are born, on PyTorch: watches every operation of a run, and follows what comes of each bad value.
 
-The same as `origins` does on TensorFlow. A `TorchDispatchMode` is told of each operation that runs, those of the
+The same as `origins` does on TensorFlow. A `TorchDispatchMode` sees each operation that runs, those of the
 backward pass included. Values are known by the storage that they stand in, as autograd makes new tensors of the same
 storage at will; a storage that is written in place takes over the birth of what is written.
 """
@@ -121,7 +121,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:
-        """Return the births behind the inputs of an operation, and what is told of each."""
+        """Return the origins behind the inputs of an operation, and the description of each input."""
         operands = tuple(operand(keras_variables.dense(t), _dtype(t)) for t in inputs)
         return [self._parent(t) for t in inputs], operands
 

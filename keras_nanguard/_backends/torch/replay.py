@@ -21,17 +21,7 @@ from keras_nanguard._keras.overrides import ThreadOverrides
 __all__ = [
     "Instrument",
     "Origins",
-    "body_of",
-    "intercepted",
-    "is_tensor",
-    "key",
-    "like",
-    "losses_of",
-    "preserved",
-    "slope",
-    "tensor",
-    "twin",
-    "without_rows",
+    *("body_of", "intercepted", "is_tensor", "key", "like", "losses_of", "preserved", "slope", "tensor", "twin", "without_rows"),
 ]
 
 

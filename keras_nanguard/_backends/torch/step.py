@@ -55,6 +55,9 @@ class Transaction:
         keeps_undo: whether an update had to be made before the verdict.
     """
 
+    judged = None
+    """No run of the step is cheaper than an eager one."""
+
     reused = False
     """What is kept from one run to the next is a compiled body alone."""
 

@@ -14,10 +14,12 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._backends import current
 from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.step import Conditions, choose, pinned
 from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._core.errors import GuardError
+from keras_nanguard._diagnose import explain_step
 from keras_nanguard.testing import inject
 
 BAD = (3, 4, 8)
@@ -518,6 +520,25 @@ def test_counts_name_variables(way):
     assert found == {path: (min(2, size), size) for path, size in kernels.items()}
 
 
+def test_a_diagnosis_runs_the_compiled_step_again():
+    """It takes no new trace to run a step again as training has compiled it, from another batch, and the state stays."""
+    model = network(keras.optimizers.Adam(0.01))
+    data, traces, found = zoo.regression(), [], []
+    plain = model.train_step
+    object.__setattr__(model, "train_step", lambda *args: (traces.append(1), plain(*args))[1])
+
+    def again(model):
+        before, kernel = len(traces), np.asarray(model.trainable_variables[0])
+        step, (batch,) = explain_step.step_of(guard.session), guard.session.transaction.given
+        loss = current.compiled_replay().run_compiled(step, (batch,), jit=True).loss
+        bad = current.compiled_replay().run_compiled(step, ((batch[0] * np.nan, batch[1]),), jit=True)
+        found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
+
+    guard = NanGuard()
+    model.fit(data.x, data.y, batch_size=8, verbose=0, callbacks=[guard, Look(again)])
+    assert set(found) == {(True, "loss", 0, True)}
+
+
 def test_one_step_at_a_time(way):
     """`train_on_batch` of a `NanGuardModel` is the same transaction."""
 
@@ -635,6 +656,20 @@ def test_loop_rolls_back():
     for one, other in zip(states[8][0], states[5][0]):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert float(loop.optimizer.learning_rate.value) == pytest.approx(0.005)
+
+
+def test_loop_that_is_compiled_anew():
+    """A step that is made anew goes on with what the one before has found out."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    with guard.watch(loop.model, loop.optimizer) as session:
+        step, state = guard.step(jax.jit(loop.step)), loop.state
+        for batch in batches((4,)):
+            _, state = step(state, *batch)
+            before = session.transaction
+            before.tolerated.add(session.step)
+            session.state.access.rebuild()
+            assert session.transaction is not before and session.transaction.tolerated == set(range(1, session.step + 1))
+    assert [i.step for i in guard.incidents] == [4]
 
 
 def test_loop_of_another_layout():
