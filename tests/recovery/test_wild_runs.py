@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support import zoo
-from support.wild_programs import WILD, Wild, train
+from support.wild_programs import FUSED, WILD, Wild, train
 
-ROUNDED = {
-    "wgan": "a clipped weight is one rounding away from its bound",
-    "bfloat16": "a sum in float32 is rounded to three digits between two operations",
+VARIANTS = {
+    *("gan-minimax", "ppo-clipped", "vae-kl-jump", "weight-in-python", "weight-in-the-data", "penalty-raised", "warm-restarts"),
+    *("one-cycle", "triplet-satisfied", "random-labels", "long-memory", "dead-from-the-start", "frozen-but-the-head", "tiny-losses"),
+    *("huge-losses", "target-with-offset", "batch-of-two", "matrix-factorisation", "word-vectors", "zero-gates", "normalised-momentum"),
+    *("regularisers-dominate", "label-noise", "mostly-dropped", "hinge-without-a-margin", "an-output-that-does-not-count", "bfloat16"),
+    *("accumulation", "distillation", "sparse-autoencoder"),
 }
-"""What XLA, which compiles a guarded step as another program than a plain one, rounds in another way."""
+"""Programs of which the table has others much like them. On JAX they cost little; on the other backends they are a campaign."""
+
+ROUNDED = {"wgan", "wgan-critic-both-signs", "actor-critic", "batch-of-one", "batch-of-one-wrong-label", "averaged-weights"}
+"""Programs in which XLA, which compiles a guarded step as another program than a plain one, rounds some last bits in another way."""
 
 KINDS = (
-    *("gan", "reinforce", "vae", "weight-", "curriculum", "catapult", "matrix-factorisation", "normalised", "float16"),
-    *("batch-of", "triplet", "random-labels", "wgan"),
+    *("gan", "reinforce", "vae", "weight-", "margin", "curriculum", "catapult", "matrix-factorisation", "normalised", "float16"),
+    *("batch-of", "triplet", "random-labels", "wgan", "hinge"),
 )
-"""How the names of programs begin of which there are several variants."""
+"""How the names of programs begin of which there are several."""
 
 
-def compared(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -> list[str]:
-    """Return in which variables and logs two runs differ; of a program that overflows, in which weights and slots."""
-    told = zoo.differences(one, other, tolerance)
-    return [text for text in told if not (program.overflows and text.startswith(("loss/", "history[")) or "/moving_" in text.split(":")[0])]
+class Misdescribed(Exception):
+    """A program is not what the table says. That is no failure of the guard's, so none that may be expected of it."""
 
 
-def case(name: str) -> object:
-    reason = WILD[name].found.get(zoo.BACKEND, "")
-    return pytest.param(name, marks=[pytest.mark.xfail(reason=reason, strict=True)] if reason else ())
+def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -> list[str]:
+    """Return the paths of variables and logs in which two runs differ; of a program that overflows only those that an update writes."""
+    measured = ("/moving_", "loss/", "history[") if program.overflows else ()
+    return [text for text in zoo.differences(one, other, tolerance) if not any(part in text.split(":")[0] for part in measured)]
 
 
-@pytest.mark.parametrize("name", list(map(case, WILD)))
+def case(name: str) -> Any:
+    found = WILD[name].found.get(zoo.BACKEND, "")
+    marks = [pytest.mark.xfail(reason=found, strict=found != FUSED, raises=AssertionError)] if found else []
+    return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if zoo.BACKEND != "jax" and name in VARIANTS else [])])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):
-    """A default guard has nothing to say of it and changes nothing, and it is as wild as it says."""
+    """It is as wild as it says, and a default guard has nothing to say of it and changes nothing."""
     program = WILD[name]
-    if zoo.BACKEND in program.not_on:
-        pytest.skip(program.not_on[zoo.BACKEND])
     plain, measured = train(program, guarded=False)
-    assert zoo.bad_entries(plain.model) == []
-    assert {key: measured[key] for key, (low, high) in program.claims.items() if not low <= measured[key] <= high} == {}
-    assert 60 <= measured["steps"] <= 300
+    tame = {key: measured[key] for key, (low, high) in program.claims.items() if not low <= measured[key] <= high}
+    if tame or zoo.bad_entries(plain.model) or not 60 <= measured["steps"] <= 300:
+        raise Misdescribed(name, tame, measured["steps"])
     guarded, _ = train(program, guarded=True)
     assert [str(incident) for incident in guarded.guard.incidents] == []
     assert bool(guarded.guard.session.refused) == bool(program.overflows)
-    assert compared(program, guarded, plain, 1e-5 if zoo.BACKEND == "jax" and name in ROUNDED else 0.0) == []
+    assert differences(program, guarded, plain, 1e-5 if zoo.BACKEND == "jax" and name in ROUNDED else 0.0) == []
 
 
 def test_the_table_is_wide():
-    """There are many programs, each says how wild it is and what it is, and of each of these kinds there are several."""
-    assert len(WILD) >= 60
-    assert all(program.claims and program.build.__doc__ for program in WILD.values())
+    """There are many programs, each says what it is and how wild, and of each of these kinds there are several."""
+    assert len(WILD) >= 60 and set(WILD) >= VARIANTS | ROUNDED
+    assert [name for name, program in WILD.items() if not (program.claims and program.build.__doc__)] == []
     assert {kind for kind in KINDS if sum(name.startswith(kind) for name in WILD) < 2} == set()
