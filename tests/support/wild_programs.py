@@ -43,9 +43,12 @@ class Wild:
     overflows: str = ""
 
 
+EVERYWHERE = ("tensorflow", "jax", "torch")
 REFUSED = "a step that overflows is refused whole; Keras commits its moving statistics, and counts its loss"
 STILL = "kernels that a constraint holds at its bounds are taken for dead, as the loss has moved to a multiple of its first size"
 STOPPED = "more than `checks.loss_scale.patience` overflows in a row before the first step end training"
+MEMORISED = "the loss of a wrong label, where all others have next to none, is told as a spike of a divergence"
+UNMOVED = "kernels that stand still between two looks are taken for dead, as the loss of single samples is often twenty times its least"
 FUSED = "oneDNN computes a tanh right behind a Dense layer in one operation with it, unless somebody reads what is between them"
 
 WILD: dict[str, Wild] = {}
@@ -352,7 +355,7 @@ def critic():
 
 
 @wild(
-    "wgan-critic-at-its-bounds", negative=at_least(0.8), settled=at_most(-3.0), found=dict.fromkeys(("tensorflow", "jax", "torch"), STILL)
+    "wgan-critic-at-its-bounds", negative=at_least(0.8), settled=at_most(-3.0), found=dict.fromkeys(EVERYWHERE, STILL)
 )
 def critic_at_bounds():
     """The best critic within its bounds has every weight at one of them, so that kernels stand still while the loss falls."""
@@ -892,6 +895,18 @@ def wrong_label():
     return model, arrays(x, y[:, None], batch=1, epochs=1)
 
 
+@wild("batch-of-one-memorised", spike=at_least(1e5), settled=at_most(1e-2), found=dict.fromkeys(EVERYWHERE, MEMORISED))
+def memorised():
+    """The same after the network has become certain, so that a wrong label counts a million times as much as a right one."""
+    x = 3 * draw(300, 6)
+    y = (x[:, :1] > 0).astype("float32")
+    x[:, 0] += 15 * np.sign(x[:, 0])
+    y[230::33] = 1 - y[230::33]
+    model = network(6, 1, last={"kernel_initializer": "zeros"})
+    model.compile(Opt.Adam(0.2), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model, arrays(x, y, batch=1, epochs=1)
+
+
 # Weights that grow or shrink
 
 
@@ -1219,7 +1234,7 @@ def float16():
     return _scaled(2.0**22)
 
 
-@wild("float16-scale-of-a-billion", settled=at_most(0.5), overflows=REFUSED, found=dict.fromkeys(("tensorflow", "jax", "torch"), STOPPED))
+@wild("float16-scale-of-a-billion", settled=at_most(0.5), overflows=REFUSED, found=dict.fromkeys(EVERYWHERE, STOPPED))
 def float16_billion():
     """The same from a billion, as some recipes have it: eleven overflows, then all is well."""
     return _scaled(2.0**30)
@@ -1231,13 +1246,30 @@ def bfloat16():
     return _in_precision("mixed_bfloat16", Opt.Adam(1e-2))
 
 
+def _single_samples(optimizer: Any, rows: int = 300) -> Any:
+    model = network(6, 8, 1)
+    model.compile(optimizer, "mse")
+    return model, arrays(*linear_data(rows), batch=1, epochs=1)
+
+
 @wild("accumulation", spike=at_least(5.0))
 def accumulation():
-    """Nothing moves for seven steps, then everything at once; batches of two."""
-    model = network(6, 8, 1)
-    model.compile(Opt.Adam(3e-2, gradient_accumulation_steps=8), "mse")
-    x, y = linear_data()
-    return model, arrays(x, y, batch=2, epochs=1)
+    """Nothing moves for seven steps, then everything at once; one sample at a time."""
+    return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=8))
+
+
+@wild("accumulation-over-many", spike=at_least(5.0), found=dict.fromkeys(EVERYWHERE, UNMOVED))
+def accumulation_over_many():
+    """The same with an update every 32 steps."""
+    return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=32), 120)
+
+
+@wild("rate-reduced-to-nothing", spike=at_least(5.0), found=dict.fromkeys(EVERYWHERE, UNMOVED))
+def reduced():
+    """A plateau reduces the rate until an update is less than the last bit of a weight."""
+    reduce = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.01, patience=0, min_delta=10.0, min_lr=1e-11)
+    model, fit = _single_samples(Opt.Adam(1e-2), 30)
+    return model, {**fit, "epochs": 10, "callbacks": [reduce]}
 
 
 @wild("averaged-weights", spike=at_least(1.5))
