@@ -1,0 +1,64 @@
+"""Healthy training that looks alarming is left alone: no incident, and the bits of the plain run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import zoo
+from support.wild_programs import FUSED, WILD, Wild, train
+
+VARIANTS = {
+    *("gan-minimax", "ppo-clipped", "vae-kl-jump", "weight-in-python", "weight-in-the-data", "penalty-raised", "warm-restarts"),
+    *("one-cycle", "triplet-satisfied", "random-labels", "long-memory", "dead-from-the-start", "frozen-but-the-head", "tiny-losses"),
+    *("huge-losses", "target-with-offset", "batch-of-two", "matrix-factorisation", "word-vectors", "zero-gates", "normalised-momentum"),
+    *("regularisers-dominate", "label-noise", "mostly-dropped", "hinge-without-a-margin", "an-output-that-does-not-count", "bfloat16"),
+    *("accumulation", "distillation", "sparse-autoencoder"),
+}
+"""Programs of which the table has others much like them. On JAX they cost little; on the other backends they are a campaign."""
+
+ROUNDED = {"wgan", "wgan-critic-both-signs", "actor-critic", "batch-of-one", "batch-of-one-wrong-label", "averaged-weights"}
+"""Programs in which XLA, which compiles a guarded step as another program than a plain one, rounds some last bits in another way."""
+
+KINDS = (
+    *("gan", "reinforce", "vae", "weight-", "margin", "curriculum", "catapult", "matrix-factorisation", "normalised", "float16"),
+    *("batch-of", "triplet", "random-labels", "wgan", "hinge"),
+)
+"""How the names of programs begin of which there are several."""
+
+
+class Misdescribed(Exception):
+    """A program is not what the table says. That is no failure of the guard's, so none that may be expected of it."""
+
+
+def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -> list[str]:
+    """Return the paths of variables and logs in which two runs differ; of a program that overflows only those that an update writes."""
+    measured = ("/moving_", "loss/", "history[") if program.overflows else ()
+    return [text for text in zoo.differences(one, other, tolerance) if not any(part in text.split(":")[0] for part in measured)]
+
+
+def case(name: str) -> Any:
+    found = WILD[name].found.get(zoo.BACKEND, "")
+    marks = [pytest.mark.xfail(reason=found, strict=found != FUSED, raises=AssertionError)] if found else []
+    return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if zoo.BACKEND != "jax" and name in VARIANTS else [])])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])
+def test_left_alone(name):
+    """It is as wild as it says, and a default guard has nothing to say of it and changes nothing."""
+    program = WILD[name]
+    plain, measured = train(program, guarded=False)
+    tame = {key: measured[key] for key, (low, high) in program.claims.items() if not low <= measured[key] <= high}
+    if tame or zoo.bad_entries(plain.model) or not 60 <= measured["steps"] <= 300:
+        raise Misdescribed(name, tame, measured["steps"])
+    guarded, _ = train(program, guarded=True)
+    assert [str(incident) for incident in guarded.guard.incidents] == []
+    assert bool(guarded.guard.session.refused) == bool(program.overflows)
+    assert differences(program, guarded, plain, 1e-5 if zoo.BACKEND == "jax" and name in ROUNDED else 0.0) == []
+
+
+def test_the_table_is_wide():
+    """There are many programs, each says what it is and how wild, and of each of these kinds there are several."""
+    assert len(WILD) >= 60 and set(WILD) >= VARIANTS | ROUNDED
+    assert [name for name, program in WILD.items() if not (program.claims and program.build.__doc__)] == []
+    assert {kind for kind in KINDS if sum(name.startswith(kind) for name in WILD) < 2} == set()
