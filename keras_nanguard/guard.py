@@ -183,6 +183,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             optimizers=optimizers,
             functions=self.functions,
             directory=None if directory is None else str(directory),
+            say=self._reporter.line,
         )
         if self.session is not None and self.session.model is model:
             session.follow(self.session)

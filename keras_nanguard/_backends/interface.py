@@ -147,6 +147,13 @@ class StateAccess:
     def rebuild(self) -> None:
         """Compile the step anew, after something was changed that it has built in."""
 
+    can_run_again = False
+    """Whether `run_again` can be called."""
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one, as compiled, from the state of this moment; return the verdict."""
+        raise NotImplementedError
+
 
 class GuardedSession(Protocol):
     """The host's side of a run, as the attachment of a backend sees it."""

@@ -6,7 +6,9 @@ Pushing is one store into a list. All arithmetic is deferred until an incident n
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,9 @@ __all__ = ["JUMP", "RISE", "History", "Measured", "magnitudes", "sizes"]
 
 CAPACITY = 128
 """Number of steps that are stored; a power of two."""
+
+LONG = 4096
+"""Number of steps of which the loss is stored."""
 
 JUMP = 20.0
 """Rise of the loss over its lowest value before, above which one check of dead units is conclusive."""
@@ -51,15 +56,18 @@ class History:
     """A ring buffer of the measurements of good steps, and the first few of them.
 
     Attributes:
+        undone: step and loss of the steps that the last rollback has undone.
         weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
     """
 
-    __slots__ = ("_first", "_ring", "weights")
+    __slots__ = ("_first", "_recent", "_ring", "undone", "weights")
 
     def __init__(self) -> None:
         self._ring: list[tuple[int, float, float, float] | None] = [None] * CAPACITY
         self._first: list[tuple[int, float, float, float]] = []
+        self._recent: deque[tuple[int, float, float, float]] = deque(maxlen=LONG)
         self.weights: dict[int, tuple[float, float]] = {}
+        self.undone: list[tuple[int, float]] = []
 
     def push(self, step: int, loss: float, squares: float, scale: float) -> None:
         """Store one good step: its loss, half the sum of squares of its gradients, its loss scale.
@@ -67,6 +75,7 @@ class History:
         This runs in every step.
         """
         entry = self._ring[step & (CAPACITY - 1)] = (step, loss, squares, scale)
+        self._recent.append(entry)
         if step < START_STEPS:
             self._first.append(entry)
 
@@ -76,6 +85,21 @@ class History:
         if first is not None and not self.weights:
             known = [(id(v), first.value(v)) for v in weights]
             self.weights = {key: sizes(array) for key, array in known if array is not None}
+
+    @property
+    def series(self) -> list[tuple[int, float]]:
+        """Step and loss of the last `LONG` good steps that no rollback has undone, oldest first."""
+        return [(step, loss) for step, loss, _, _ in self._recent]
+
+    def last(self, count: int) -> list[tuple[int, float]]:
+        """Return the same of the last steps, at most so many."""
+        return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
+
+    def undo(self, step: int) -> None:
+        """Take the steps from this one on out of the series: a rollback has undone them."""
+        kept = [entry for entry in self._recent if entry[0] < step]
+        self.undone = [entry[:2] for entry in self._recent if entry[0] >= step]
+        self._recent = deque(kept, maxlen=LONG)
 
     def before(self, step: int) -> list[Measured]:
         """Return the stored steps before this one, oldest first."""
@@ -95,13 +119,14 @@ class History:
         entries = self._entries(step)
         oldest = entries[0][0] if entries else step
         for number, loss, _, _ in [*(e for e in self._first[:START_STEPS] if e[0] < oldest), *entries]:
-            size = abs(loss)
-            if not 0.0 < size < math.inf:  # neither NaN nor zero
+            if loss < 0.0:  # a ratio of losses of both signs says nothing
+                return 1.0, 0
+            if not 0.0 < loss < math.inf:  # neither NaN nor zero
                 continue
-            if size < low:
-                low = size
-            elif size / low > best[0]:
-                best = (size / low, number)
+            if loss < low:
+                low = loss
+            elif loss / low > best[0]:
+                best = (loss / low, number)
         return best
 
     def zeros(self, step: int, count: int) -> bool:

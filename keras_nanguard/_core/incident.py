@@ -46,11 +46,12 @@ SITES = (
 )
 """Where a check can fail, in causal order: an earlier site can be the cause of a later one, never the reverse."""
 
-KINDS = ("nonfinite", "explosion", "spike", "out_of_range", "collapse", "stuck")
+KINDS = ("nonfinite", "explosion", "divergence", "spike", "out_of_range", "collapse", "stuck")
 """The kinds of findings.
 
 `nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows, or grown by orders of
-magnitude over steps. `spike`: one finite jump. `out_of_range`: outside the limits of the policy. `collapse`: a loss
+magnitude over steps. `divergence`: the loss has settled above its start, or has lost its progress again, and something else shows
+that the run is to blame. `spike`: one finite jump. `out_of_range`: outside the limits of the policy. `collapse`: a loss
 scale at which nothing can be learned. `stuck`: a value that should change and does not (BatchNorm statistics, zero
 gradients).
 """
@@ -222,7 +223,8 @@ class Incident:
         batch: batch within the epoch, from 0.
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
-        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist).
+        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist), and of a divergence
+            its `onset`, a step counted as above.
         diagnosis: the diagnosis, or `None` where none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.
@@ -278,9 +280,15 @@ class Incident:
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
-            parts += [self.diagnosis.headline, *(self.diagnosis.advice if self._needs_user else ())]
+            parts += [*self._since, self.diagnosis.headline, *(self.diagnosis.advice if self._needs_user else ())]
         parts += [f"-> {o}." for status in ("done", "skipped") for o in self.outcomes if o.status == status and str(o) != "warn"]
         return " ".join(parts)
+
+    @property
+    def _since(self) -> tuple[str, ...]:
+        """The onset of a divergence, where that was before the step at which it was noticed."""
+        onset = self.values.get("onset")
+        return () if onset is None or onset >= self.step else (f"Onset at step {onset + 1:.0f}.",)
 
     @property
     def _needs_user(self) -> bool:

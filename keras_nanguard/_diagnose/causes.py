@@ -128,6 +128,8 @@ def _monitors(e: Evidence) -> Conclusion | None:
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
+    if "divergence" in kinds.values():
+        return Conclusion("divergence", e.first_path, confidence=0.9, because="divergence")
     if kinds.get("statistics") == "stuck":
         return Conclusion("training_flag", e.first_path, because="stuck")
     if kinds.get("statistics") in ("spike", "out_of_range", "explosion"):

@@ -18,6 +18,7 @@ class GuardedRun(Protocol):
 
     directory: str | None
     history: History
+    progress: Any
     ring: Any
     recent: Any
     transaction: Any

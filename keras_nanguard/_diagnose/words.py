@@ -45,6 +45,11 @@ def _state(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"{listed}{more}: NaN or Inf{when}."
 
 
+def _course(e: Evidence, verdict: Conclusion) -> Iterator[str]:
+    if verdict.because == "divergence":
+        yield from e.notes
+
+
 def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     if e.origin is not None:
         yield _origin_sentence(e.origin)
@@ -208,7 +213,7 @@ def _notes(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     yield from e.notes
 
 
-_PARTS = (_state, _origin, _data, _history, _rerun_results, _optimizer, _layers, _notes)
+_PARTS = (_state, _course, _origin, _data, _history, _rerun_results, _optimizer, _layers, _notes)
 
 
 def table(rows: Sequence[LayerRow]) -> str:

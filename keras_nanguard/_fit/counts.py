@@ -41,6 +41,12 @@ class Counts:
         self.refused += steps
         self.epoch_refused += steps
 
+    def return_to(self, step: int, committed: int, refused: int) -> None:
+        """Count from an earlier step on again; so many of the refused ones since are run again."""
+        self.step, self.committed = step, committed
+        self.refused -= refused
+        self.epoch_refused = max(self.epoch_refused - refused, 0)
+
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if some are to be skipped."""
         if self.skip_batches <= 0:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from keras_nanguard._core.errors import NonFiniteError
-from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident
+from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values
 from keras_nanguard._policy.policy import decide
+from keras_nanguard._policy.progress import WINDOW, level_of
 
 __all__ = ["Incidents"]
 
@@ -23,26 +25,32 @@ class Incidents:
 
     Args:
         run: the run.
-        report: called with each complete incident.
+        report: called with each complete incident, in the order in which they were raised.
         explain: finds the diagnosis of an incident.
     """
 
     def __init__(self, run: Run, report: Callable[[Incident], None], explain: Explains):
-        self._run, self._report, self._explain = run, report, explain
+        self._run, self._report_now, self._explain = run, report, explain
+        self._waiting: list[Incident] = []
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
         if report is not None and report.left_by_previous:
-            return self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
+            self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
+            return
         if self._is_ordinary_overflow(verdict):
             run.counts.overflows += 1
+            run.recent.push_refused(run.step, run.transaction.given)
             return
         findings = [*in_batch(report, run.model), *run.scan("state"), *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > run.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
+        run.recent.push_refused(run.step, run.transaction.given)
+        incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
+        if incident.diagnosis is None or incident.diagnosis.cause != "divergence":
+            run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
         """Whether dynamic loss scaling deals with this by itself."""
@@ -93,8 +101,8 @@ class Incidents:
         verdict: Verdict | None = None,
         diagnosis: Diagnosis | None = None,
         act: bool = True,
-    ) -> None:
-        """Make the incident of one step, let the policy decide about it, do that, and report it.
+    ) -> Incident:
+        """Make the incident of one step, let the policy decide about it, do that, report it, and return it.
 
         Args:
             step: the step it is about.
@@ -111,13 +119,15 @@ class Incidents:
         incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
+        if incident.diagnosis is not None and incident.diagnosis.cause == "divergence":
+            incident = incident.with_(values={**measured, "onset": run.progress.onset(run.history.series)})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
         if not act:
             self._report(incident)
-            return
+            return incident
         decision, run.recovery.ledger = decide(run.policy, run.recovery.ledger, incident)
         incident = incident.with_(decision=decision)
-        outcomes = perform.perform(run, incident, report)
+        outcomes = self._with_result(perform.perform(run, incident, report))
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
         run.checks_fully |= run.recovery.pending.active
         run.ring.note()
@@ -125,3 +135,25 @@ class Incidents:
         self._report(incident)
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
+        return incident
+
+    def _with_result(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Run the steps again that a rollback has undone, and return the outcomes with what that has come to."""
+        run = self._run
+        if run.rerun is None or run.running_again:
+            return outcomes
+        before = level_of(run.history.undone)
+        run.run_again()
+        after = level_of(run.history.last(WINDOW))
+        known = before is not None and after is not None
+        result = f": loss {before.value:.3g} -> {after.value:.3g}" if known and before is not None and after is not None else ""
+        return tuple(replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes)
+
+    def _report(self, incident: Incident) -> None:
+        """Report an incident; one of a step that is run again waits for the one that has led to that."""
+        if self._run.running_again:
+            self._waiting.append(incident)
+            return
+        waiting, self._waiting = self._waiting, []
+        for one in (incident, *waiting):
+            self._report_now(one)

@@ -30,14 +30,11 @@ __all__ = ["Lagging"]
 LOOKS = 3
 """Validations of one fit that are looked into, besides the last one."""
 
-FAR = 2.0
+FAR = 2.2
 """How many times the loss of training, and the loss with new statistics, that of validation has to be before it counts."""
 
 LAST = 8
 """Train steps whose losses say where training stands, and whose batches the new statistics are estimated from."""
-
-FALLING = 0.95
-"""Share of the best validation so far below which the next one counts as falling: training is about to settle it by itself."""
 
 UNDONE = 0.5
 """Share of the difference between the losses of validation and of training that the new statistics have to undo."""
@@ -62,7 +59,7 @@ class Lagging:
     """Looks into the validations of one fit, until it has found something."""
 
     def __init__(self) -> None:
-        self._looks, self._done, self._best = LOOKS, False, math.inf
+        self._looks, self._done = LOOKS, False
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
@@ -78,9 +75,6 @@ class Lagging:
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
         layers = learning(run.model)
         trained, loss = _trained(run), numbers(logs).get("loss", math.nan)
-        best, self._best = self._best, min(self._best, loss)
-        if loss < FALLING * best < math.inf and loss < _at_first(run):  # it catches up
-            return None
         if self._done or not layers or not 0.0 < FAR * trained < loss < math.inf or _spread_out(run.model):
             return None
         if not self._looks and remaining:
@@ -99,12 +93,6 @@ class Lagging:
 def _trained(run: Run) -> float:
     """Return the typical loss of the last steps of this epoch, NaN where there is none."""
     losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][-LAST:]
-    return statistics.median(losses) if losses else math.nan
-
-
-def _at_first(run: Run) -> float:
-    """Return the loss of the first train steps, that of a model that knows nothing; NaN where it is not known."""
-    losses = [m.loss for m in run.history.first(run.step)]
     return statistics.median(losses) if losses else math.nan
 
 

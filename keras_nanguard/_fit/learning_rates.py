@@ -27,12 +27,14 @@ class Rate:
     Attributes:
         factor: what the guard multiplies the rate by now.
         lowest: the smallest factor since the rate was last what it would have been.
+        limit: the rate is never above this again, as it diverged at a higher one; infinity where it never did.
         given: stands in for the factor of a schedule while a step that is a pure function is traced.
     """
 
     def __init__(self, optimizer: Any):
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
+        self.limit = math.inf
         self._left: float | None = None  # the plain rate as the guard has left it
         self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
         self._scale: Any = None
@@ -49,6 +51,14 @@ class Rate:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
 
+    def limit_to(self, limit: float) -> bool:
+        """Never let the rate exceed this again; returns whether the step has to be compiled anew."""
+        self.limit = min(self.limit, limit)
+        if self.plain or self._scale is not None or limit == math.inf:
+            return False
+        self._install()
+        return True
+
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
         """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""
         self.hold()
@@ -62,7 +72,8 @@ class Rate:
     def raise_to(self, factor: float) -> None:
         """Bring the factor back up to this value, at most 1."""
         self.hold()
-        self._set(min(max(factor, self.factor), 1.0))
+        highest = self.limit * self.factor / self.value if self.limit < math.inf and self.value > 0.0 else 1.0
+        self._set(max(min(factor, highest, 1.0), self.factor))
 
     def _set(self, factor: float) -> bool:
         ratio, self.factor = factor / self.factor, factor
@@ -97,6 +108,8 @@ class Rate:
         that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
         tells which it is: the geometric mean of the lowered and of the old level lies between the two.
         """
+        if self.limit < math.inf:
+            self._bound()
         if self._left is None or not self.plain or self.factor >= 1:
             return
         found = self.value
@@ -104,6 +117,12 @@ class Rate:
             return
         self._absolute |= found > self._left / math.sqrt(self.factor)
         self._assign(found * self.factor if self._absolute else found)
+
+    def _bound(self) -> None:
+        """Keep the rate below the limit where a schedule or another callback has raised it since."""
+        value = self.value
+        if value > self.limit * (1.0 + 1e-6):
+            self._set(self.factor * self.limit / value)
 
     def release(self) -> None:
         """Take the scaling off the optimizer; a plain rate stays where it is."""
@@ -115,7 +134,8 @@ class Rate:
     def to_dict(self) -> dict[str, Any]:
         """Return what has been done to the rate, as plain JSON values."""
         rate = self.value if self.plain else None
-        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
+        limit = self.limit if self.limit < math.inf else None
+        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute, "limit": limit}
 
     def resume(self, done: Mapping[str, Any], write: bool) -> None:
         """Go on from what `to_dict` told.
@@ -126,6 +146,7 @@ class Rate:
                 chosen anew, and nothing that was done to it before matters any more.
         """
         factor, rate = float(done["factor"]), done["rate"]
+        self.limit = math.inf if done.get("limit") is None else float(done["limit"])
         if self.plain != (rate is not None):
             return
         if self.plain and write:

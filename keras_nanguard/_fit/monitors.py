@@ -16,13 +16,14 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["Monitors"]
 
-LOOKS = (10, 30, 60, 100)
-"""Steps of the first looks; then one every `EVERY` steps."""
+LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
+"""Steps of the first looks after the start, and after a rollback; then one every `EVERY` steps."""
 
 EVERY = 50
 
@@ -59,18 +60,23 @@ class Monitors:
         self._weights: Mapping[int, np.ndarray[Any, Any]] = {}  # fingerprints of kernels
         self._weights_of = self._still = 0
         self._variances: dict[int, float] = {}
-        self._rollbacks = 0
+        self._rollbacks = self._since = 0
+        self._divergence = Divergence(checks.divergence)
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, run: Run) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
         step = run.step
         self.ceiling = max(abs(self.statistics), 1.0) * LEAP if run.counts.committed >= SETTLED else math.inf
-        self.due = next((at for at in LOOKS if at > step), step + EVERY)
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._weights, self._variances = run.counts.rollbacks, {}, {}
+            self._since = run.progress.since
             self._told.clear()
-        found: list[Finding] = []
+            self._divergence.start_over()
+        self.due = next((self._since + at for at in LOOKS if self._since + at > step), step + EVERY)
+        found = self._divergence.look(run)
+        if found:
+            return found
         watches = {"dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
         for name, watch in watches.items():
             findings = list(watch(run))
@@ -78,6 +84,10 @@ class Monitors:
                 self._told.add(name)
                 found += findings
         return found
+
+    def tried(self, run: Run) -> list[Finding]:
+        """Return what a trial shows that the last look has asked for; the variables hold the state."""
+        return self._divergence.tried(run)
 
     def _dead(self, run: Run) -> Iterator[Finding]:
         """Kernels that stand still after the loss has jumped: every unit above them is dead."""
@@ -90,7 +100,8 @@ class Monitors:
         kernels = [v for v in train_state.trainable if len(v.shape) > 1]
         self._weights, self._weights_of = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}, run.counts.committed
         compared = [v for v in kernels if id(v) in before]
-        if run.counts.committed - since < 5 or len(compared) < 2 or not _learns(train_state.optimizers):
+        few = run.counts.committed - since < 5 * _accumulated(train_state.optimizers)
+        if few or len(compared) < 2 or not _learns(train_state.optimizers):
             return
         frozen = [v for v in compared if np.array_equal(before[id(v)], self._weights[id(v)])]
         if len(frozen) <= len(compared) / 2 or not run.history.moving(run.step):
@@ -153,7 +164,13 @@ def _moved(kernels: Sequence[Any], then: Any) -> bool:
 
 
 def _learns(optimizers: Any) -> bool:
-    return all(keras_optimizers.learning_rate(o) > 1e-12 for o in optimizers)
+    """Whether the learning rates are so high that an update of their size can move a weight of float32."""
+    return all(keras_optimizers.learning_rate(o) > 1e-8 for o in optimizers)
+
+
+def _accumulated(optimizers: Any) -> int:
+    """Return over how many steps gradients are accumulated for one update."""
+    return max((getattr(keras_optimizers.inner(o), "gradient_accumulation_steps", None) or 1 for o in optimizers), default=1)
 
 
 def _never_moved(layer: Any, first: Any) -> bool:

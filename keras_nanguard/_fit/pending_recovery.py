@@ -87,6 +87,12 @@ class PendingRecovery:
         self.undone.append((good, steps))
         return steps
 
+    def return_to(self, step: int, committed: int) -> None:
+        """Count from an earlier step on again."""
+        if self.lowered_at is not None:
+            self.lowered_at, self.lowered_good = min(self.lowered_at, step), min(self.lowered_good, committed)
+        self.undone = [entry for entry in self.undone if entry[0] <= committed]
+
     def start_over(self) -> None:
         """Start an estimate over whose statistics were just written by someone else."""
         if self.recalibration is not None:

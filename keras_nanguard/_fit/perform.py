@@ -13,9 +13,10 @@ from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
+from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, schedule, times
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._policy.progress import SGD_BEARS
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -28,8 +29,11 @@ _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_
 Answer = tuple[str, str]
 """`("done" | "skipped", detail)`."""
 
-_SEED_STEP = 7919
-"""How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
+ROSE = 0.5
+"""Share of the rate at which training diverged below which the rate at a snapshot is one from before a schedule has raised it."""
+
+_LEAST_FACTOR = 1e-4
+"""Factor below which a rate is not lowered at once, whatever is predicted."""
 
 
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
@@ -39,6 +43,7 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
     """
     outcomes = []
     assert incident.decision is not None
+    run.recovery.note_rates()
     for action in incident.decision.actions:
         name = action["action"]
         parameters = {key: value for key, value in action.items() if key != "action"}
@@ -60,74 +65,53 @@ def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
     return "done", p.get("message", "")
 
 
-def _newest(run: Run, depth: int = 1) -> Snapshot | None:
-    run.ring.promote(run.counts.committed)
-    return run.ring.newest(depth)
-
-
-def _rollback(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    snapshot = _newest(run, p.get("depth", 1))
-    if snapshot is None:
-        return "skipped", "there is no verified snapshot to restore"
-    undone = _put_back(run, snapshot, incident, report)
-    if p.get("reseed", True):
-        for seed in keras_variables.seeds(run.train_state().other):
-            moved = keras_variables.read(seed)
-            moved[..., -1] += np.asarray(_SEED_STEP * (run.counts.rollbacks + 1), moved.dtype)
-            keras_variables.write(seed, moved)
-    run.counts.rollbacks += 1
-    skip = int(p.get("skip_batches", 0))
-    run.counts.skip_batches += skip
-    also = f"; the next {skip} batches are skipped" if skip else ""
-    lost = f"{_times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return "done", f"back to the state {_moment(snapshot)}; {lost}{also}"
-
-
-def _moment(snapshot: Snapshot) -> str:
-    """Return of when a snapshot is, in words that read the same whether steps are counted from 0 or from 1."""
-    return f"after {_times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
-
-
-def _times(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def _put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None) -> int:
-    """Write a snapshot into the model; returns how many committed steps that undoes."""
-    spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
-    undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
-    run.ring.forget_after(snapshot.step)
-    run.recent.restart(run.step + 1, snapshot)
-    for variable in run.train_state().restorable:
-        value = snapshot.value(variable)
-        if value is not None:
-            keras_variables.write(variable, value)
-    run.trend.settle()
-    run.recovery.pending.start_over()
-    return undone
-
-
 def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     last = run.recovery.pending.lowered_at
     if last is not None and incident.step - last < p.get("cooldown", 0):
-        return "skipped", f"lowered {_times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
+        return "skipped", f"lowered {times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
     if _before_update(incident) and not run.recovery.pending.tried:
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
     told = []
     retrace = False
     for optimizer in run.train_state().optimizers:
-        before, after, anew = run.recovery.rate(optimizer).lower(p["factor"], p.get("min_lr", 0.0))
-        retrace |= anew
+        rate = run.recovery.rate(optimizer)
+        before, at = rate.value, run.recovery.noted.get(id(optimizer), rate.value)
+        limit = p.get("safe", 1.0) * at if _diverged(incident) else math.inf
+        if before < ROSE * at and before <= limit * (1 + 1e-6) < rate.limit:
+            retrace |= rate.limit_to(limit)
+            told.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
+            continue
+        before, after, anew = rate.lower(_factor(run, optimizer, before, p), p.get("min_lr", 0.0))
+        retrace |= rate.limit_to(limit) or anew
         if after < before:
             told.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:
         run.state.access.rebuild()
     if not told:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
-    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") else None
+    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") and not run.recovery.diverged else None
     run.recovery.pending.lowered(recovery)
     return "done", "learning rate of " + ", ".join(told)
+
+
+def _diverged(incident: Incident) -> bool:
+    known = incident.diagnosis is not None and incident.diagnosis.cause == "divergence"
+    return known or any(f.kind == "divergence" for f in incident.findings)
+
+
+def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:
+    """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large.
+    """
+    factor, largest = float(p["factor"]), p.get("max_update")
+    predicted = run.progress.update * rate * factor
+    if largest is None or run.progress.restored != 0 or not predicted < math.inf:
+        return factor
+    if keras_optimizers.shrinks_updates(optimizer):
+        largest = SGD_BEARS * largest
+    while predicted > largest and factor > _LEAST_FACTOR:
+        factor, predicted = factor * p["factor"], predicted * p["factor"]
+    return factor
 
 
 def _before_update(incident: Incident) -> bool:
@@ -202,7 +186,7 @@ def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str,
 def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
     """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
     if source == "last_good":
-        snapshot = _newest(run)
+        snapshot = newest(run)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
         return {**{id(v): keras_layers.initial_value(run.model, v) for v in variables}, **_first_slots(run)}
@@ -227,7 +211,7 @@ def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Map
         return "skipped", "the model has no BatchNormalization"
     values = initial_statistics(layers)
     if p["source"] == "last_good":
-        snapshot = _newest(run)
+        snapshot = newest(run)
         values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
         if any(value is None for _, value in values):
             return "skipped", "there is no last good state"
@@ -283,11 +267,15 @@ def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -
 def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if incident.refused and not any(f.site == "state" for f in incident.findings):
         return "the refused step left the last good state in place"
-    snapshot = _newest(run)
+    snapshot = newest(run)
     if snapshot is None:
         return "there is no good state to restore"
-    _put_back(run, snapshot, incident, report)
-    return f"the state {_moment(snapshot)} restored"
+    rerun = rerun_of(run, snapshot, incident)
+    put_back(run, snapshot, incident, report, again=rerun is not None)
+    if rerun is None:
+        return f"the state {moment(snapshot)} restored"
+    schedule(run, rerun)
+    return f"the state {moment(snapshot)} restored, and the {times(len(rerun.batches), 'step')} since then run again"
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -321,7 +309,7 @@ Performer = Callable[[Run, Incident, Report | None, Mapping[str, Any]], Answer]
 
 PERFORMERS: dict[str, Performer] = {
     "skip": _skip,
-    "rollback": _rollback,
+    "rollback": roll_back,
     "lower_lr": _lower_lr,
     "clip": _clip,
     "fix_loss_scale": _fix_loss_scale,

@@ -14,7 +14,7 @@ from typing import Any
 from keras_nanguard._backends.shared import batch_memory
 from keras_nanguard._fit.snapshots import Snapshot
 
-__all__ = ["Approach", "Recent"]
+__all__ = ["Approach", "Recent", "Rerun"]
 
 @dataclass(frozen=True)
 class Approach:
@@ -33,15 +33,59 @@ class Approach:
     exact: bool
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """The steps that a rollback has undone, to be run again from the state of its snapshot.
+
+    Attributes:
+        snapshot: that snapshot.
+        batches: the arguments of each step since then, `None` for one that is to be skipped.
+        refused: how many of those that are run again had been refused.
+    """
+
+    snapshot: Snapshot
+    batches: tuple[Any, ...]
+    refused: int = 0
+
+
 class Recent:
-    """What the last committed steps were given."""
+    """What the last steps were given: the committed ones, and those that were refused although their batch was good."""
 
     def __init__(self) -> None:
+        self._refused: set[int] = set()
         self._entries: deque[tuple[int, Any]] = deque()
         self._sizes: deque[int] = deque()  # of the last entry of those that share what they were given, 0 of the others
         self._bytes = self._since = 0
         self._cut = False
         self._origin: Snapshot | None = None
+
+    def push_refused(self, step: int, given: Any) -> None:
+        """Remember what a refused step was given, which may be run again after a rollback."""
+        self._refused.add(step)
+        self.push(step, given)
+
+    def blame(self, step: int) -> None:
+        """Forget what a refused step was given: the batch is what is wrong."""
+        if self._entries and self._entries[-1][0] == step:
+            self._entries[-1] = (step, None)
+
+    def rerun(self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]) -> Rerun | None:
+        """Return the steps from a snapshot up to this one, to be run again; `None` where they are not all known.
+
+        Args:
+            snapshot: the state to run them from.
+            step: the last of them.
+            batch: as below.
+        """
+        known = {number: (given if given is None else batch(number, given), given is None) for number, given in self._entries}
+        numbers = range(snapshot.step, step + 1)
+        if not all(number in known or number == step for number in numbers):
+            return None
+        found = [known.get(number, (None, True)) for number in numbers]
+        if any(args is None and not skipped for args, skipped in found):
+            return None
+        again = sum(number in self._refused and known[number][0] is not None for number in numbers if number in known)
+        return Rerun(snapshot, tuple(args for args, _ in found), again)
 
     def push(self, step: int, given: Any) -> None:
         """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""
@@ -63,12 +107,20 @@ class Recent:
         """Forget everything: the steps from this one on go on from another state, that of a snapshot or one of no name."""
         self._entries.clear()
         self._sizes.clear()
+        self._refused.clear()
         self._bytes, self._cut = 0, False
         self._origin, self._since = origin, step
 
+    def return_to(self, step: int) -> None:
+        """Forget the steps from this one on, which are to be run again."""
+        while self._entries and self._entries[-1][0] >= step:
+            self._refused.discard(self._entries.pop()[0])
+            self._bytes -= self._sizes.pop()
+
     def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
         """Return the arguments of the last steps, at most so many, oldest first; `batch` is as below."""
-        found = [batch(step, given) for step, given in list(self._entries)[-count:]]
+        entries = [entry for entry in self._entries if entry[0] not in self._refused]
+        found = [batch(step, given) for step, given in entries[-count:]]
         return [args for args in found if args is not None]
 
     def approach(self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]) -> Approach | None:
@@ -80,7 +132,7 @@ class Recent:
             snapshots: those that are at hand, oldest first.
             batch: returns the arguments of a step, `None` where they are gone.
         """
-        found = [(step, batch(step, given)) for step, given in self._entries]
+        found = [(step, batch(step, given)) for step, given in self._entries if step not in self._refused]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)
         known = found[gone + 1 :]
         if not known:
@@ -88,6 +140,7 @@ class Recent:
         cut = gone >= 0 or self._cut
         first = known[0][0] if cut else self._since
         since = [s for s in snapshots if s.step >= first]
+        since = [s for s in since if s.step] or since  # the start is kept for other reasons, and is far from here
         if since and any(step >= since[0].step for step, _ in known):
             return _approach(since[0], [(step, args) for step, args in known if step >= since[0].step], True)
         origin = self._origin or (snapshots[-1] if snapshots else None)

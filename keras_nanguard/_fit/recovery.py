@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.pending_recovery import PendingRecovery
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.ledger import Ledger
 
 __all__ = ["Recovery"]
@@ -22,6 +24,7 @@ class Recovery:
         ledger: what the policy remembers.
         rates: what was done to the learning rate of each optimizer, by `id`.
         pending: what goes on from step to step.
+        noted: the rate of each optimizer when the last decision was made, by `id`.
         changed: `(target, name, value before)` of each setting that was changed for the time of the fit.
     """
 
@@ -31,10 +34,25 @@ class Recovery:
         self.rates: dict[int, Rate] = {}
         self.pending = PendingRecovery(state, counts, self.rates)
         self.changed: list[tuple[Any, str, Any]] = []
+        self.noted: dict[int, float] = {}
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a rate was lowered because training diverged."""
+        return any(rate.limit < math.inf for rate in self.rates.values())
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the rate of a schedule has to stay below a limit, and so has to be looked at before each step."""
+        return any(rate.limit < math.inf and not rate.plain for rate in self.rates.values())
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer, which remembers what the guard has done to it."""
         return self.rates.setdefault(id(optimizer), Rate(optimizer))
+
+    def note_rates(self) -> None:
+        """Note the rates of this moment: a rollback takes a schedule back to where it was."""
+        self.noted = {id(o): keras_optimizers.learning_rate(o) for o in self.state.train_state().optimizers}
 
     def change(self, target: Any, name: str, value: Any) -> None:
         """Set an attribute until the fit ends."""

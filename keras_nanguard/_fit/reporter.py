@@ -43,6 +43,10 @@ class Reporter:
         if counted := self._lines.counted():
             self._print(f"NanGuard: {counted}")
 
+    def line(self, text: str) -> None:
+        """Print a line about something that was changed and is no incident."""
+        self._print(text)
+
     def once(self, line: str) -> None:
         """Print a line, the first time that it is given."""
         if line not in self._printed:

@@ -9,13 +9,14 @@ from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.live_state import LiveState
-from keras_nanguard._fit.recent_batches import Recent
+from keras_nanguard._fit.recent_batches import Recent, Rerun
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.sightings import bad_state
-from keras_nanguard._fit.snapshots import Ring
+from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.progress import Level, Progress
 from keras_nanguard._policy.trend import Trend
 
 __all__ = ["Run"]
@@ -30,14 +31,16 @@ class Run:
         optimizers: the optimizers of a loop with no trainer; those of the model by default.
         functions: the functions that the policy may call, by name.
         directory: folder for everything that is written to disk; `None` writes nothing.
+        say: prints a line.
 
     Attributes:
         state: the train state of the model.
         counts: the counters.
         recovery: what the policy has changed.
-        history, trend, recent, ring: what is remembered of the steps so far: what they measured, the course of that, their
-            batches, and snapshots.
+        history, trend, progress, recent, ring: what is remembered of the steps so far: what they measured, the course of that, how
+            far training has come, their batches, and snapshots.
         transaction: the guarded step; `None` before it is made.
+        rerun: the steps that a rollback has undone and that are to be run again.
         began: whether the state before the first step was looked at.
         stopped: whether the policy has ended training.
         healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
@@ -52,16 +55,18 @@ class Run:
         optimizers: Any = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ):
-        self.policy, self.functions, self.directory = policy, functions or {}, directory
+        self.policy, self.functions, self.directory, self.say = policy, functions or {}, directory, say
         self.state, self.counts = LiveState(model, optimizers), Counts()
         self.recovery = Recovery(self.state, self.counts)
-        self.history, self.trend, self.recent = History(), Trend(policy.checks.trend), Recent()
+        self.history, self.trend, self.progress, self.recent = History(), Trend(policy.checks.trend), Progress(), Recent()
         kept = policy.snapshot
         self.ring = Ring(kept.keep, kept.good_after)
         if directory is not None and kept.storage == "disk":
             self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery)
         self.transaction: Any = None
+        self.rerun: Rerun | None = None
         self.began = self.stopped = self.healed = False
         self.checks_fully = True
 
@@ -89,6 +94,19 @@ class Run:
     def overflows(self) -> int:
         """How many of those were ordinary float16 overflows, which are no incident."""
         return self.counts.overflows
+
+    running_again = False
+    """Whether steps are being run again."""
+
+    def run_again(self) -> None:
+        """Run the steps again that a rollback has undone, where they are to be."""
+
+    def try_rate(self, factor: float, snapshot: Snapshot) -> Level | None:
+        """Return the level of the loss that the steps since a snapshot end at with another learning rate, and change nothing.
+
+        `None` where they cannot be run again, or do not end.
+        """
+        return None
 
     def train_state(self) -> TrainState:
         """Return the train state of the last trace, whose variables hold or read as the values of this moment."""

@@ -20,15 +20,19 @@ from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import Monitors
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.rerun import RunsAgain
 from keras_nanguard._fit.resume import Resumed
-from keras_nanguard._fit.run import Run
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 
 __all__ = ["Session"]
 
+BOUNDED_EVERY = 10
+"""Steps between two looks at the rate of a schedule that has a limit, where a look takes the state out of the step."""
 
-class Session(Run):
+
+class Session(RunsAgain):
     """The host's half of the transaction.
 
     Args:
@@ -39,6 +43,7 @@ class Session(Run):
         optimizers: the optimizers of a loop with no trainer; those of the model by default.
         functions: the functions that the policy may call, by name.
         directory: folder for everything that is written to disk; `None` writes nothing.
+        say: prints a line.
 
     Attributes:
         resuming: the snapshot to go on from, until its state is in place.
@@ -56,8 +61,9 @@ class Session(Run):
         optimizers: Any = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ):
-        super().__init__(model, policy, optimizers=optimizers, functions=functions, directory=directory)
+        super().__init__(model, policy, optimizers=optimizers, functions=functions, directory=directory, say=say)
         self.incidents, self.monitors, self.logs = Incidents(self, report, explain), Monitors(policy.checks), Logs(model)
         self.callbacks_deferred = False
         self.resuming: Resumed | None = None
@@ -97,7 +103,9 @@ class Session(Run):
 
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
-        return not self.began or self.recovery.pending.recalibration is not None or (written and bool(self.recovery.rates))
+        estimating = self.recovery.pending.recalibration is not None
+        bounded = self.recovery.bounded and self.counts.step % BOUNDED_EVERY == 0
+        return not self.began or estimating or bounded or (written and bool(self.recovery.rates))
 
     def rate_factors(self) -> dict[int, float]:
         """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
@@ -159,7 +167,7 @@ class Session(Run):
             self.transaction.tolerate(tolerated)
             if tolerated and (resumed or self.transaction.reused):
                 self.state.access.rebuild()
-        bad = self.ring.take(train_state.restorable, 0, 0, verified=True, tolerated=self.tolerated)
+        bad = self.ring.take(train_state.kept, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:
             self.incidents.between_steps(self.scan("state"))
 
@@ -265,6 +273,13 @@ class Session(Run):
         if findings:
             self.incidents.committed(verdict, findings)
 
+    def _return_to(self, plan: Rerun) -> None:
+        """Count from a snapshot on again."""
+        super()._return_to(plan)
+        step, every = plan.snapshot.step, self.policy.snapshot.every
+        self.monitors.due = self._due = step + 1
+        self._snapshot_due = step + every if every else inf
+
     # Between two steps
 
     def _keep(self) -> None:
@@ -275,8 +290,10 @@ class Session(Run):
         if step >= self.monitors.due:
             with self.state.access.variables_readable():
                 findings = self.monitors.look(self)
+            findings = findings or self.monitors.tried(self)
             if findings:
                 self.incidents.between_steps(findings)
+                step, committed = self.counts.step, self.counts.committed
         self.ring.promote(committed)
         if step >= self._snapshot_due and not self.stopped:
             self._snapshot_due = step + self.policy.snapshot.every
@@ -287,7 +304,7 @@ class Session(Run):
         with self.state.access.variables_readable() if self.ring.only_reads else nullcontext():
             train_state = self.train_state()
             self.history.start(self.ring.snapshots, train_state.trainable)
-            bad = self.ring.take(train_state.restorable, self.step, self.counts.committed, tolerated=self.tolerated)
+            bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated)
         if bad:
             self.incidents.between_steps(self.scan("weights"))
 

@@ -2,7 +2,7 @@
 
 A snapshot is taken only of a state that is finite when it is read, and counts as *verified* only once good steps have
 followed it: a state can be finite and doomed. Copies are made into buffers that are used again, so that the ring never
-takes more than `keep` copies of the train state and asks the system for memory only once.
+takes more than `keep` copies of the train state, and that before the first step, and asks the system for memory only once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Ring", "Snapshot", "first_bad"]
+__all__ = ["Ring", "Snapshot", "compact", "first_bad"]
 
 
 @dataclass
@@ -29,23 +30,39 @@ class Snapshot:
         good: how many good steps the fit had seen by then.
         verified: whether enough good steps have followed.
         arrays: the values, by variable.
+        drawn: the state of the generator that belongs to no variable, `None` where there is none.
     """
 
     step: int
     good: int
     verified: bool = False
     arrays: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
+    drawn: np.ndarray[Any, Any] | None = field(default_factory=lambda: current.host().generator_state())
+
+    def write(self, variables: Iterable[Any]) -> None:
+        """Write its values into variables; those that it does not have stay as they are."""
+        for variable in variables:
+            if (value := self.value(variable)) is not None:
+                keras_variables.write(variable, value)
+
+    def draw_again(self) -> None:
+        """Let the generator that belongs to no variable go on from where it was."""
+        if self.drawn is not None:
+            current.host().set_generator_state(self.drawn)
 
     def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
         """Return the copy of one variable, `None` where the snapshot has none."""
-        return self.arrays.get(id(variable))
+        found = self.arrays.get(id(variable))
+        return np.array(found) if found is not None and found.base is not None and not any(found.strides) else found
 
 
 class Ring:
     """The snapshots of one fit, newest last.
 
+    The state before the first step is kept as long as the fit runs, besides the others.
+
     Args:
-        keep: how many there may be at a time; the newest one that is verified is never given up for a new one.
+        keep: how many others there may be at a time; the newest one that is verified is never given up for a new one.
         good_after: good steps that make a snapshot verified. The state before the first step is verified by itself:
             there is nothing older to restore.
     """
@@ -81,7 +98,8 @@ class Ring:
         spare = self._give_up()
         fresh = Snapshot(step, good, verified, spare.arrays if spare is not None else {})
         for variable, value in values:
-            fresh.arrays[id(variable)] = _copy(value, fresh.arrays.get(id(variable)))
+            copied = _copy(value, fresh.arrays.get(id(variable)))
+            fresh.arrays[id(variable)] = copied if step else compact(copied)
         self.snapshots.append(fresh)
 
     def promote(self, good: int) -> None:
@@ -98,6 +116,15 @@ class Ring:
         """Return the verified snapshot that is `depth`-th from the newest, the oldest one where there are fewer."""
         verified = [s for s in self.snapshots if s.verified]
         return verified[-min(depth, len(verified))] if verified else None
+
+    def before(self, step: int) -> Snapshot | None:
+        """Return the newest snapshot that was taken before this step ran, verified or not; the start where there is no other."""
+        return next((s for s in reversed(self.snapshots) if s.step <= step), None)
+
+    @property
+    def start(self) -> Snapshot | None:
+        """The state before the first step, `None` where it is not kept."""
+        return self.snapshots[0] if self.snapshots and self.snapshots[0].step == 0 else None
 
     def oldest(self) -> Snapshot | None:
         """Return the oldest snapshot that is kept, `None` where there is none."""
@@ -124,10 +151,10 @@ class Ring:
 
         An unproven one goes first, then the oldest. The caller has made sure that there will be a new one.
         """
-        if len(self.snapshots) < self.keep:
+        others = [s for s in self.snapshots if s.step]
+        if len(others) < self.keep:
             return None
-        unproven = [s for s in self.snapshots if not s.verified]
-        gone = unproven[0] if unproven else self.snapshots[0]
+        gone = next((s for s in others if not s.verified), others[0])
         self.snapshots = [s for s in self.snapshots if s is not gone]
         return gone
 
@@ -141,6 +168,13 @@ def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ())
         if id(variable) not in tolerated and not finiteness.is_finite(value):
             return str(getattr(variable, "path", "")) or "a variable"
     return ""
+
+
+def compact(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array all of whose entries are the same as a view of one of them: most slots begin so, and take no memory then."""
+    if value.size < 2 or value.flat[0] != value.flat[-1] or value.dtype.kind not in "fiu" or np.any(value != value.flat[0]):
+        return value
+    return np.broadcast_to(np.array(value.flat[0]), value.shape)
 
 
 def _copy(value: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:

@@ -30,7 +30,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
@@ -92,8 +92,8 @@ def load(
 class DiskRing(Ring):
     """The snapshots of one fit on disk.
 
-    The state before the first step also stays in memory while it is the newest good one: a model may get variables in
-    its first step that no file written before can hold.
+    The state before the first step also stays in memory: a run that diverges may have to go back to it, and a model may get variables
+    in its first step that no file written before can hold.
 
     Args:
         keep: how many there may be in the folder at a time, those of earlier runs included.
@@ -124,7 +124,7 @@ class DiskRing(Ring):
             unfinished.mkdir()
             record = self._write(unfinished, step, verified)
         self.note()
-        arrays = {id(v): keras_variables.read(v) for v in variables} if not self.snapshots else {}
+        arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if not step else {}
         self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
         self._prune()
 
@@ -232,17 +232,20 @@ class DiskRing(Ring):
         return self._left_out[1]
 
     def _prune(self) -> None:
-        """Bring the folder down to `keep` snapshots: those of earlier runs go first, then as in memory."""
-        ours = {s.path for s in self.snapshots if isinstance(s, _OnDisk)}
-        foreign = [path for path in written(self.folder) if path not in ours]
+        """Bring the folder down to `keep` snapshots: those of earlier runs go first, then as in memory.
+
+        The state before the first step stays in memory when its files go.
+        """
+        ours = [s for s in self.snapshots if isinstance(s, _OnDisk)]
+        foreign = [path for path in written(self.folder) if path not in {s.path for s in ours}]
         for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
             atomic_files.remove(path)
-        newest = self.snapshots.pop()
-        while len(self.snapshots) >= self.keep:
-            gone = self._give_up()
-            if isinstance(gone, _OnDisk):
-                atomic_files.remove(gone.path)
-        self.snapshots.append(newest)
+        while len(ours) > max(self.keep, 1):
+            gone = next((s for s in ours[:-1] if not s.verified), ours[0])
+            atomic_files.remove(gone.path)
+            ours = [s for s in ours if s is not gone]
+            left = Snapshot(0, gone.good, True, gone.arrays, gone.drawn)
+            self.snapshots = [s if s is not gone else left for s in self.snapshots if s is not gone or gone.step == 0]
 
 
 class _OnDisk(Snapshot):

@@ -87,6 +87,20 @@ class TrainerState:
             self.synced = False
         return self.state
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let steps run inside the context although the variables hold the state, as they do again after it: while callbacks act."""
+        if not self.model._jax_state_synced:
+            yield
+            return
+        state = self.model._get_jax_state(**dict.fromkeys(_PARTS, True))
+        self.hold(jax.tree_util.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state))
+        try:
+            yield
+        finally:
+            self.model._jax_state_synced = self.synced = False
+            self.sync_variables()
+
     def rescue(self) -> None:
         """Write the state to the variables after a step has raised, unless it was donated."""
         leaves = jax.tree_util.tree_leaves(self.state)

@@ -26,8 +26,8 @@ from keras_nanguard._keras import layers as keras_layers, native_variables, vari
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate"),
-    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_rate", "trained_by"),
+    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate", "momentum"),
+    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_rate", "shrinks_updates", "trained_by"),
 ]
 
 
@@ -56,6 +56,16 @@ def fresh_like(optimizer: Any) -> Any:
 def is_loss_scaled(optimizer: Any) -> bool:
     """Whether the optimizer scales the loss dynamically."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def shrinks_updates(optimizer: Any) -> bool:
+    """Whether the updates of this optimizer shrink with the gradient: those of SGD, with momentum or without."""
+    return isinstance(inner(optimizer), keras.optimizers.SGD)
+
+
+def momentum(optimizer: Any) -> float:
+    """Return the momentum of an optimizer that accumulates its updates, 0 for one that does not."""
+    return float(getattr(inner(optimizer), "momentum", 0.0) or 0.0)
 
 
 def find_optimizers(model: Any) -> list[Any]:

@@ -86,6 +86,11 @@ class TrainState:
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots]))
 
     @property
+    def kept(self) -> tuple[Any, ...]:
+        """What a snapshot holds: the same, and the loss scales."""
+        return (*self.restorable, *(v for pair in self.scales for v in pair))
+
+    @property
     def everything(self) -> tuple[Any, ...]:
         """Every variable of the train state except the metrics."""
         scales = [v for pair in self.scales for v in pair]

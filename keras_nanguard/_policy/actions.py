@@ -86,6 +86,9 @@ class Rollback(Action):
         deeper: go one snapshot deeper for every rollback that the same rule still counts against its limits.
         skip_batches: batches to skip after the rollback, in addition to those that failed.
         reseed: advance the random seeds, so that the same step is not repeated identically.
+        run_again: run the steps again that this undoes, on the same batches and with the same seeds, where their batches are at hand.
+            It pays where something else is changed as well, as the learning rate.
+        before_onset: restore the newest snapshot from before a divergence began, verified or not, instead.
     """
 
     name: ClassVar[str] = "rollback"
@@ -101,16 +104,22 @@ class Rollback(Action):
         metadata=spec("batches to skip afterwards, in addition to those that failed", unit="batches", ge=0, le=1e6),
     )
     reseed: bool = field(default=True, metadata=spec("advance the random seeds"))
+    before_onset: bool = field(default=False, metadata=spec("restore the newest snapshot from before the onset of a divergence"))
+
+    run_again: bool = field(default=False, metadata=spec("run the steps again that this undoes, where their batches are at hand"))
 
     def sentence(self) -> str:
         which = (
-            "the newest verified snapshot"
+            "the newest snapshot from before the onset"
+            if self.before_onset
+            else "the newest verified snapshot"
             if self.depth == 1
             else f"verified snapshot number {self.depth} from the newest"
         )
         deeper = " (one deeper on every repetition)" if self.deeper else ""
         past = f", then skips {self.skip_batches} batches" if self.skip_batches else ""
-        return f"rolls back to {which}{deeper}{past}"
+        again = " and runs the steps since then again" if self.run_again else ""
+        return f"rolls back to {which}{deeper}{again}{past}"
 
 
 class Change(Action):
@@ -132,6 +141,10 @@ class LowerLr(Change):
         recover_after: good steps after which the rate returns to what it would have been; None: it stays reduced. The
             latest reduction decides for all earlier ones, so one without `recover_after` makes them permanent.
         ramp: steps over which the rate returns.
+        safe: share of the rate at which training diverged that the rate never exceeds again. It is not restored by steps then, but
+            raised where a trial on the last steps shows that a higher one does better. Other causes set no such limit.
+        max_update: largest first update after a rollback to the start, as a share of the weights. The factor is applied again until
+            the update is predicted to be smaller; None: it is applied once.
     """
 
     name: ClassVar[str] = "lower_lr"
@@ -143,12 +156,15 @@ class LowerLr(Change):
         default=None, metadata=spec("good steps until the rate returns, never if omitted", unit="steps", ge=1)
     )
     ramp: int = field(default=100, metadata=spec("steps over which the rate returns", unit="steps", ge=0))
+    safe: float = field(default=0.1, metadata=spec("largest share of a rate at which training diverged", gt=0, le=1))
+    max_update: float | None = field(default=None, metadata=spec("largest first update, as a share of the weights", gt=0))
 
     def sentence(self) -> str:
         floor = f", never below {self.min_lr:g}" if self.min_lr else ""
         once = f", at most once in {self.cooldown} steps" if self.cooldown else ""
         back = f", and restores it after {self.recover_after} good steps over {self.ramp} steps" if self.recover_after else ""
-        return f"multiplies the learning rate by {self.factor:g}{floor}{once}{back}"
+        more = f", again where the first update would exceed {self.max_update:.0%} of the weights" if self.max_update else ""
+        return f"multiplies the learning rate by {self.factor:g}{more}{floor}{once}{back}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ MOMENTS = {
 KINDS = {
     "nonfinite": "NaN or Inf",
     "explosion": "an explosion",
+    "divergence": "a divergence",
     "spike": "a spike",
     "out_of_range": "a value out of range",
     "collapse": "a collapse",
@@ -68,6 +69,13 @@ def _checks(policy: Policy) -> Iterator[str]:
         yield (
             f"Loss or gradient norm {trend.spike_factor:g} times its level is a spike, and {trend.explosion_factor:g} "
             f"times its start over {_times(trend.patience, 'step')} an explosion."
+        )
+    found = policy.checks.divergence
+    if found.enabled:
+        yield (
+            f"A loss settled at {found.rise:g} times its start, or with {found.lost:.0%} of its progress lost, is a divergence where a "
+            f"kernel has grown {found.growth:g}-fold, or most stand still, or a lower rate is shown to do better after "
+            f"{_times(found.patience, 'step')}."
         )
 
 

@@ -140,6 +140,10 @@ class Ledger:
         known = [earlier for earlier in (self.last, tally.last) if earlier is not None]
         return max(0, step - max(known) - 1) if known else 0
 
+    def rewound(self) -> Ledger:
+        """Return this ledger for steps that are run again: an incident in one of them counts as one of a later step."""
+        return self if self.step is None else replace(self, step=self.step + 1)
+
     def resumed(self) -> Ledger:
         """Return this ledger for a fit that counts its steps from 0 again: counts and limits are kept, streaks end."""
         if self.step is None:

@@ -18,6 +18,7 @@ __all__ = [
     "LIMITED",
     "SWITCHED",
     "Checks",
+    "DivergenceCheck",
     "LayerChecks",
     "LossScaleCheck",
     "SiteCheck",
@@ -26,6 +27,10 @@ __all__ = [
     "TrendCheck",
     "matches_path",
 ]
+
+
+HIGH_SCALE = 2.0**16
+"""Loss scale above which a gradient of 1 overflows in float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class LossScaleCheck:
         enabled: whether the loss scale is checked.
         min_value: a scale below this has collapsed.
         max_value: a scale above this has diverged.
-        patience: overflows in a row that are left to dynamic scaling before they are reported.
+        patience: overflows in a row that are left to dynamic scaling before they are reported. At a scale above `HIGH_SCALE` they
+            are not counted: there every ordinary gradient overflows, and it takes a halving for each power of 2 to come down.
     """
 
     enabled: bool = field(default=True, metadata=spec("whether the loss scale is checked"))
@@ -79,7 +85,7 @@ class LossScaleCheck:
 
     def leaves(self, streak: int, scale: float) -> bool:
         """Whether overflow number `streak` in a row, at this scale, is left to dynamic scaling, which halves the scale."""
-        return streak <= self.patience and self.min_value <= scale * 0.5 <= self.max_value
+        return (streak <= self.patience or scale > HIGH_SCALE) and self.min_value <= scale * 0.5 <= self.max_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,28 @@ class TrendCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class DivergenceCheck:
+    """How a run is recognised that diverges while every number of it is finite (see `Divergence`).
+
+    Attributes:
+        enabled: whether it is looked for.
+        rise: a loss that has settled at this multiple of its start is high.
+        lost: so is one that has lost this share of all progress again.
+        growth: a kernel that has grown by this factor has grown too much.
+        patience: steps for which the loss has to stay high where nothing else shows a divergence.
+    """
+
+    enabled: bool = field(default=True, metadata=spec("whether divergence is looked for"))
+    rise: float = field(default=2.0, metadata=spec("a loss settled at this multiple of its start is high", gt=1))
+    lost: float = field(default=0.5, metadata=spec("share of progress that is lost again", gt=0, le=1))
+    growth: float = field(default=10.0, metadata=spec("growth of a kernel that is too much", gt=1))
+    patience: int = field(default=50, metadata=spec("steps for which a high loss lasts", unit="steps", ge=1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Checks:
     """Which sites are checked, and their limits. Policy files may write `true` or `false` for a site."""
 
@@ -121,6 +149,7 @@ class Checks:
     validation: SiteCheck = SiteCheck()
     predictions: SiteCheck = SiteCheck()
     trend: TrendCheck = TrendCheck()
+    divergence: DivergenceCheck = DivergenceCheck()
 
     @classmethod
     def from_file(cls, table: Mapping[str, Any]) -> Checks:
@@ -133,7 +162,7 @@ class Checks:
         return {name: table for name, table in tables.items() if table != {}}
 
 
-SWITCHED = ("gradients", "statistics", "loss_scale", "trend")
+SWITCHED = ("gradients", "statistics", "loss_scale", "trend", "divergence")
 """Checks that can be disabled: those between two steps. Whether a step is refused depends on none of them."""
 
 LIMITED = ("weights", "statistics", "slots")

@@ -144,11 +144,12 @@ def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
     assert run("recover", [bad(1, "state", refused=False)])[0][-1] == "rollback"
 
 
-def test_divergence_is_met_while_it_is_finite():
-    """Growth by orders of magnitude: back, then back and slower, three times in 2000 steps, then stop."""
-    steps = (50, 300, 500, 700, 900)
-    reported = run("recover", [bad(step, "loss", kind="explosion", refused=False, value=1e8) for step in steps])
-    assert reported == [["warn", "rollback"]] + [["warn", "rollback", "lower_lr"]] * 3 + [["stop"]]
+@pytest.mark.parametrize("kind", ["explosion", "divergence"])
+def test_divergence_is_met_while_it_is_finite(kind):
+    """Growth by orders of magnitude, or a run that has left its course: back and slower, six times in 5000 steps, then stop."""
+    steps = (50, 300, 500, 700, 900, 1100, 1300)
+    reported = run("recover", [bad(step, "loss", kind=kind, refused=False, value=1e8) for step in steps])
+    assert reported == [["warn", "rollback", "lower_lr"]] * 6 + [["stop"]]
 
 
 @pytest.mark.parametrize("kind", ["nonfinite", "out_of_range"])

@@ -62,11 +62,11 @@ class TestRing:
         for step in range(1, 50):
             v.assign([step, step])
             ring.take([v], step, good=0)
-        assert ring.newest().step == 0 and len(ring.snapshots) == 2
+        assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
     def test_memory(self):
-        """There are never more than `keep` copies, and their memory is used again."""
+        """There are never more than `keep` copies besides the start, and their memory is used again."""
         ring, v = Ring(2, 0), variable()
         for step in range(10):
             v.assign([step, -step])
@@ -74,7 +74,24 @@ class TestRing:
             if step == 3:
                 buffers = {id(s.arrays[id(v)]) for s in ring.snapshots}
         assert {id(s.arrays[id(v)]) for s in ring.snapshots} == buffers
-        assert [s.step for s in ring.snapshots] == [8, 9]
+        assert [s.step for s in ring.snapshots] == [0, 8, 9]
+
+    def test_start_takes_no_memory_where_it_is_constant(self):
+        """Slots that begin as zeros are kept as one number, and come back whole."""
+        ring, slots, weights = Ring(2, 0), variable(*[0.0] * 1000), variable(*range(1000))
+        ring.take([slots, weights], 0, 0, verified=True)
+        assert ring.start.arrays[id(slots)].base.nbytes == 4
+        slots.assign(np.ones(1000))
+        weights.assign(np.ones(1000))
+        ring.start.write([slots, weights])
+        assert not np.asarray(slots).any() and np.asarray(weights)[-1] == 999
+
+    def test_before(self):
+        """Before a step there is the newest snapshot of a state that the step had not changed yet, verified or not."""
+        ring, v = Ring(3, 5), variable()
+        for step in (0, 10, 20):
+            ring.take([v], step, step, verified=step == 0)
+        assert [ring.before(step).step for step in (0, 9, 10, 19, 25)] == [0, 0, 10, 10, 20]
 
     def test_depth(self):
         """Deeper than there are snapshots is the oldest one; after a rollback the undone ones are gone."""

@@ -14,8 +14,11 @@ VARIANTS = {
     *("huge-losses", "target-with-offset", "batch-of-two", "matrix-factorisation", "word-vectors", "zero-gates", "normalised-momentum"),
     *("regularisers-dominate", "label-noise", "mostly-dropped", "hinge-without-a-margin", "an-output-that-does-not-count", "bfloat16"),
     *("accumulation", "distillation", "sparse-autoencoder"),
+    *("wgan-critic-both-signs", "actor-critic", "reinforce-on-policy", "margin-raised"),
+    *("reduced-on-plateau", "new-classes", "negative-cosine", "batch-of-one-wrong-label"),
+    *("imbalance", "averaged-weights"),
 }
-"""Programs of which the table has others much like them. On JAX they cost little; on the other backends they are a campaign."""
+"""Programs of which the table has others much like them: a campaign runs them, too."""
 
 ROUNDED = {"wgan", "wgan-critic-both-signs", "actor-critic", "batch-of-one", "batch-of-one-wrong-label", "averaged-weights"}
 """Programs in which XLA, which compiles a guarded step as another program than a plain one, rounds some last bits in another way."""
@@ -40,7 +43,7 @@ def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -
 def case(name: str) -> Any:
     found = WILD[name].found.get(zoo.BACKEND, "")
     marks = [pytest.mark.xfail(reason=found, strict=found != FUSED, raises=AssertionError)] if found else []
-    return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if zoo.BACKEND != "jax" and name in VARIANTS else [])])
+    return pytest.param(name, marks=[*marks, *([pytest.mark.slow] if name in VARIANTS else [])])
 
 
 @pytest.mark.parametrize("name", [case(name) for name in WILD if zoo.BACKEND not in WILD[name].not_on])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -116,6 +116,14 @@ class ModelAttachment(attach.Attachment):
         self.trainer_state.hold(state)
         return logs, verdict
 
+    can_run_again = True
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        (data,) = args
+        with self.trainer_state.gathered():
+            return self._execute(data)[1]
+
     def _without_effect(self, data: Any) -> Any:
         """Return logs without a step: Keras has taken the batch already."""
         return self._shown()
@@ -204,6 +212,15 @@ class LoopStep(attach.LoopStep):
         self.state, self.synced = state, False
         session.after(verdict)
         return outputs, self._taken()
+
+    can_run_again = True
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        verdict: Verdict
+        self.state, _, verdict = self.session.transaction(self._taken(), self.session.rate_factors(), *args)
+        self.synced = False
+        return verdict
 
     def sync_variables(self) -> None:
         if self.synced or self.state is None:

@@ -10,8 +10,8 @@ import numpy as np
 
 __all__ = ["MAX_BATCHES", "MAX_BYTES", "bytes_of", "held", "owned"]
 
-MAX_BATCHES = 128
-"""Batches that are remembered: a few more than lie between two snapshots by default."""
+MAX_BATCHES = 256
+"""Batches that are remembered: those of more than two intervals between snapshots by default."""
 
 MAX_BYTES = 64 << 20
 """Bytes of batches that are remembered; a batch larger than that is not."""

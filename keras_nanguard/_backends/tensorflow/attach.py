@@ -148,6 +148,17 @@ class ModelAttachment(attach.Attachment):
                 return self._run(lambda: self.inner(iter(batches)), given)
             return self._run(lambda: self.inner(batches[0], data), given)
 
+    @property
+    def can_run_again(self) -> bool:  # type: ignore[override]
+        """Whether one execution is one step on one batch that the host has taken."""
+        return self._takes and self.model.steps_per_execution == 1
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        (batch,) = args
+        eager = self.model.run_eagerly
+        return self._run(lambda: self.inner(iter([batch])) if eager else self.inner.again(batch), [(batch,)])[1]
+
     def _run(self, inner: Callable[[], Any], given: Sequence[Any] = ()) -> tuple[Any, Verdict]:
         """Run one execution, and trace its step in another mode where that is asked for."""
         while True:
@@ -209,6 +220,12 @@ class LoopStep(attach.LoopStep):
         )
         self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
         return transaction
+
+    can_run_again = True
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         given = held((args, kwargs))

@@ -42,6 +42,10 @@ class Direct:
             self._iterator = weakref.ref(iterator)
         return self._trace(data)
 
+    def again(self, data: Any) -> Any:
+        """Run the step on a batch that was taken off the data earlier."""
+        return (self._trace or self._function)(data)
+
 
 def next_batch(iterator: Any) -> Any:
     """Take a batch off the data, as Keras hands it to a step.

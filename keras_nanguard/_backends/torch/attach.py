@@ -83,6 +83,12 @@ class ModelAttachment(attach.Attachment):
             overrides.set(self.model, "train_step", self.session.transaction)
             return self._function(data)
 
+    can_run_again = True
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        return self._execute(list(args))[1]
+
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         logs = self.inner(data)
         if logs is None:  # it has ended in an exception
@@ -119,6 +125,12 @@ class LoopStep(attach.LoopStep):
             refuse=self.session.policy.refuse,
             agree=_agree,
         )
+
+    can_run_again = True
+
+    def run_again(self, args: Sequence[Any]) -> Verdict:
+        """Run the step on the arguments of an earlier one; return the verdict."""
+        return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         outputs = self.session.transaction(args, kwargs)

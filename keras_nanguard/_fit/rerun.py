@@ -1,0 +1,102 @@
+"""Running steps again that a rollback has undone, and trying another learning rate on them.
+
+A step of which the batch is remembered can be run again from a snapshot: the same compiled step, the same batch, the same seeds, and so
+the same numbers, unless something was changed in between, as the learning rate. So a rollback loses no step, and a run whose rate was too
+high goes on as if it had begun with a lower one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._backends import current
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._policy.progress import Level, level_of
+
+__all__ = ["RunsAgain"]
+
+
+class RunsAgain(Run):
+    """A run that can run steps again. What follows a step, and what is due between two, is filled in by the session."""
+
+    def run_again(self) -> None:
+        """Run the steps again that a rollback has undone, each with all that follows a step; another rollback may come of it.
+
+        Afterwards the run stands where it stood before.
+        """
+        if self.rerun is None or self.running_again:
+            return
+        access, step, metrics = self.state.access, self.counts.step, self._metrics_before(self.rerun)
+        self.running_again = True
+        try:
+            batches: deque[Any] = deque()
+            while batches or self.rerun is not None:
+                if self.rerun is not None:
+                    plan, self.rerun = self.rerun, None
+                    self._return_to(plan)
+                    batches.extendleft(reversed(plan.batches))
+                    continue
+                args = batches.popleft()
+                if self.recovery.bounded:
+                    access.sync_variables()
+                    self.recovery.before()
+                if args is None:
+                    self.recent.push_refused(self.counts.step, None)
+                    self.counts.step += 1
+                else:
+                    self.after(access.run_again(args))
+        finally:
+            self.running_again, self.counts.step = False, step
+        access.sync_variables()
+        for variable, value in metrics:
+            keras_variables.write(variable, value)
+
+    def after(self, verdict: Any) -> Any:
+        """Do what follows a step."""
+        raise NotImplementedError
+
+    def _return_to(self, plan: Rerun) -> None:
+        """Count from a snapshot on again."""
+        step, good = plan.snapshot.step, plan.snapshot.good
+        self.counts.return_to(step, good, plan.refused)
+        self.recovery.pending.return_to(step, good)
+        self.recovery.ledger = self.recovery.ledger.rewound()
+
+    def _metrics_before(self, plan: Rerun) -> list[tuple[Any, Any]]:
+        """Return the metrics to write back afterwards: none where all steps of the epoch are run again, which then count anew."""
+        metrics = self.train_state().metrics
+        if plan.snapshot.step == self.counts.epoch_start and hasattr(self.model, "reset_metrics"):
+            self.model.reset_metrics()
+            return []
+        return [(variable, keras_variables.read(variable)) for variable in metrics]
+
+    def try_rate(self, factor: float, snapshot: Snapshot) -> Level | None:
+        """Return the level of the loss that the steps since a snapshot end at with another learning rate, and change nothing.
+
+        `None` where they cannot be run again, where the rate is not a number, or where one of the steps is not finite.
+        """
+        access, train_state = self.state.access, self.train_state()
+        plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch) if access.can_run_again else None
+        if plan is None or not self.ring.at_hand(snapshot) or len(train_state.rates) != len(train_state.optimizers):
+            return None
+        before = [(v, keras_variables.read(v)) for v in (*train_state.everything, *train_state.metrics)]
+        drawn = current.host().generator_state()
+        snapshot.write(train_state.kept)
+        snapshot.draw_again()
+        for rate in train_state.rates:
+            keras_variables.write(rate, keras_variables.read(rate) * np.float32(factor))
+        verdicts = [(step, access.run_again(args)) for step, args in enumerate(plan.batches, snapshot.step) if args is not None]
+        self.transaction.report_queue.take()
+        access.sync_variables()
+        for variable, value in before:
+            keras_variables.write(variable, value)
+        if drawn is not None:
+            current.host().set_generator_state(drawn)
+        committed = [(step, verdict.loss) for step, verdict in verdicts if not verdict.refused]
+        return level_of(committed) if all(verdict.finite for _, verdict in verdicts if not verdict.refused) else None

@@ -1,0 +1,107 @@
+"""Going back to a snapshot, and what is run again from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.verdict import Report
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "schedule", "times"]
+
+_SEED_STEP = 7919
+"""How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
+
+
+def newest(run: Run, depth: int = 1) -> Snapshot | None:
+    """Return the verified snapshot that is `depth`-th from the newest, of those that have proven good by now."""
+    run.ring.promote(run.counts.committed)
+    return run.ring.newest(depth)
+
+
+def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
+    """Return the newest snapshot from before the onset, an older one where the last that was restored has brought no progress."""
+    run.ring.promote(run.counts.committed)
+    onset, progress = int(incident.values.get("onset", incident.step)), run.progress
+    if progress.restored is not None and not progress.improved:
+        onset = min(onset, max(progress.restored - 1, 0))
+    snapshot = run.ring.before(onset)
+    return snapshot if snapshot is not None and run.ring.at_hand(snapshot) else run.ring.newest()
+
+
+def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
+    """Return the steps since a snapshot, to be run again; `None` where their batches are not all at hand."""
+    huge = any(f.site == "state" and f.kind == "out_of_range" for f in incident.findings)
+    if huge or not run.state.access.can_run_again:  # an update of the run's own may have made it so, and would again
+        return None
+    if not incident.refused and any(f.kind == "nonfinite" for f in incident.findings):
+        run.recent.blame(incident.step)  # its update is what has overflowed
+    return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
+
+
+def schedule(run: Run, rerun: Rerun) -> None:
+    """Have steps run again once every action is done."""
+    run.rerun, run.progress.since = rerun, rerun.snapshot.step
+    run.recent.return_to(rerun.snapshot.step)
+
+
+def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
+    """Do the action `rollback` with these parameters; return whether it is done or skipped, with the detail or the reason."""
+    snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
+    if snapshot is None:
+        return "skipped", "there is no verified snapshot to restore"
+    rerun = rerun_of(run, snapshot, incident) if p.get("run_again") else None
+    undone = put_back(run, snapshot, incident, report, again=rerun is not None)
+    skip = int(p.get("skip_batches", 0))
+    run.counts.skip_batches += skip
+    also = f"; the next {skip} batches are skipped" if skip else ""
+    if rerun is not None:
+        schedule(run, rerun)
+        run.counts.rollbacks += 1
+        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
+    if p.get("reseed", True):
+        for seed in keras_variables.seeds(run.train_state().other):
+            moved = keras_variables.read(seed)
+            moved[..., -1] += np.asarray(_SEED_STEP * (run.counts.rollbacks + 1), moved.dtype)
+            keras_variables.write(seed, moved)
+    run.counts.rollbacks += 1
+    lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
+    return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
+
+
+def moment(snapshot: Snapshot) -> str:
+    """Return of when a snapshot is, in words that read the same whether steps are counted from 0 or from 1."""
+    return f"after {times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
+
+
+def times(count: int, word: str) -> str:
+    """Return a count with its word: `1 step`, `2 steps`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None, again: bool = False) -> int:
+    """Write a snapshot into the model; returns how many committed steps that undoes.
+
+    Where they are run `again` the loss scales are what they were as well, and the batches stay known.
+    """
+    spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
+    undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
+    run.ring.forget_after(snapshot.step)
+    if not again:
+        run.recent.restart(run.step + 1, snapshot)
+    train_state = run.train_state()
+    snapshot.write(train_state.kept if again else train_state.restorable)
+    if again:
+        snapshot.draw_again()
+    run.trend.settle()
+    run.history.undo(snapshot.step)
+    run.progress.rolled_back(snapshot.step, run.step + 1)
+    run.recovery.pending.start_over()
+    return undone

@@ -1,0 +1,159 @@
+"""How far training has come, from the losses of its committed steps: level, ground lost, onset. Imports no backend.
+
+All of it is computed a few times in a hundred steps, from what was recorded anyway:
+
+    level    median of the last 16 losses
+    spread   1.48 times the median distance of these losses from their level, which is a standard deviation where they are normal
+    start    the loss of the first step, which the untrained model has
+    best     the lowest level so far, or the start
+    lost     (level - best) / (start - best): the share of all progress that is lost again; 1 is back at the start
+    onset    the last step at which the cumulative sum S = max(0, S + (loss - best) / spread - 1) was 0: the estimate of a change
+             point by the CUSUM method (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+__all__ = ["Level", "Progress", "level_of", "onset"]
+
+WINDOW = 16
+"""Number of losses whose median is the level."""
+
+SGD_BEARS = 4.0
+"""How many times as large the first update of SGD may be: its updates shrink with the gradient, those of adaptive optimizers do not."""
+
+STALLED = 0.9
+"""Share of an earlier level that a later one has to stay below to count as progress."""
+
+FEWEST = 8
+"""Number of losses below which there is no level."""
+
+LEAST_SPREAD = 0.05
+"""Least spread, as a share of the level: a loss that happens to stand still for some steps is not without noise."""
+
+NORMAL = 1.4826
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+
+
+class Level(NamedTuple):
+    """The level of the loss at one step."""
+
+    step: int
+    value: float
+    spread: float
+
+
+def level_of(series: Sequence[tuple[int, float]]) -> Level | None:
+    """Return the level at the end of a series of `(step, loss)`, `None` where it is too short."""
+    losses = [loss for _, loss in series[-WINDOW:]]
+    if len(losses) < FEWEST:
+        return None
+    value = median(losses)
+    spread = NORMAL * median(abs(loss - value) for loss in losses)
+    return Level(series[-1][0], value, max(spread, LEAST_SPREAD * abs(value)))
+
+
+def onset(series: Sequence[tuple[int, float]], best: Level) -> int:
+    """Return the first step at which the losses were no longer those of a level, by the CUSUM method; see above.
+
+    Args:
+        series: `(step, loss)` of committed steps, oldest first.
+        best: the level that was left.
+    """
+    total, began = 0.0, series[0][0] if series else 0
+    for step, loss in series:
+        excess = (loss - best.value) / best.spread - 1.0 if best.spread else math.inf
+        total = max(0.0, total + min(excess, 100.0)) if loss == loss else total
+        if total == 0.0:
+            began = step + 1
+    return began
+
+
+class Progress:
+    """The levels of one fit.
+
+    Attributes:
+        start: the loss of the first step, `None` before it.
+        levels: the levels that were noted, oldest first.
+        since: the step from which on the present state has been trained: 0, or that of the last rollback.
+        restored: the step that the snapshot of the last rollback was taken at, `None` before the first.
+        begins_at: where the divergence that was found last began, where the levels do not show it.
+        notes: what has shown the last divergence, in sentences.
+        update: the relative update of the first step, for a learning rate of 1; NaN where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.levels: list[Level] = []
+        self.since = 0
+        self.restored: int | None = None
+        self.update = math.nan
+        self.begins_at: int | None = None
+        self.notes: tuple[str, ...] = ()
+
+    def note(self, series: Sequence[tuple[int, float]]) -> Level | None:
+        """Note the level at the end of a series, and return it; `None` where there are too few losses since the last rollback."""
+        if self.start is None and series:
+            self.start = series[0][1]
+        now = level_of([entry for entry in series[-WINDOW:] if entry[0] >= self.since])
+        if now is not None:
+            self.levels.append(now)
+        return now
+
+    @property
+    def best(self) -> Level | None:
+        """The lowest level so far, the start where none is lower; `None` before the first step."""
+        if self.start is None:
+            return None
+        start = Level(0, self.start, max(abs(self.start) * LEAST_SPREAD, 1e-30))
+        return min([start, *self.levels], key=lambda level: level.value)
+
+    @property
+    def signed(self) -> bool:
+        """Whether the loss has both signs, or none, so that neither ratio nor progress is defined."""
+        return self.start is None or self.start <= 0 or any(level.value <= 0 for level in self.levels)
+
+    def lost(self, now: Level) -> float:
+        """Return the share of all progress that is lost again, 1 where the level is the start or above it."""
+        best = self.best
+        if self.start is None or best is None or now.value >= self.start:
+            return 1.0
+        return max(0.0, (now.value - best.value) / (self.start - best.value)) if self.start > best.value else 1.0
+
+    @property
+    def level_at_rollback(self) -> float:
+        """The level at the state that the last rollback has restored, the start where that is the first."""
+        before = [level.value for level in self.levels if level.step < self.since]
+        return before[-1] if before else self.start or 0.0
+
+    @property
+    def improved(self) -> bool:
+        """Whether the loss has been lower since the last rollback than ever before, or than at the start."""
+        since = [level.value for level in self.levels if level.step >= self.since]
+        before = [level.value for level in self.levels if level.step < self.since]
+        best = min([*before, *([self.start] if self.start is not None else [])], default=math.inf)
+        return bool(since) and min(since) < STALLED * best
+
+    def halves(self, now: Level) -> tuple[float, float] | None:
+        """Return the lowest levels of the first and of the second half of the steps since the last rollback, where both are known."""
+        middle = (self.since + now.step + 1) / 2
+        early = [level.value for level in self.levels if self.since <= level.step < middle]
+        late = [level.value for level in self.levels if level.step >= middle]
+        return (min(early), min(late)) if early and late else None
+
+    def rolled_back(self, snapshot: int, step: int) -> None:
+        """Forget the levels of steps that are undone: those after a snapshot; what comes begins with `step`."""
+        self.levels = [level for level in self.levels if level.step < snapshot]
+        self.since, self.restored, self.begins_at = step, snapshot, None
+
+    def onset(self, series: Sequence[tuple[int, float]]) -> int:
+        """Return the step from which on the losses of a series have left the best level."""
+        if self.begins_at is not None:
+            return self.begins_at
+        best = self.best
+        present = [entry for entry in series if entry[0] >= (best.step if best is not None else 0)]
+        return onset(present, best) if best is not None and present else 0

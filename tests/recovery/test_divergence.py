@@ -1,0 +1,227 @@
+"""A run at a rate that is too high ends as one that had the right rate from the beginning."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+from sklearn.datasets import load_digits
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._keras import optimizers as keras_optimizers
+
+EPOCHS, BATCH = 4, 32
+DIGITS = load_digits()
+X, Y = (DIGITS.data[:1280] / 16).astype("float32"), DIGITS.target[:1280]
+"""160 steps in all."""
+
+
+def mlp(optimizer, activation="relu", dtype="float32"):
+    def build():
+        hidden = [layers.Dense(64, activation, dtype=dtype) for _ in range(2)]
+        model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10, dtype=dtype)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, metrics=["accuracy"])
+        return model
+
+    return build
+
+
+def unscaled(optimizer):
+    def build():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(32, "relu"), layers.Dense(1)])
+        model.compile(optimizer(), "mse")
+        return model
+
+    return build
+
+
+def fit(build, guard=None, y=Y, callbacks=(), epochs=EPOCHS, **options):
+    keras.utils.set_random_seed(0)
+    model = build()
+    guards = [guard] if guard is not None else []
+    history = model.fit(X, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[*guards, *callbacks], **options).history
+    return model, history
+
+
+def values(model):
+    return [keras.ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)]
+
+
+def same(model, other):
+    """Whether two models hold the same state: bit for bit on TensorFlow, up to the order of additions elsewhere."""
+    exact = zoo.BACKEND == "tensorflow"
+    for one, two in zip(values(model), values(other)):
+        np.testing.assert_allclose(one, two, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5)
+
+
+def changes(guard):
+    return [[o.action for o in i.outcomes if o.status == "done" and o.action != "warn"] for i in guard.incidents if i.changes]
+
+
+def accuracy(model):
+    return model.evaluate(X, Y, batch_size=256, verbose=0, return_dict=True)["accuracy"]
+
+
+def momentum(rate):
+    return lambda: optimizers.SGD(rate, momentum=0.9)
+
+
+def adam(rate):
+    return lambda: optimizers.Adam(rate)
+
+
+class TestBroughtHome:
+    """Stock Keras fails at the rate; the guarded run ends with the bits of the run at the lower rate that the guard has found."""
+
+    @pytest.mark.parametrize(
+        ("build", "rate", "y"),
+        [
+            pytest.param(lambda rate: mlp(adam(rate)), 3.0, Y, id="Adam"),
+            pytest.param(lambda rate: mlp(lambda: optimizers.RMSprop(rate)), 1.0, Y, id="RMSprop"),
+            pytest.param(lambda rate: unscaled(momentum(rate)), 1.0, Y * 100.0 + 1000.0, id="overflow on unscaled targets"),
+        ],
+    )
+    def test_as_if_begun_so(self, build, rate, y):
+        guard = NanGuard(verbose=0)
+        stock, _ = fit(build(rate), y=y)
+        model, guarded = fit(build(rate), guard, y=y)
+        found = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        best, history = fit(build(found), y=y)
+        assert changes(guard) == [["rollback", "lower_lr"]] and found <= 0.011 * rate
+        assert any(not np.allclose(one, two) for one, two in zip(values(stock), values(best)))
+        same(model, best)
+        assert guarded["loss"] == pytest.approx(history["loss"], rel=1e-3), "epochs show the steps that count, not those undone"
+        assert guard.incidents[-1].diagnosis.cause == "divergence"
+
+    def test_finite_to_the_end(self):
+        """A loss that has settled high beside kernels that have grown, with not one number that is not finite."""
+        posed = mlp(momentum(3.0))
+        stock, history = fit(posed, epochs=8)
+        assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.3
+        guard = NanGuard(verbose=0)
+        model, _ = fit(posed, guard, epochs=8)
+        assert accuracy(model) > 0.95
+        first = guard.incidents[0]
+        assert not first.refused and first.findings[0].kind == "divergence"
+        assert first.values["onset"] < 10 <= first.step
+        assert "rollback: back to the state before the first step" in str(first) and "Onset at step" in str(first)
+        assert any("The loss has settled at" in text for text in first.diagnosis.evidence)
+
+    def test_onset_late(self):
+        """A schedule that rises too far: back to before it rose, and never above a safe part of where it diverged."""
+        schedule = optimizers.schedules.PiecewiseConstantDecay([120, 150], [0.03, 1.0, 5.0])
+        posed = mlp(lambda: optimizers.SGD(schedule, momentum=0.9))
+        stock, _ = fit(posed, epochs=8)
+        assert accuracy(stock) < 0.5
+        guard, seen = NanGuard(verbose=0), []
+
+        class Rates(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if guard.incidents:
+                    seen.append(keras_optimizers.learning_rate(self.model.optimizer))
+
+        model, _ = fit(posed, guard, callbacks=[] if zoo.BACKEND == "jax" else [Rates()], epochs=8)
+        changed = [i for i in guard.incidents if i.changes]
+        assert 0 < len(changed) <= 2 and changed[0].values["onset"] >= 99 and "at most 0.5 from here on" in str(changed[0])
+        assert accuracy(model) > 0.95
+        assert not seen or max(seen) <= 0.51
+
+    def test_nothing_helps(self):
+        """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""
+        guard = NanGuard(verbose=0)
+
+        def build():
+            huge = keras.initializers.Constant(1e30)
+            model = keras.Sequential([keras.Input((64,)), layers.Dense(8, kernel_initializer=huge), layers.Dense(1)])
+            model.compile(optimizers.SGD(0.1), "mse")
+            return model
+
+        model, _ = fit(build, guard)
+        assert model.stop_training and guard.incidents[-1].step < 60
+        assert guard.incidents[-1].decision.terminal and guard.incidents[-1].diagnosis.advice
+        assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.1)
+
+
+class TestRunAgain:
+    def test_healthy_steps_are_not_touched(self):
+        """A trial of another rate leaves the run as if there had been none."""
+        plain, _ = fit(mlp(adam(0.01)))
+
+        class Trial(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                session = guard.session
+                if session.step == 60:
+                    found.append(session.try_rate(0.1, session.ring.start))
+
+        found, guard = [], NanGuard(verbose=0)
+        model, _ = fit(mlp(adam(0.01)), guard, callbacks=[Trial()])
+        assert found[0] is not None and found[0].step == 59
+        same(model, plain)
+
+    def test_a_trial_shows_what_the_rate_would_have_done(self):
+        """The level at the end of a trial is that of a run that had the rate from the beginning."""
+        losses = []
+
+        class Losses(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                losses.append(guard.session.history.last(1)[0][1])
+
+        guard = NanGuard(verbose=0)
+        fit(mlp(adam(0.001)), guard, callbacks=[Losses()], epochs=2)
+        found = []
+
+        class Trial(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if epoch == 1:
+                    found.append(guard.session.try_rate(0.1, guard.session.ring.start))
+
+        guard = NanGuard(verbose=0)
+        fit(mlp(adam(0.01)), guard, callbacks=[Trial()], epochs=2)
+        assert found[0].value == pytest.approx(np.median(losses[-16:]), rel=1e-3)
+
+    def test_bad_data_is_not_run_again(self):
+        """A batch that was refused for its own sake stays refused when the steps around it are run again."""
+        x = X.copy()
+        x[5 * BATCH] = np.nan
+
+        def run(build, guard):
+            keras.utils.set_random_seed(0)
+            model = build()
+            model.fit(x, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
+            return model
+
+        guard, lower = NanGuard(verbose=0), NanGuard(verbose=0)
+        model, best = run(mlp(adam(3.0)), guard), run(mlp(adam(0.03)), lower)
+        assert [i.step for i in lower.incidents] == [5, 45]
+        assert "2 of 80" in guard.summary() or guard.session.refused == 2
+        same(model, best)
+
+
+class TestRateIsRemembered:
+    def test_another_callback_does_not_raise_it_above_the_limit(self):
+        """A rate finder that is run on into divergence stays at a safe part of the rate at which training diverged."""
+
+        class Finder(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                rate = self.model.optimizer.learning_rate
+                rate.assign(rate * 1.05)
+
+        guard = NanGuard(verbose=0)
+        model, _ = fit(mlp(momentum(0.01)), guard, callbacks=[Finder()], epochs=8)
+        assert accuracy(model) > 0.9
+        assert len([i for i in guard.incidents if i.changes]) <= 6 and not model.stop_training
+
+    def test_it_returns_where_a_trial_shows_that_it_may(self):
+        """A rate that was lowered needlessly far is raised, within the limit, and a line says so."""
+        lines = []
+        guard = NanGuard(verbose=1)
+        guard._reporter.line = lines.append
+        posed = unscaled(momentum(0.03))
+        y = Y * 100.0 + 1000.0
+        model, _ = fit(posed, guard, y=y, epochs=8)
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        assert changes(guard) and rate <= 0.003 * 1.001
+        assert [line for line in lines if "It is raised to that." in line] == lines
