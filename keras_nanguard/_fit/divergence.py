@@ -26,8 +26,8 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.kernels import gain, kernels_of, relative_update
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._policy.progress import SGD_BEARS, STALLED, WINDOW, Level
@@ -147,7 +147,7 @@ class Divergence:
         """Return what shows that a run has diverged; nothing where it has not."""
         progress = run.progress
         if math.isnan(progress.update) and 0 < run.counts.committed <= MEASURED_UNTIL and not run.counts.rollbacks:
-            progress.update = _relative_update(run)
+            progress.update = relative_update(run)
         now = progress.note(run.history.last(WINDOW))
         if now is None or progress.signed or not self.check.enabled or processes.count() > 1:
             return []  # of several processes each sees a loss of its own, and they have to decide the same
@@ -329,26 +329,26 @@ class Divergence:
         if growth < self.check.growth:
             return onset
         for snapshot in reversed([s for s in run.ring.snapshots if 0 < s.step <= onset and run.ring.at_hand(s)]):
-            known = [(v, snapshot.value(v)) for v in _kernels(run)]
-            if all(_gain(array) < GROWN * self.check.growth * self._gains.get(id(v), math.inf) for v, array in known if array is not None):
+            known = [(v, snapshot.value(v)) for v in kernels_of(run)]
+            if all(gain(array) < GROWN * self.check.growth * self._gains.get(id(v), math.inf) for v, array in known if array is not None):
                 return snapshot.step
         return 0
 
     def _growth(self, run: Run) -> Iterator[tuple[float, str]]:
         """Yield by how much each kernel has grown, and its path."""
-        for variable in _kernels(run):
+        for variable in kernels_of(run):
             first = self._gains.get(id(variable))
             if first is None:
                 start = run.ring.start
                 array = start.value(variable) if start is not None and run.ring.at_hand(start) else None
-                first = self._gains[id(variable)] = math.inf if array is None else max(_gain(array), 1.0)
-            yield _gain(keras_variables.view(variable)) / first, str(variable.path)
+                first = self._gains[id(variable)] = math.inf if array is None else max(gain(array), 1.0)
+            yield gain(keras_variables.view(variable)) / first, str(variable.path)
 
     def _dead(self, run: Run) -> tuple[str, ...]:
         """Return the kernels that stand still since the last look, where that are most of them."""
         if not all(keras_optimizers.learning_rate(o) > 1e-12 for o in run.train_state().optimizers):
             return ()
-        before, kernels = self._kernels, _kernels(run)
+        before, kernels = self._kernels, kernels_of(run)
         self._kernels = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}
         compared = [v for v in kernels if id(v) in before]
         start = run.ring.start
@@ -368,34 +368,3 @@ def _falling(run: Run, now: Level) -> bool:
 def _worst(run: Run) -> float:
     """Return the largest loss of the first steps of the fit."""
     return max((m.loss for m in run.history.first(run.step)), default=0.0)
-
-
-def _kernels(run: Run) -> list[Any]:
-    return [v for v in run.train_state().trainable if len(v.shape) > 1 and finiteness.is_float(v.dtype)]
-
-
-def _gain(kernel: np.ndarray[Any, Any]) -> float:
-    """Return by how much a kernel enlarges independent inputs: its norm by the root of its outputs; 1 as most are initialized."""
-    return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
-
-
-def _relative_update(run: Run) -> float:
-    """Return the norm of an update as a share of that of the weights, for a learning rate of 1; NaN where it is not known.
-
-    The distance that decides whether a step is stable is relative to the weights (J. Bernstein et al., On the distance between two
-    neural networks and the stability of learning, NeurIPS 2020). Kernels that begin smaller than is usual count as if they did not.
-    """
-    start, moved, size = run.ring.start, 0.0, 0.0
-    optimizers = run.train_state().optimizers
-    rates = [keras_optimizers.rate_before(o) for o in optimizers]
-    if start is None or not rates or min(rates) <= 0.0 or not run.ring.at_hand(start):
-        return math.nan
-    for variable in _kernels(run):
-        before = start.value(variable)
-        if before is not None:
-            moved += sizes(finiteness.widen(keras_variables.view(variable)) - finiteness.widen(before))[0] ** 2
-            size += max(sizes(before)[0] ** 2, before.shape[-1])
-    momentum = max(keras_optimizers.momentum(o) for o in optimizers)
-    if not size or not moved < math.inf or momentum >= 1.0:
-        return math.nan
-    return math.sqrt(moved / size) / run.counts.committed / max(rates) / (1.0 - momentum)
