@@ -33,12 +33,13 @@ class RunsAgain(Run):
         if self.rerun is None or self.running_again:
             return
         access, step, metrics = self.state.access, self.counts.step, self._metrics_before(self.rerun)
-        self.running_again = True
+        self.running_again, self.reruns = True, 0
         try:
             batches: deque[Any] = deque()
             while batches or self.rerun is not None:
                 if self.rerun is not None:
                     plan, self.rerun = self.rerun, None
+                    self.reruns += 1
                     self._return_to(plan)
                     batches.extendleft(reversed(plan.batches))
                     continue

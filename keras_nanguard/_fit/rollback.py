@@ -16,6 +16,9 @@ from keras_nanguard._keras import variables as keras_variables
 
 __all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "schedule", "times"]
 
+MOST_RERUNS = 32
+"""How often one rollback may lead to the next while steps are run again."""
+
 _SEED_STEP = 7919
 """How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
 
@@ -41,8 +44,11 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     huge = any(f.site == "state" and f.kind == "out_of_range" for f in incident.findings)
     if huge or not run.state.access.can_run_again:  # an update of the run's own may have made it so, and would again
         return None
-    if not incident.refused and any(f.kind == "nonfinite" for f in incident.findings):
-        run.recent.blame(incident.step)  # its update is what has overflowed
+    if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):  # running them again has led to this
+        return None
+    ends = incident.decision is not None and incident.decision.terminal
+    if not incident.refused and (ends or any(f.kind == "nonfinite" for f in incident.findings)):
+        run.recent.blame(incident.step)  # it is this step that was bad, and not the state that it came to
     return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
 
 

@@ -98,6 +98,9 @@ class Run:
     running_again = False
     """Whether steps are being run again."""
 
+    reruns = 0
+    """How often they were begun anew, since they are."""
+
     def run_again(self) -> None:
         """Run the steps again that a rollback has undone, where they are to be."""
 
