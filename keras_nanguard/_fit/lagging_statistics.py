@@ -30,7 +30,7 @@ __all__ = ["Lagging"]
 LOOKS = 3
 """Validations of one fit that are looked into, besides the last one."""
 
-FAR = 2.2
+FAR = 2.1
 """How many times the loss of training, and the loss with new statistics, that of validation has to be before it counts."""
 
 LAST = 8

@@ -121,7 +121,7 @@ def test_leaves_no_trace():
     """A run that was looked into goes on with the bits of one that was not: weights, statistics, seeds, slots, metrics."""
     told = []
     for diagnose in (True, False):
-        model = network(dropout=0.05)
+        model = network(momentum=0.995, dropout=0.05)
         x, y = labelled(0)
         guard = NanGuard(verbose=0, diagnose=diagnose)
         history = model.fit(x, y, batch_size=BATCH, epochs=4, validation_data=labelled(1), verbose=0, callbacks=[guard]).history
