@@ -21,6 +21,7 @@ VARIANTS = {
 """Programs of which the table has others much like them: a campaign runs them, too."""
 
 ROUNDED = {"wgan", "wgan-critic-both-signs", "actor-critic", "batch-of-one", "batch-of-one-wrong-label", "averaged-weights"}
+ROUNDED |= {"rate-reduced-to-nothing"}
 """Programs in which XLA, which compiles a guarded step as another program than a plain one, rounds some last bits in another way."""
 
 KINDS = (
