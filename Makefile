@@ -57,7 +57,7 @@ test-slowly:  ## the same, with XLA compiling as it does for users
 IN_HASTE = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*

@@ -16,7 +16,8 @@ VARIANTS = {
     *("accumulation", "distillation", "sparse-autoencoder"),
     *("wgan-critic-both-signs", "actor-critic", "reinforce-on-policy", "margin-raised"),
     *("reduced-on-plateau", "new-classes", "negative-cosine", "batch-of-one-wrong-label"),
-    *("imbalance", "averaged-weights"),
+    *("imbalance", "averaged-weights", "cyclic-rate", "contrastive-batch-composition", "clipped-lstm", "edge-of-stability"),
+    *("likelihood-through-zero", "sparse-rewards", "regularisers-dominate"),
 }
 """Programs of which the table has others much like them: a campaign runs them, too."""
 
