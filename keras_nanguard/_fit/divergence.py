@@ -27,10 +27,10 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._fit.kernels import gain, kernels_of, relative_update
+from keras_nanguard._fit.kernels import bears, gain, kernels_of, relative_update
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._policy.progress import SGD_BEARS, STALLED, WINDOW, Level
+from keras_nanguard._policy.progress import STALLED, WINDOW, Level
 from keras_nanguard._policy.settings import DivergenceCheck
 
 __all__ = ["Divergence"]
@@ -267,8 +267,8 @@ class Divergence:
         self._asked = True
         if run.recovery.diverged or progress.since:
             return False
-        bears = SGD_BEARS if all(map(keras_optimizers.shrinks_updates, run.train_state().optimizers)) else 1.0
-        return _worst(run) >= self.check.rise * progress.start and self._update(run) >= VIOLENT_UPDATE * bears
+        large = VIOLENT_UPDATE * bears(run.train_state().optimizers)
+        return _worst(run) >= self.check.rise * progress.start and self._update(run) >= large
 
     def _stalled(self, run: Run, loss: _Loss, notes: list[str]) -> bool:
         """Whether a rate that is still high has brought no progress for as long as it has been in use."""
@@ -309,8 +309,8 @@ class Divergence:
         rates = list(run.recovery.rates.values())
         lowest = run.ring.before(run.progress.restored or 0)
         known = [s for s in run.ring.snapshots if lowest is not None and lowest.step <= s.step < run.step - WINDOW]
-        bears = SGD_BEARS if all(map(keras_optimizers.shrinks_updates, run.train_state().optimizers)) else 1.0
-        if len(rates) != 1 or not rates[0].value * HIGHER <= rates[0].limit * 1.001 or self._update(run) * HIGHER > bears * MAX_UPDATE:
+        most = MAX_UPDATE * bears(run.train_state().optimizers)
+        if len(rates) != 1 or not rates[0].value * HIGHER <= rates[0].limit * 1.001 or self._update(run) * HIGHER > most:
             return
         for snapshot in known:
             tried = run.try_rate(HIGHER, snapshot)

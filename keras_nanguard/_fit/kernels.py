@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._policy.progress import SGD_BEARS
 
-__all__ = ["gain", "kernels_of", "relative_update"]
+__all__ = ["bears", "gain", "kernels_of", "relative_update"]
 
 
 def kernels_of(run: Run) -> list[Any]:
@@ -23,6 +25,11 @@ def kernels_of(run: Run) -> list[Any]:
 def gain(kernel: np.ndarray[Any, Any]) -> float:
     """Return by how much a kernel enlarges independent inputs: its norm by the root of its outputs; 1 as most are initialized."""
     return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
+
+
+def bears(optimizers: Iterable[Any]) -> float:
+    """Return by how much larger a first update may be with these optimizers than with an adaptive one."""
+    return SGD_BEARS if all(map(keras_optimizers.shrinks_updates, optimizers)) else 1.0
 
 
 def relative_update(run: Run) -> float:

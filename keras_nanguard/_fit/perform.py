@@ -12,11 +12,11 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
+from keras_nanguard._fit.kernels import bears
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
-from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, schedule, times
+from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._policy.progress import SGD_BEARS
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -101,14 +101,12 @@ def _diverged(incident: Incident) -> bool:
 
 
 def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:
-    """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large.
-    """
+    """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large."""
     factor, largest = float(p["factor"]), p.get("max_update")
     predicted = run.progress.update * rate * factor
     if largest is None or run.progress.restored != 0 or not predicted < math.inf:
         return factor
-    if keras_optimizers.shrinks_updates(optimizer):
-        largest = SGD_BEARS * largest
+    largest *= bears([optimizer])
     while predicted > largest and factor > _LEAST_FACTOR:
         factor, predicted = factor * p["factor"], predicted * p["factor"]
     return factor
@@ -271,10 +269,9 @@ def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if snapshot is None:
         return "there is no good state to restore"
     rerun = rerun_of(run, snapshot, incident)
-    put_back(run, snapshot, incident, report, again=rerun is not None)
+    put_back(run, snapshot, incident, report, rerun)
     if rerun is None:
         return f"the state {moment(snapshot)} restored"
-    schedule(run, rerun)
     return f"the state {moment(snapshot)} restored, and the {times(len(rerun.batches), 'step')} since then run again"
 
 

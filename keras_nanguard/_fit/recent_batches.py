@@ -99,7 +99,7 @@ class Recent:
         self._entries.append((step, given))
         self._sizes.append(size)
         while self._entries and (self._bytes > batch_memory.MAX_BYTES or len(self._entries) > batch_memory.MAX_BATCHES):
-            self._entries.popleft()
+            self._refused.discard(self._entries.popleft()[0])
             self._bytes -= self._sizes.popleft()
             self._cut = True
 

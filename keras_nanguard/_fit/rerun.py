@@ -15,7 +15,7 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.snapshots import Snapshot, left_as_they_are
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.progress import Level, level_of
 
@@ -86,17 +86,15 @@ class RunsAgain(Run):
         plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch) if access.can_run_again else None
         if plan is None or not self.ring.at_hand(snapshot) or len(train_state.rates) != len(train_state.optimizers):
             return None
-        before = [(v, keras_variables.read(v)) for v in (*train_state.everything, *train_state.metrics)]
         drawn = current.host().generator_state()
-        snapshot.write(train_state.kept)
-        snapshot.draw_again()
-        for rate in train_state.rates:
-            keras_variables.write(rate, keras_variables.read(rate) * np.float32(factor))
-        verdicts = [(step, access.run_again(args)) for step, args in enumerate(plan.batches, snapshot.step) if args is not None]
-        self.transaction.report_queue.take()
-        access.sync_variables()
-        for variable, value in before:
-            keras_variables.write(variable, value)
+        with left_as_they_are([*train_state.everything, *train_state.metrics]):
+            snapshot.write(train_state.kept)
+            snapshot.draw_again()
+            for rate in train_state.rates:
+                keras_variables.write(rate, keras_variables.read(rate) * np.float32(factor))
+            verdicts = [(step, access.run_again(args)) for step, args in enumerate(plan.batches, snapshot.step) if args is not None]
+            self.transaction.report_queue.take()
+            access.sync_variables()
         if drawn is not None:
             current.host().set_generator_state(drawn)
         committed = [(step, verdict.loss) for step, verdict in verdicts if not verdict.refused]

@@ -14,7 +14,7 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "schedule", "times"]
+__all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
 
 MOST_RERUNS = 32
 """How often one rollback may lead to the next while steps are run again."""
@@ -52,32 +52,24 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
 
 
-def schedule(run: Run, rerun: Rerun) -> None:
-    """Have steps run again once every action is done."""
-    run.rerun, run.progress.since = rerun, rerun.snapshot.step
-    run.recent.return_to(rerun.snapshot.step)
-
-
 def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
     """Do the action `rollback` with these parameters; return whether it is done or skipped, with the detail or the reason."""
     snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
     if snapshot is None:
         return "skipped", "there is no verified snapshot to restore"
     rerun = rerun_of(run, snapshot, incident) if p.get("run_again") else None
-    undone = put_back(run, snapshot, incident, report, again=rerun is not None)
+    undone = put_back(run, snapshot, incident, report, rerun)
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip
     also = f"; the next {skip} batches are skipped" if skip else ""
+    run.counts.rollbacks += 1
     if rerun is not None:
-        schedule(run, rerun)
-        run.counts.rollbacks += 1
         return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
     if p.get("reseed", True):
         for seed in keras_variables.seeds(run.train_state().other):
             moved = keras_variables.read(seed)
-            moved[..., -1] += np.asarray(_SEED_STEP * (run.counts.rollbacks + 1), moved.dtype)
+            moved[..., -1] += np.asarray(_SEED_STEP * run.counts.rollbacks, moved.dtype)
             keras_variables.write(seed, moved)
-    run.counts.rollbacks += 1
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
 
@@ -92,22 +84,25 @@ def times(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None, again: bool = False) -> int:
+def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None, rerun: Rerun | None = None) -> int:
     """Write a snapshot into the model; returns how many committed steps that undoes.
 
-    Where they are run `again` the loss scales are what they were as well, and the batches stay known.
+    With a `rerun` they are run again once every action is done: loss scales and the generator are what they were as well.
     """
     spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
     undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
     run.ring.forget_after(snapshot.step)
-    if not again:
-        run.recent.restart(run.step + 1, snapshot)
-    train_state = run.train_state()
-    snapshot.write(train_state.kept if again else train_state.restorable)
-    if again:
+    train_state, since = run.train_state(), run.step + 1
+    if rerun is None:
+        run.recent.restart(since, snapshot)
+        snapshot.write(train_state.restorable)
+    else:
+        run.rerun, since = rerun, snapshot.step
+        run.recent.return_to(since)
+        snapshot.write(train_state.kept)
         snapshot.draw_again()
     run.trend.settle()
     run.history.undo(snapshot.step)
-    run.progress.rolled_back(snapshot.step, run.step + 1)
+    run.progress.rolled_back(snapshot.step, since)
     run.recovery.pending.start_over()
     return undone

@@ -8,7 +8,8 @@ takes more than `keep` copies of the train state, and that before the first step
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Ring", "Snapshot", "compact", "first_bad"]
+__all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are"]
 
 
 @dataclass
@@ -168,6 +169,17 @@ def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ())
         if id(variable) not in tolerated and not finiteness.is_finite(value):
             return str(getattr(variable, "path", "")) or "a variable"
     return ""
+
+
+@contextmanager
+def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
+    """Give variables their values back at the end, whatever has happened in between."""
+    before = [keras_variables.read(variable) for variable in variables]
+    try:
+        yield before
+    finally:
+        for variable, value in zip(variables, before):
+            keras_variables.write(variable, value)
 
 
 def compact(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

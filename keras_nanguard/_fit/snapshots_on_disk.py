@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_are
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
@@ -170,7 +169,7 @@ class DiskRing(Ring):
         """Read the values back, by way of the model, which is left as it is."""
         record = read(snapshot.path)
         variables = variables_of(self.state.train_state())
-        with _left_as_they_are(variables):
+        with left_as_they_are(variables):
             load(self.state.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
@@ -223,7 +222,7 @@ class DiskRing(Ring):
         """
         key = tuple(id(v) for v in variables)
         if self._left_out[0] != key:
-            with _left_as_they_are(variables) as before, without_warnings():
+            with left_as_they_are(variables) as before, without_warnings():
                 for variable, value in zip(variables, before):
                     keras_variables.write(variable, (value == 0).astype(value.dtype))
                 self.state.model.load_weights(weights)
@@ -263,17 +262,6 @@ class _OnDisk(Snapshot):
 
 def _shallow(record: SnapshotRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in SnapshotRecord.__slots__}
-
-
-@contextmanager
-def _left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
-    """Give variables their values back at the end, whatever has happened in between."""
-    before = [keras_variables.read(variable) for variable in variables]
-    try:
-        yield before
-    finally:
-        for variable, value in zip(variables, before):
-            keras_variables.write(variable, value)
 
 
 def _trained(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
