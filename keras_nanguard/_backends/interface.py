@@ -191,11 +191,11 @@ class GuardedSession(Protocol):
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
 
-    def rate_factors(self) -> dict[int, float]:
-        """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
+    def adjustments(self) -> dict[int, Any]:
+        """Return the numbers that the guard changes and a step reads, and that are no variables, by `id` of what reads them."""
 
-    def with_rate_factors(self, factors: Mapping[int, Any]) -> AbstractContextManager[None]:
-        """Return a context in which these rates read the given factors, which a compiled step takes as an argument."""
+    def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Return a context in which they are read from what is given, which a compiled step takes as an argument."""
 
     def before(self) -> None:
         """Run before each execution."""

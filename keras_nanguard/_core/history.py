@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,15 @@ class History:
     def last(self, count: int) -> list[tuple[int, float]]:
         """Return the same of the last steps, at most so many."""
         return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
+
+    def since(self, step: int) -> list[tuple[int, float, float]]:
+        """Return step, loss and gradient norm of the steps from this one on that no rollback has undone, oldest first."""
+        return [(m.step, m.loss, m.norm) for m in (Measured(*e) for e in takewhile(lambda e: e[0] >= step, reversed(self._recent)))][::-1]
+
+    def last_measured(self, count: int, before: int) -> list[Measured]:
+        """Return all that was measured in the last steps before this one that no rollback has undone, at most so many."""
+        entries = islice((e for e in reversed(self._recent) if e[0] < before), count)
+        return [Measured(*entry) for entry in entries][::-1]
 
     def undo(self, step: int) -> None:
         """Take the steps from this one on out of the series: a rollback has undone them."""

@@ -46,14 +46,14 @@ SITES = (
 )
 """Where a check can fail, in causal order: an earlier site can be the cause of a later one, never the reverse."""
 
-KINDS = ("nonfinite", "explosion", "divergence", "spike", "out_of_range", "collapse", "stuck")
+KINDS = ("nonfinite", "explosion", "divergence", "spike", "lasting_spike", "out_of_range", "collapse", "stuck")
 """The kinds of findings.
 
 `nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows, or grown by orders of
 magnitude over steps. `divergence`: the loss has settled above its start, or has lost its progress again, and something else shows
-that the run is to blame. `spike`: one finite jump. `out_of_range`: outside the limits of the policy. `collapse`: a loss
-scale at which nothing can be learned. `stuck`: a value that should change and does not (BatchNorm statistics, zero
-gradients).
+that the run is to blame. `spike`: one finite jump. `lasting_spike`: one after which the loss does not come back, and that a few
+batches have led to. `out_of_range`: outside the limits of the policy. `collapse`: a loss scale at which nothing can be learned.
+`stuck`: a value that should change and does not (BatchNorm statistics, zero gradients).
 """
 
 CAUSES = (
@@ -286,7 +286,7 @@ class Incident:
 
     @property
     def _since(self) -> tuple[str, ...]:
-        """The onset of a divergence, where that was before the step at which it was noticed."""
+        """The onset of a divergence or of a lasting spike, where that was before the step at which it was noticed."""
         onset = self.values.get("onset")
         return () if onset is None or onset >= self.step else (f"Onset at step {onset + 1:.0f}.",)
 

@@ -125,6 +125,8 @@ def _modes(e: Evidence) -> Conclusion | None:
 
 def _monitors(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, whose kind alone decides the cause."""
+    if any(site.endswith(":lasting_spike") for site in e.sites):
+        return Conclusion("spike", e.first_path, confidence=0.9, because="divergence")
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}

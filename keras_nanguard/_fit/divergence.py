@@ -5,32 +5,36 @@ One sign alone decides nothing, as a healthy run can show any of them:
     high      the loss has settled at `rise` times its start, or has lost the share `lost` of all progress again
     growth    a kernel has grown by the factor `growth`, from what its layer began with or usually begins with
     dead      most kernels stand still, bit for bit, although they are trained
-    violent   the first update was as large as the weights, and the loss was `rise` times its start soon after it
+    violent   the first update was a large share of the weights, and the loss was `rise` times its start soon after it
     stalled   the second half of the steps since the last look back has brought no progress
     rate      the same steps end at a clearly lower loss with a tenth of the learning rate, which is tried and undone
+    batches   the same steps end at a clearly lower loss without the few batches at which loss or gradients have jumped, tried likewise
 
 A run has diverged where the loss is high, or there has been no progress at all, while a kernel has grown or most are dead, and that
 lasts; where the start was violent; where the loss stays high for `patience` steps at large updates. The rate has to be shown to be to
 blame, where that can be tried. After a divergence, and at updates that are still large, a stall at such a rate counts as well, so that a
-rate that was not lowered far enough is lowered again.
+rate that was not lowered far enough is lowered again. After a jump of loss or gradients it is tried how the run would have gone without
+these batches: where that is clearly better, it is a lasting spike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._fit.kernels import bears, gain, kernels_of, relative_update
+from keras_nanguard._fit import another_way
+from keras_nanguard._fit.another_way import Suspicion
+from keras_nanguard._fit.kernels import Kernels, bears, predicted_update, relative_update
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._policy.progress import STALLED, WINDOW, Level
+from keras_nanguard._policy.outliers import Outliers
+from keras_nanguard._policy.progress import FALLING, NOISE, STALLED, WINDOW, Level
 from keras_nanguard._policy.settings import DivergenceCheck
 
 __all__ = ["Divergence"]
@@ -38,86 +42,69 @@ __all__ = ["Divergence"]
 CHECKPOINT = 100
 """Steps after a rollback, or after the start, at which it is asked first whether training has stalled; then after twice as many."""
 
-LARGE_UPDATE = 0.1
-"""Relative update of the first step above which a rate that brings no progress may be too high."""
-
-VIOLENT_UPDATE = 0.4
-"""The same above which the first updates of an adaptive optimizer replace the weights rather than train them."""
-
-MAX_UPDATE = 0.25
-"""The same up to which a rate that was lowered may be raised again."""
-
-GROWN = 0.25
-"""Share of the growth that is too much below which a snapshot counts as one from before it."""
-
 VIOLENT_AFTER = 45
 """Step at which a violent start is judged: early enough to be run again, late enough for a trial to show something."""
 
 FLAT = 0.9
 """Share of the loss of the first step from which on there has been no progress."""
 
-NOISE = 1.5
-"""Spreads by which a level has to exceed the best one to be distinguished from it."""
-
 SUSPECT = 0.6
-"""Share of what counts as lost from which on a lower rate is worth a trial."""
+"""Share of what counts as lost from which on another way is worth a trial."""
 
 EXTREME = 30.0
-"""Multiple of the start from which a level needs neither time nor a trial, where a kernel has grown as well."""
+"""Multiple of the start from which a level needs no time, and where a kernel has grown as well no trial."""
 
-LASTING, FALLING = 20, 0.8
-"""Steps for which a divergence has to last, and the share of an earlier level below which the loss is falling by itself."""
+AGAIN = 0.5
+"""Factor of what counts as lost, and as growth, once the run has diverged before."""
 
-LOWER = 0.1
-"""Factor of the learning rate in a trial."""
+LASTING = 20
+"""Steps for which a divergence has to last."""
+
+NEAR = 16
+"""Steps between a jump and the onset of what it has led to, at most."""
+
+PAUSE = 100
+"""Steps after which another step that stands out is judged; twice as many after each."""
 
 SLOW = 0.5
 """Share of the level at the last rollback above which progress is slow, and a higher rate worth a trial."""
-
-HIGHER = 10.0**0.5
-"""Factor of the learning rate in a trial of whether it was lowered too far."""
-
-BETTER = 0.8
-"""Share of the level below which the same steps have to end at a lower rate for the rate to be to blame."""
 
 MEASURED_UNTIL = 10
 """Steps up to which the relative update of the first ones can be measured: under a warmup the first rate is 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
-    """What the loss shows at one look.
+class _Look:
+    """What one look shows.
 
     Attributes:
-        now: its level.
+        now: the level of the loss.
         high: whether it has settled far above its start, or most progress is lost again.
         suspect: whether much progress is lost again.
         flat: whether there has been no progress since the start.
+        growth, path: by how much the kernel has grown that has grown most, and which one that is.
+        grown: whether that is too much.
+        dead: the kernels that stand still.
+        notes: all of that in sentences.
     """
 
     now: Level
-    high: bool = False
-    suspect: bool = False
-    flat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A lower learning rate to be tried.
-
-    Attributes:
-        now: the level that the steps have ended at.
-        onset: the step from before which they are tried again.
-        findings: what is reported where the rate is to blame.
-        notes: what has led to it.
-        otherwise: whether the rate counts as to blame where it cannot be tried.
-    """
-
-    now: Level
-    onset: int
-    findings: list[Finding]
+    high: bool
+    suspect: bool
+    flat: bool
+    growth: float
+    path: str
+    grown: bool
+    dead: tuple[str, ...]
     notes: tuple[str, ...]
-    otherwise: bool
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is reported of a divergence."""
+        found = [Finding("loss", "divergence", value=self.now.value)]
+        if self.grown:
+            found.append(Finding("weights", "divergence", self.path, value=self.growth))
+        return (*found, *(Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in self.dead))
 
 
 class Divergence:
@@ -125,246 +112,195 @@ class Divergence:
 
     Args:
         check: `policy.checks.divergence`.
+
+    Attributes:
+        doubtful: whether the last look has shown a loss that is high, or weights that have grown: the state is finite, and may be doomed.
     """
 
     def __init__(self, check: DivergenceCheck):
         self.check = check
-        self._gains: dict[int, float] = {}
-        self._asked = False
+        self.doubtful = False
+        self._kernels, self._outliers = Kernels(), Outliers()
+        self._asked = self._told = False
+        self._judged, self._pause, self._again = -1, PAUSE, 0
         self.start_over()
 
     def start_over(self) -> None:
         """Compare with nothing that was seen before a rollback."""
-        self._kernels: dict[int, Any] = {}
+        self._kernels.start_over()
+        self._outliers.start_over()
         self._suspect_since: int | None = None
         self._shown_since: Level | None = None
         self._checkpoint = CHECKPOINT
-        self._trial: _Trial | None = None
+        self._suspicion: Suspicion | None = None
         self._higher: Level | None = None
+        self.doubtful = False
 
     @np.errstate(all="ignore")
     def look(self, run: Run) -> list[Finding]:
-        """Return what shows that a run has diverged; nothing where it has not."""
+        """Return what shows that a run has diverged; nothing where it has not, or where another way has to be tried first."""
         progress = run.progress
         if math.isnan(progress.update) and 0 < run.counts.committed <= MEASURED_UNTIL and not run.counts.rollbacks:
             progress.update = relative_update(run)
         now = progress.note(run.history.last(WINDOW))
         if now is None or progress.signed or not self.check.enabled or processes.count() > 1:
             return []  # of several processes each sees a loss of its own, and they have to decide the same
-        loss, strict = self._loss(run, now), 0.5 if run.recovery.diverged else 1.0
-        growth, path = 1.0, ""
-        dead: tuple[str, ...] = ()
-        if loss.high or loss.suspect or loss.flat:
-            growth, path = max(self._growth(run), default=(1.0, ""))
-            dead = self._dead(run) if loss.high or growth >= self.check.growth else ()
-        notes = [self._words(run, loss)]
-        if growth >= self.check.growth * strict:
+        self._outliers.add(run.history.since(self._outliers.seen + 1))
+        look = self._look(run, now)
+        self.doubtful = look.grown or (look.high and not look.flat) or look.now.value >= self.check.rise * (progress.start or math.inf)
+        signs = (self._shown, self._violent, self._stalled, self._lasting, self._outlier)
+        suspicion = next((found for sign in signs if (found := sign(run, look)) is not None), None)
+        if suspicion is None or suspicion.jumped or not suspicion.sure:
+            self._suspicion = suspicion
+            return []
+        return self._blamed(run, suspicion)
+
+    def tried(self, run: Run) -> list[Finding]:
+        """Try another way where the last look has asked for it, and return what that shows. The variables hold the state."""
+        suspicion, self._suspicion = self._suspicion, None
+        higher, self._higher = self._higher, None
+        shown = another_way.tried(run, suspicion, self.check) if suspicion is not None else None
+        if shown is not None:
+            return self._blamed(run, shown)
+        if higher is not None:
+            another_way.raise_rate(run, higher, self.check)
+        if suspicion is None:
+            return []
+        self._shown_since = None
+        if suspicion.reported and run.policy.checks.trend.enabled and not self._told:
+            self._told = True
+            return [Finding("loss", "spike", value=suspicion.now.value)]
+        return []
+
+    @staticmethod
+    def _blamed(run: Run, suspicion: Suspicion) -> list[Finding]:
+        progress = run.progress
+        progress.begins_at, progress.left_out, progress.notes = suspicion.onset, suspicion.without, suspicion.notes
+        return list(suspicion.findings)
+
+    def _look(self, run: Run, now: Level) -> _Look:
+        progress, check = run.progress, self.check
+        factor = AGAIN if run.recovery.diverged else 1.0
+        best, start = progress.best or now, progress.start or math.inf
+        risen = now.value >= check.rise * start
+        lost = progress.lost(now) if now.value - best.value >= NOISE * best.spread else 0.0
+        high, suspect = risen or lost >= check.lost * factor, risen or lost >= SUSPECT * check.lost
+        flat = now.value >= FLAT * start
+        growth, path = self._kernels.growth(run) if high or suspect or flat else (1.0, "")
+        grown = growth >= check.growth * factor
+        dead = self._kernels.dead(run) if high or growth >= check.growth else ()
+        lowest = f", and had been {best.value:.3g}" if best.value < FLAT * start else ""
+        notes = [f"The loss has settled at {now.value:.3g}; it began at {start:.3g}{lowest}."]
+        if grown:
             notes.append(f"{path} has grown {growth:.3g}-fold since the start.")
         if dead:
             notes.append(f"{len(dead)} kernels no longer change, bit for bit, {dead[0]} among them.")
-        shown = self._shown(loss, growth / strict, dead)
-        if self._settled(run, loss, shown):
-            extreme = loss.now.value >= EXTREME * (progress.start or math.inf) and growth >= self.check.growth
-            if not extreme:
-                onset = self._before_growth(run, progress.onset(run.history.series), growth / strict)
-                self._trial = _Trial(now, onset, self._findings(now, growth, path, dead), tuple(notes), True)
-                return []
-        elif not self._to_blame(run, loss, growth, notes):
-            return []
-        progress.notes = tuple(notes)
-        self._trial = None
-        return self._findings(now, growth, path, dead)
+        return _Look(now, high, suspect, flat, growth, path, grown, dead, tuple(notes))
 
-    def _findings(self, now: Level, growth: float, path: str, dead: tuple[str, ...]) -> list[Finding]:
-        found = [Finding("loss", "divergence", value=now.value)]
-        if growth >= self.check.growth:
-            found.append(Finding("weights", "divergence", path, value=growth))
-        return [*found, *(Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead)]
-
-    def tried(self, run: Run) -> list[Finding]:
-        """Try a lower rate where the last look has asked for it, and return what that shows. The variables hold the state."""
-        trial, self._trial = self._trial, None
-        higher, self._higher = self._higher, None
-        if trial is None:
-            if higher is not None:
-                self._raise(run, higher)
-            return []
-        notes = self._better_lower(run, trial)
-        if notes is None and trial.otherwise:
-            notes = trial.notes
-        if not notes:
+    def _shown(self, run: Run, look: _Look) -> Suspicion | None:
+        """Loss and weights together show a divergence that lasts, where the loss does not fall by itself; an explosion need not last."""
+        first, progress = self._shown_since, run.progress
+        if not ((look.high and (look.grown or look.dead)) or (look.flat and look.grown)):
             self._shown_since = None
-            return []
-        run.progress.begins_at, run.progress.notes = trial.onset, notes
-        return trial.findings
+            return None
+        extreme = look.now.value >= EXTREME * (progress.start or math.inf)
+        if not extreme:
+            if first is None or look.now.value < FALLING * first.value:
+                self._shown_since = look.now
+                return None
+            if look.now.step - first.step < LASTING:
+                return None
+        onset = progress.onset(run.history.series)
+        jumped = self._outliers.since(onset - NEAR)
+        onset = self._kernels.before_growth(run, onset, self.check.growth) if look.grown else onset
+        return _suspicion(look, onset, otherwise=True, sure=extreme and look.grown, jumped=jumped)
 
-    def _loss(self, run: Run, now: Level) -> _Loss:
-        progress, check = run.progress, self.check
-        best, start = progress.best, progress.start
-        if best is None or start is None:
-            return _Loss(now)
-        risen = now.value >= check.rise * start
-        lost = progress.lost(now) if now.value - best.value >= NOISE * best.spread else 0.0
-        enough = check.lost * (0.5 if run.recovery.diverged else 1.0)
-        return _Loss(now, risen or lost >= enough, risen or lost >= SUSPECT * check.lost, now.value >= FLAT * start)
-
-    def _words(self, run: Run, loss: _Loss) -> str:
-        progress = run.progress
-        best = progress.best.value if progress.best is not None else math.nan
-        lowest = f", and had been {best:.3g}" if best < FLAT * (progress.start or 0.0) else ""
-        return f"The loss has settled at {loss.now.value:.3g}; it began at {progress.start or 0.0:.3g}{lowest}."
-
-    def _shown(self, loss: _Loss, growth: float, dead: tuple[str, ...]) -> bool:
-        """Whether loss and weights together show a divergence."""
-        grown = growth >= self.check.growth
-        return (loss.high and (grown or bool(dead))) or (loss.flat and grown)
-
-    def _settled(self, run: Run, loss: _Loss, shown: bool) -> bool:
-        """Whether what is shown lasts, and the loss does not fall by itself meanwhile; an explosion does not have to."""
-        first = self._shown_since
-        if not shown:
-            self._shown_since = None
-            return False
-        if loss.now.value >= EXTREME * (run.progress.start or math.inf):
-            return True
-        if first is None or loss.now.value < FALLING * first.value:
-            self._shown_since = loss.now
-            return False
-        return loss.now.step - first.step >= LASTING
-
-    def _to_blame(self, run: Run, loss: _Loss, growth: float, notes: list[str]) -> bool:
-        """Whether the learning rate is shown to be to blame for a loss that is high, stalled, or was so at once."""
-        if self._violent(run, loss.now):
-            share = f"{self._update(run):.0%}"
-            told = f"The first update was as large as {share} of the weights, and the loss rose to {_worst(run):.3g} after it."
-            self._trial = _Trial(loss.now, 0, self._findings(loss.now, 1.0, "", ()), (told, *notes), loss.high)
-            return False
-        if self._stalled(run, loss, notes):
-            if run.recovery.diverged:
-                found = self._findings(loss.now, 1.0, "", ())
-                self._trial = _Trial(loss.now, run.progress.restored or 0, found, tuple(notes), True)
-                return False
-            run.progress.begins_at = 0 if max([growth, *(g for g, _ in self._growth(run))]) >= self.check.growth else None
-            return run.progress.begins_at is not None
-        if not loss.suspect or not self._update(run) >= LARGE_UPDATE or _falling(run, loss.now):
-            self._suspect_since = None
-            return False
-        since = self._suspect_since = run.step if self._suspect_since is None else self._suspect_since
-        if run.step - since < self.check.patience:
-            return False
-        self._suspect_since = run.step + run.step - since  # twice as long until the next trial
-        self._trial = _Trial(loss.now, run.progress.onset(run.history.series), self._findings(loss.now, 1.0, "", ()), tuple(notes), False)
-        return False
-
-    def _violent(self, run: Run, now: Level) -> bool:
-        """Whether the first updates of the fit were as large as the weights, and the loss was the worse for them.
+    def _violent(self, run: Run, look: _Look) -> Suspicion | None:
+        """The first updates of the fit were a large share of the weights, and the loss was the worse for them.
 
         It is asked once, when the loss no longer falls fast by itself.
         """
-        progress = run.progress
-        if self._asked or progress.start is None or now.step + 1 < VIOLENT_AFTER or _falling(run, now):
-            return False
-        self._asked = True
-        if run.recovery.diverged or progress.since:
-            return False
-        large = VIOLENT_UPDATE * bears(run.train_state().optimizers)
-        return _worst(run) >= self.check.rise * progress.start and self._update(run) >= large
-
-    def _stalled(self, run: Run, loss: _Loss, notes: list[str]) -> bool:
-        """Whether a rate that is still high has brought no progress for as long as it has been in use."""
-        progress, diverged = run.progress, run.recovery.diverged
-        if loss.now.step + 1 - progress.since < self._checkpoint:
-            return False
-        self._checkpoint *= 2
-        self._higher = loss.now if diverged and loss.now.value > SLOW * progress.level_at_rollback else None
-        halves = progress.halves(loss.now)
-        if halves is None or halves[1] <= STALLED * halves[0] or not self._update(run) >= (LARGE_UPDATE if diverged else 1.0):
-            return False
-        notes[:] = [f"Since step {progress.since + 1} the loss has not fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."]
-        return True
-
-    def _update(self, run: Run) -> float:
-        """Return the relative update that the present rate would have made at the start; NaN where it is not known."""
-        return run.progress.update * max(map(keras_optimizers.learning_rate, run.train_state().optimizers))
-
-    def _better_lower(self, run: Run, trial: _Trial) -> tuple[str, ...] | None:
-        """Return what shows that the steps since a snapshot end at a clearly lower loss with a lower rate, nothing where they do not.
-
-        `None` where that cannot be tried. The snapshot is the newest from before the onset or, where the steps since are not all
-        known, the oldest later one from which they are.
-        """
-        first = run.ring.before(trial.onset)
-        if len(run.train_state().optimizers) != 1:
+        progress, update = run.progress, predicted_update(run)
+        if self._asked or progress.start is None or look.now.step + 1 < VIOLENT_AFTER or progress.falling:
             return None
-        for snapshot in [s for s in run.ring.snapshots if first is None or s.step >= first.step]:
-            tried = run.try_rate(LOWER, snapshot)
-            if tried is not None:
-                steps = run.step - snapshot.step
-                note = f"The last {steps} steps, tried again with a tenth of the learning rate, end at a loss of {tried.value:.3g}."
-                return (*trial.notes, note) if tried.value < BETTER * trial.now.value else ()
-        return None
+        self._asked = True
+        worst = max((m.loss for m in run.history.first(run.step)), default=0.0)
+        large = self.check.first_update * bears(run.train_state().optimizers)
+        if run.recovery.diverged or progress.since or worst < self.check.rise * progress.start or not update >= large:
+            return None
+        note = f"The first update was as large as {update:.0%} of the weights, and the loss rose to {worst:.3g} after it."
+        return _suspicion(look, 0, note, otherwise=look.high)
 
-    def _raise(self, run: Run, now: Level) -> None:
-        """Raise a rate that was lowered too far: where the last steps end at a clearly lower loss with a higher one."""
-        rates = list(run.recovery.rates.values())
-        lowest = run.ring.before(run.progress.restored or 0)
-        known = [s for s in run.ring.snapshots if lowest is not None and lowest.step <= s.step < run.step - WINDOW]
-        most = MAX_UPDATE * bears(run.train_state().optimizers)
-        if len(rates) != 1 or not rates[0].value * HIGHER <= rates[0].limit * 1.001 or self._update(run) * HIGHER > most:
-            return
-        for snapshot in known:
-            tried = run.try_rate(HIGHER, snapshot)
-            if tried is not None:
-                if tried.value < BETTER * now.value:
-                    rates[0].raise_to(rates[0].factor * HIGHER)
-                    run.say(
-                        f"NanGuard: step {run.step}: the last {run.step - snapshot.step} steps, tried again, end at a loss of "
-                        f"{tried.value:.3g} with a learning rate of {rates[0].value:.3g}, and ended at {now.value:.3g} without it. "
-                        "It is raised to that."
-                    )
-                return
-
-    def _before_growth(self, run: Run, onset: int, growth: float) -> int:
-        """Return the onset, or where a kernel has grown the step of the newest snapshot from before it in which none had."""
+    def _stalled(self, run: Run, look: _Look) -> Suspicion | None:
+        """A rate that is still high has brought no progress for as long as it has been in use, after a divergence only a little."""
+        progress, diverged = run.progress, run.recovery.diverged
+        if look.now.step + 1 - progress.since < self._checkpoint:
+            return None
+        self._checkpoint *= 2
+        slow = diverged and look.now.value > SLOW * progress.level_at_rollback
+        self._higher = look.now if slow else None
+        halves = progress.halves(look.now)
+        if halves is None:
+            return None
+        stalled = halves[1] > STALLED * halves[0] and predicted_update(run) >= (self.check.update if diverged else 1.0)
+        hardly = "not" if halves[1] >= halves[0] else "hardly"
+        note = f"Since step {progress.since + 1} the loss has {hardly} fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."
+        if diverged and (slow or stalled):
+            return Suspicion(look.now, progress.restored or 0, look.findings[:1], (note,), otherwise=stalled)
+        if diverged or not stalled:
+            return None
+        growth, path = self._kernels.growth(run)
         if growth < self.check.growth:
-            return onset
-        for snapshot in reversed([s for s in run.ring.snapshots if 0 < s.step <= onset and run.ring.at_hand(s)]):
-            known = [(v, snapshot.value(v)) for v in kernels_of(run)]
-            if all(gain(array) < GROWN * self.check.growth * self._gains.get(id(v), math.inf) for v, array in known if array is not None):
-                return snapshot.step
-        return 0
+            return None
+        found = (look.findings[0], Finding("weights", "divergence", path, value=growth))
+        return Suspicion(look.now, 0, found, (note,), sure=True)
 
-    def _growth(self, run: Run) -> Iterator[tuple[float, str]]:
-        """Yield by how much each kernel has grown, and its path."""
-        for variable in kernels_of(run):
-            first = self._gains.get(id(variable))
-            if first is None:
-                start = run.ring.start
-                array = start.value(variable) if start is not None and run.ring.at_hand(start) else None
-                first = self._gains[id(variable)] = math.inf if array is None else max(gain(array), 1.0)
-            yield gain(keras_variables.view(variable)) / first, str(variable.path)
+    def _lasting(self, run: Run, look: _Look) -> Suspicion | None:
+        """The loss stays high for `patience` steps, at large updates or since it has jumped; asked again after twice as long."""
+        progress, start = run.progress, run.progress.start or math.inf
+        onset = progress.onset(run.history.series) if look.suspect else 0
+        jumped = self._jumped(run, onset) if look.suspect else ()
+        settled = look.now.value >= self.check.settled * start
+        known = bool(jumped) or settled or predicted_update(run) >= self.check.update
+        if progress.falling or not look.suspect or not known:
+            self._suspect_since = None
+            return None
+        since = self._suspect_since = run.step if self._suspect_since is None else self._suspect_since
+        if run.step - since < self.check.patience:
+            return None
+        self._suspect_since = run.step + run.step - since  # twice as long until the next trial
+        return _suspicion(look, onset, jumped=jumped, reported=settled)
 
-    def _dead(self, run: Run) -> tuple[str, ...]:
-        """Return the kernels that stand still since the last look, where that are most of them."""
-        if not all(keras_optimizers.learning_rate(o) > 1e-12 for o in run.train_state().optimizers):
-            return ()
-        before, kernels = self._kernels, kernels_of(run)
-        self._kernels = {id(v): finiteness.fingerprint(keras_variables.view(v)) for v in kernels}
-        compared = [v for v in kernels if id(v) in before]
-        start = run.ring.start
-        known = [(v, start.value(v)) for v in compared] if start is not None and run.ring.at_hand(start) else []
-        first = {id(v): value for v, value in known if value is not None}
-        still = [v for v in compared if np.array_equal(before[id(v)], self._kernels[id(v)])]
-        still = [v for v in still if id(v) not in first or not np.array_equal(first[id(v)], keras_variables.view(v))]
-        return tuple(str(v.path) for v in still) if len(compared) > 1 and len(still) > len(compared) / 2 else ()
+    def _outlier(self, run: Run, look: _Look) -> Suspicion | None:
+        """One step stood out, `patience` steps ago; each is judged once, and after one that was harmless less often."""
+        latest = next((step for step in reversed(self._outliers.steps) if step + self.check.patience <= run.step), -1)
+        if latest <= self._judged or run.step < self._again or run.recovery.clips:
+            return None
+        self._judged, self._again, self._pause = latest, run.step + self._pause, 2 * self._pause
+        note = f"Loss or gradient norm of step {latest + 1} were far beyond those of all steps before."
+        return Suspicion(look.now, latest, (), (note,), jumped=self._outliers.since(latest - NEAR))
+
+    def _jumped(self, run: Run, onset: int) -> tuple[int, ...]:
+        """Return the steps at which loss or gradients have jumped, from shortly before an onset on."""
+        near = self._outliers.since(onset - NEAR)
+        return near or ((onset,) if run.progress.jumps_at(onset, run.history.series) else ())
+
+    def explained(self, run: Run, findings: Sequence[Finding], loss: float) -> Sequence[Finding]:
+        """Return findings of an explosion with what explains them: a few batches, where the steps go on as before without them."""
+        self._outliers.add(run.history.since(self._outliers.seen + 1))
+        jumped = self._outliers.since(run.step - NEAR)
+        best = run.progress.best
+        if not jumped or best is None or run.progress.signed or not self.check.enabled or processes.count() > 1:
+            return findings
+        enough = best.value + NOISE * best.spread
+        since = [loss for step, loss, _ in run.history.since(jumped[-1] + 1)]
+        if since and median(since) <= enough:
+            return findings  # it is over
+        note = f"The loss has exploded after step {jumped[0] + 1}, which stood out from all steps before."
+        suspicion = Suspicion(Level(run.step, loss, 0.0), jumped[0], (), (note,), jumped=jumped, enough=enough)
+        shown = another_way.tried(run, suspicion, self.check)
+        return findings if shown is None else [*self._blamed(run, shown), *findings]
 
 
-def _falling(run: Run, now: Level) -> bool:
-    """Whether the loss has fallen clearly since the look before."""
-    levels = run.progress.levels
-    return len(levels) > 1 and now.value < FALLING * levels[-2].value
-
-
-def _worst(run: Run) -> float:
-    """Return the largest loss of the first steps of the fit."""
-    return max((m.loss for m in run.history.first(run.step)), default=0.0)
+def _suspicion(look: _Look, onset: int, *notes: str, **more: Any) -> Suspicion:
+    return Suspicion(look.now, onset, look.findings, (*notes, *look.notes), **more)

@@ -37,6 +37,7 @@ class GuardState:
         lowered: steps and good steps since the rate was last lowered.
         scale_bounds: floor and ceiling that the loss scale is kept between.
         recalibration: batches to come and batches seen of an estimate of BatchNorm statistics.
+        clips: how the gradients of each optimizer are clipped, as `AdaptiveClip.to_dict()`; `None` for one left alone.
     """
 
     ledger: Mapping[str, Any]
@@ -47,12 +48,14 @@ class GuardState:
     lowered: tuple[int, int] | None = None
     scale_bounds: tuple[float, float] | None = None
     recalibration: tuple[int, int] | None = None
+    clips: tuple[Mapping[str, Any] | None, ...] = ()
 
     @classmethod
     def of(cls, recovery: Recovery) -> GuardState:
         """Return where a run stands."""
         optimizers = recovery.state.train_state().optimizers
         rates = [recovery.rates.get(id(optimizer)) for optimizer in optimizers]
+        clips = [recovery.clips.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in recovery.changed}
         counts, pending = recovery.counts, recovery.pending
         estimate, at = pending.recalibration, pending.lowered_at
@@ -65,6 +68,7 @@ class GuardState:
             lowered=None if at is None else (counts.step - at, counts.committed - pending.lowered_good),
             scale_bounds=pending.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
+            clips=tuple(clip.to_dict() if clip is not None else None for clip in clips) if recovery.clips else (),
         )
 
     def apply(self, recovery: Recovery, *, write: bool) -> None:
@@ -83,6 +87,9 @@ class GuardState:
                 recovery.rate(optimizer).resume(done, write)
             for name, value in settings.items():
                 recovery.change(next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name)), name, value)
+        for optimizer, clip in zip(optimizers, self.clips):
+            if clip is not None:
+                recovery.clip(optimizer, clip["deviations"], clip["smoothing"]).resume(clip)
         pending = recovery.pending
         pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
@@ -102,6 +109,7 @@ class GuardState:
             FileFormatError: if it is of another format, or a field is missing, unknown or of another kind.
         """
         names = {entry.name for entry in fields(cls)}
+        data = {"clips": (), **data} if isinstance(data, Mapping) else data
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))

@@ -18,6 +18,12 @@ from keras_nanguard._policy.progress import WINDOW, level_of
 __all__ = ["Incidents"]
 
 
+def _has_onset(incident: Incident) -> bool:
+    """Whether an incident is about what began earlier than it was noticed."""
+    diverged = incident.diagnosis is not None and incident.diagnosis.cause == "divergence"
+    return diverged or any(f.kind == "lasting_spike" for f in incident.findings)
+
+
 class Incidents:
     """Makes the incidents of one run, and has done what the policy decides about each.
 
@@ -27,10 +33,17 @@ class Incidents:
         run: the run.
         report: called with each complete incident, in the order in which they were raised.
         explain: finds the diagnosis of an incident.
+        explained: returns findings with what explains them, given the loss of their step; see `Monitors.explained`.
     """
 
-    def __init__(self, run: Run, report: Callable[[Incident], None], explain: Explains):
-        self._run, self._report_now, self._explain = run, report, explain
+    def __init__(
+        self,
+        run: Run,
+        report: Callable[[Incident], None],
+        explain: Explains,
+        explained: Callable[[Run, Sequence[Finding], float], Sequence[Finding]],
+    ):
+        self._run, self._report_now, self._explain, self._explained = run, report, explain, explained
         self._waiting: list[Incident] = []
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
@@ -48,8 +61,9 @@ class Incidents:
         if verdict.scale > run.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
+        findings = list(self._explained(run, findings, verdict.loss))
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
-        if incident.diagnosis is None or incident.diagnosis.cause != "divergence":
+        if not _has_onset(incident):
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
@@ -62,7 +76,7 @@ class Incidents:
         """Raise the incident of a step that has committed."""
         run = self._run
         report = Report(verdict, (), (), run.transaction.batch(run.step, run.transaction.given))
-        self.raise_incident(run.step, findings, report=report, verdict=verdict)
+        self.raise_incident(run.step, self._explained(run, findings, verdict.loss), report=report, verdict=verdict)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
@@ -119,7 +133,7 @@ class Incidents:
         incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
-        if incident.diagnosis is not None and incident.diagnosis.cause == "divergence":
+        if _has_onset(incident):
             incident = incident.with_(values={**measured, "onset": run.progress.onset(run.history.series)})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
         if not act:
@@ -129,7 +143,7 @@ class Incidents:
         incident = incident.with_(decision=decision)
         outcomes = self._with_result(perform.perform(run, incident, report))
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
-        run.checks_fully |= run.recovery.pending.active
+        run.checks_fully |= run.recovery.goes_on
         run.ring.note()
         incident = incident.with_(outcomes=outcomes)
         self._report(incident)

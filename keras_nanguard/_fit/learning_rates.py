@@ -10,7 +10,8 @@ reads from a variable. In both cases::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -58,6 +59,28 @@ class Rate:
             return False
         self._install()
         return True
+
+    @property
+    def adjustable(self) -> bool:
+        """Whether the compiled step reads what is done to the rate."""
+        return self.plain or self._scale is not None
+
+    @contextmanager
+    def tried(self, factor: float) -> Iterator[None]:
+        """Multiply the rate, and the limit with it, inside the context; a plain rate is left to the caller to write back."""
+        before = self.factor, self.lowest, self.limit, self._left, self._absolute
+        self.limit *= min(factor, 1.0)
+        if self.plain:
+            self._assign(self.value * factor)
+        else:
+            self.factor *= factor
+            self._scale.assign(self.factor)
+        try:
+            yield
+        finally:
+            self.factor, self.lowest, self.limit, self._left, self._absolute = before
+            if not self.plain:
+                self._scale.assign(self.factor)
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
         """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""

@@ -85,6 +85,17 @@ class Monitors:
                 found += findings
         return found
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the state may be doomed, although every number of it is finite."""
+        return self._divergence.doubtful
+
+    def explained(self, run: Run, findings: Sequence[Finding], loss: float) -> Sequence[Finding]:
+        """Return the findings of a step of this loss, where numbers have exploded with what explains that."""
+        exploded = any(f.kind in ("explosion", "nonfinite") for f in findings)
+        of_data = any(f.site in ("inputs", "targets", "state") for f in findings)
+        return self._divergence.explained(run, findings, loss) if exploded and not of_data else findings
+
     def tried(self, run: Run) -> list[Finding]:
         """Return what a trial shows that the last look has asked for; the variables hold the state."""
         return self._divergence.tried(run)

@@ -32,6 +32,9 @@ Answer = tuple[str, str]
 ROSE = 0.5
 """Share of the rate at which training diverged below which the rate at a snapshot is one from before a schedule has raised it."""
 
+FEWEST_NORMS, FIRST_NORMS = 8, 128
+"""Number of steps whose gradient norms it takes to know what is usual, and the number that are used."""
+
 _LEAST_FACTOR = 1e-4
 """Factor below which a rate is not lowered at once, whatever is predicted."""
 
@@ -78,7 +81,7 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
         rate = run.recovery.rate(optimizer)
         before, at = rate.value, run.recovery.noted.get(id(optimizer), rate.value)
         limit = p.get("safe", 1.0) * at if _diverged(incident) else math.inf
-        if before < ROSE * at and before <= limit * (1 + 1e-6) < rate.limit:
+        if run.progress.restored != 0 and before < ROSE * at and before <= limit * (1 + 1e-6) < rate.limit:
             retrace |= rate.limit_to(limit)
             told.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
             continue
@@ -118,6 +121,8 @@ def _before_update(incident: Incident) -> bool:
 
 
 def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
+    if p.get("deviations") is not None:
+        return _clip_adaptively(run, int(incident.values.get("onset", incident.step)), p["deviations"], p["smoothing"])
     told, reasons = [], []
     for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
@@ -134,6 +139,21 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
     if told:
         run.state.access.rebuild()
     return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
+
+
+def _clip_adaptively(run: Run, onset: int, deviations: float, smoothing: float) -> Answer:
+    optimizers = run.train_state().optimizers
+    if len(optimizers) != 1 or not hasattr(keras_optimizers.inner(optimizers[0]), "global_clipnorm"):
+        return "skipped", "the gradient norm of a step belongs to all optimizers together, and clipping needs that of one of Keras"
+    measured = run.history.last_measured(FIRST_NORMS, onset) or run.history.before(onset)
+    norms = [m.norm for m in measured if m.norm < math.inf]
+    if len(norms) < FEWEST_NORMS:
+        return "skipped", f"only {times(len(norms), 'step')} have been measured, and it takes {FEWEST_NORMS} to know what is usual"
+    clip = run.recovery.clip(optimizers[0], deviations, smoothing)
+    clip.learn(norms)
+    run.checks_fully = True
+    run.state.access.rebuild()
+    return "done", f"{optimizers[0].name}: gradients are clipped at a global norm of {clip.limit:.3g} at present"
 
 
 def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:

@@ -7,7 +7,7 @@ are remembered never take more than a fixed number of bytes. Which state they go
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,13 @@ class Rerun:
         snapshot: that snapshot.
         batches: the arguments of each step since then, `None` for one that is to be skipped.
         refused: how many of those that are run again had been refused.
+        left_out: how many of those that are skipped had not been.
     """
 
     snapshot: Snapshot
     batches: tuple[Any, ...]
     refused: int = 0
+    left_out: int = 0
 
 
 class Recent:
@@ -69,13 +71,16 @@ class Recent:
         if self._entries and self._entries[-1][0] == step:
             self._entries[-1] = (step, None)
 
-    def rerun(self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]) -> Rerun | None:
+    def rerun(
+        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any], without: Set[int] = frozenset()
+    ) -> Rerun | None:
         """Return the steps from a snapshot up to this one, to be run again; `None` where they are not all known.
 
         Args:
             snapshot: the state to run them from.
             step: the last of them.
             batch: as below.
+            without: the steps that are to be skipped.
         """
         known = {number: (given if given is None else batch(number, given), given is None) for number, given in self._entries}
         numbers = range(snapshot.step, step + 1)
@@ -84,8 +89,10 @@ class Recent:
         found = [known.get(number, (None, True)) for number in numbers]
         if any(args is None and not skipped for args, skipped in found):
             return None
-        again = sum(number in self._refused and known[number][0] is not None for number in numbers if number in known)
-        return Rerun(snapshot, tuple(args for args, _ in found), again)
+        run = [args is not None and number not in without for number, (args, _) in zip(numbers, found)]
+        again = sum(runs and number in self._refused for number, runs in zip(numbers, run))
+        left_out = sum(number in without and number not in self._refused for number in numbers)
+        return Rerun(snapshot, tuple(args if runs else None for (args, _), runs in zip(found, run)), again, left_out)
 
     def push(self, step: int, given: Any) -> None:
         """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""

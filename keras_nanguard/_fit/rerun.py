@@ -8,11 +8,12 @@ high goes on as if it had begun with a lower one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
+from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
 from keras_nanguard._backends import current
+from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, left_as_they_are
@@ -44,9 +45,7 @@ class RunsAgain(Run):
                     batches.extendleft(reversed(plan.batches))
                     continue
                 args = batches.popleft()
-                if self.recovery.bounded:
-                    access.sync_variables()
-                    self.recovery.before()
+                self._bound_rates()
                 if args is None:
                     self.recent.push_refused(self.counts.step, None)
                     self.counts.step += 1
@@ -58,6 +57,12 @@ class RunsAgain(Run):
         for variable, value in metrics:
             keras_variables.write(variable, value)
 
+    def _bound_rates(self) -> None:
+        """Keep the rate of a schedule below its limit, as before each step."""
+        if self.recovery.bounded:
+            self.state.access.sync_variables()
+            self.recovery.before()
+
     def after(self, verdict: Any) -> Any:
         """Do what follows a step."""
         raise NotImplementedError
@@ -65,7 +70,7 @@ class RunsAgain(Run):
     def _return_to(self, plan: Rerun) -> None:
         """Count from a snapshot on again."""
         step, good = plan.snapshot.step, plan.snapshot.good
-        self.counts.return_to(step, good, plan.refused)
+        self.counts.return_to(step, good, plan.refused - plan.left_out)
         self.recovery.pending.return_to(step, good)
         self.recovery.ledger = self.recovery.ledger.rewound()
 
@@ -77,22 +82,33 @@ class RunsAgain(Run):
             return []
         return [(variable, keras_variables.read(variable)) for variable in metrics]
 
-    def try_rate(self, factor: float, snapshot: Snapshot) -> Level | None:
-        """Return the level of the loss that the steps since a snapshot end at with another learning rate, and change nothing.
+    def try_again(self, snapshot: Snapshot, factor: float = 1.0, without: Set[int] = frozenset()) -> Level | None:
+        """Return the level of the loss that the steps since a snapshot end at in another way, and change nothing.
+
+        Args:
+            snapshot: the state to run them from.
+            factor: multiplies the learning rate.
+            without: the steps that are left out.
 
         `None` where they cannot be run again, where the rate is not a number, or where one of the steps is not finite.
         """
         access, train_state = self.state.access, self.train_state()
-        plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch) if access.can_run_again else None
-        if plan is None or not self.ring.at_hand(snapshot) or len(train_state.rates) != len(train_state.optimizers):
+        plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch, without) if access.can_run_again else None
+        rates = [self.recovery.rates.get(id(o)) or Rate(o) for o in train_state.optimizers] if factor != 1.0 else []
+        if plan is None or not self.ring.at_hand(snapshot) or not all(rate.adjustable for rate in rates):
             return None
         drawn = current.host().generator_state()
-        with left_as_they_are([*train_state.everything, *train_state.metrics]):
+        with ExitStack() as ending:
+            ending.enter_context(left_as_they_are([*train_state.everything, *train_state.metrics]))
             snapshot.write(train_state.kept)
             snapshot.draw_again()
-            for rate in train_state.rates:
-                keras_variables.write(rate, keras_variables.read(rate) * np.float32(factor))
-            verdicts = [(step, access.run_again(args)) for step, args in enumerate(plan.batches, snapshot.step) if args is not None]
+            for rate in rates:
+                ending.enter_context(rate.tried(factor))
+            verdicts = []
+            for step, args in enumerate(plan.batches, snapshot.step):
+                if args is not None:
+                    self._bound_rates()
+                    verdicts.append((step, access.run_again(args)))
             self.transaction.report_queue.take()
             access.sync_variables()
         if drawn is not None:

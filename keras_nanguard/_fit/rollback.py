@@ -49,7 +49,7 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     ends = incident.decision is not None and incident.decision.terminal
     if not incident.refused and (ends or any(f.kind == "nonfinite" for f in incident.findings)):
         run.recent.blame(incident.step)  # it is this step that was bad, and not the state that it came to
-    return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
+    return run.recent.rerun(snapshot, incident.step, run.transaction.batch, run.progress.left_out)
 
 
 def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
@@ -64,7 +64,8 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
-        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
+        without = f", {rerun.left_out} of them left out" if rerun.left_out else ""
+        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again{without}"
     if p.get("reseed", True):
         for seed in keras_variables.seeds(run.train_state().other):
             moved = keras_variables.read(seed)

@@ -104,8 +104,8 @@ class Run:
     def run_again(self) -> None:
         """Run the steps again that a rollback has undone, where they are to be."""
 
-    def try_rate(self, factor: float, snapshot: Snapshot) -> Level | None:
-        """Return the level of the loss that the steps since a snapshot end at with another learning rate, and change nothing.
+    def try_again(self, snapshot: Snapshot, factor: float = 1.0, without: Set[int] = frozenset()) -> Level | None:
+        """Return the level of the loss that the steps since a snapshot end at in another way, and change nothing.
 
         `None` where they cannot be run again, or do not end.
         """

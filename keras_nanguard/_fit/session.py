@@ -64,7 +64,8 @@ class Session(RunsAgain):
         say: Callable[[str], None] = lambda line: None,
     ):
         super().__init__(model, policy, optimizers=optimizers, functions=functions, directory=directory, say=say)
-        self.incidents, self.monitors, self.logs = Incidents(self, report, explain), Monitors(policy.checks), Logs(model)
+        self.monitors, self.logs = Monitors(policy.checks), Logs(model)
+        self.incidents = Incidents(self, report, explain, self.monitors.explained)
         self.callbacks_deferred = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
@@ -107,13 +108,13 @@ class Session(RunsAgain):
         bounded = self.recovery.bounded and self.counts.step % BOUNDED_EVERY == 0
         return not self.began or estimating or bounded or (written and bool(self.recovery.rates))
 
-    def rate_factors(self) -> dict[int, float]:
-        """Return what the guard multiplies learning rates by that are no variables, by `id` of the optimizer."""
-        return self.recovery.factors() if self.recovery.rates else {}
+    def adjustments(self) -> dict[int, Any]:
+        """Return the numbers that the guard changes and a step reads, and that are no variables, by `id` of what reads them."""
+        return self.recovery.adjustments() if self.recovery.rates or self.recovery.clips else {}
 
-    def with_rate_factors(self, factors: Mapping[int, Any]) -> AbstractContextManager[None]:
-        """Return a context in which these rates read the given factors, which a compiled step takes as an argument."""
-        return self.recovery.with_factors(factors)
+    def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
+        """Return a context in which they are read from what is given, which a compiled step takes as an argument."""
+        return self.recovery.with_adjustments(numbers)
 
     @property
     def nothing_pending(self) -> bool:
@@ -226,7 +227,7 @@ class Session(RunsAgain):
             return
         self._judge(verdict, self.transaction.report_queue.take() if verdict.refused or not verdict.finite else ())
         self.counts.step += 1
-        self.checks_fully = self.recovery.pending.active
+        self.checks_fully = self.recovery.goes_on
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
@@ -267,6 +268,8 @@ class Session(RunsAgain):
         self.history.push(step, verdict.loss, verdict.gradients, verdict.scale)
         self.recent.push(step, self.transaction.given)
         self.counts.streak = 0
+        for clip in self.recovery.clips.values():
+            clip.push(verdict.gradient_norm)
         if last:
             self.recovery.pending.after_good_step()
         findings = self.trend.push(step, verdict.loss, verdict.gradient_norm)
@@ -304,7 +307,8 @@ class Session(RunsAgain):
         with self.state.access.variables_readable() if self.ring.only_reads else nullcontext():
             train_state = self.train_state()
             self.history.start(self.ring.snapshots, train_state.trainable)
-            bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated)
+            doubtful = self.monitors.doubtful
+            bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated, doubtful=doubtful)
         if bad:
             self.incidents.between_steps(self.scan("weights"))
 

@@ -1,7 +1,8 @@
 """A ring of verified states in host memory.
 
 A snapshot is taken only of a state that is finite when it is read, and counts as *verified* only once good steps have
-followed it: a state can be finite and doomed. Copies are made into buffers that are used again, so that the ring never
+followed it: a state can be finite and doomed. One that is taken where the loss was high, or weights had grown, is doubtful, and
+needs more of them: enough for a divergence to be found. Copies are made into buffers that are used again, so that the ring never
 takes more than `keep` copies of the train state, and that before the first step, and asks the system for memory only once.
 """
 
@@ -19,6 +20,9 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 
+DOUBTFUL = 20
+"""Times as many good steps have to follow a snapshot that is doubtful."""
+
 __all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are"]
 
 
@@ -30,6 +34,7 @@ class Snapshot:
         step: number of steps that were complete when it was taken.
         good: how many good steps the fit had seen by then.
         verified: whether enough good steps have followed.
+        proof: how many good steps are enough.
         arrays: the values, by variable.
         drawn: the state of the generator that belongs to no variable, `None` where there is none.
     """
@@ -37,6 +42,7 @@ class Snapshot:
     step: int
     good: int
     verified: bool = False
+    proof: int = 0
     arrays: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     drawn: np.ndarray[Any, Any] | None = field(default_factory=lambda: current.host().generator_state())
 
@@ -82,22 +88,25 @@ class Ring:
         good: int,
         verified: bool = False,
         tolerated: Container[int] = (),
+        doubtful: bool = False,
     ) -> str:
         """Copy the state; returns `""`, or the path of the first variable that is not finite, and then keeps nothing.
 
-        Variables whose `id` is in `tolerated` may be infinite.
+        Variables whose `id` is in `tolerated` may be infinite. While one snapshot that is doubtful waits for its proof, no other
+        such takes its place: neither would ever be verified.
         """
         self.promote(good)
+        proof = self.good_after * (DOUBTFUL if doubtful else 1)
         values = [(v, keras_variables.view(v)) for v in variables]
         bad = first_bad(values, tolerated)
-        if not bad:
-            self._store(values, step, good, verified or self.good_after == 0)
+        if not bad and not (doubtful and any(s.proof > self.good_after and not s.verified for s in self.snapshots)):
+            self._store(values, step, good, verified or proof == 0, proof)
         return bad
 
-    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool) -> None:
+    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int) -> None:
         """Keep a state that was found to be good, given as its variables and their values."""
         spare = self._give_up()
-        fresh = Snapshot(step, good, verified, spare.arrays if spare is not None else {})
+        fresh = Snapshot(step, good, verified, proof, spare.arrays if spare is not None else {})
         for variable, value in values:
             copied = _copy(value, fresh.arrays.get(id(variable)))
             fresh.arrays[id(variable)] = copied if step else compact(copied)
@@ -106,11 +115,11 @@ class Ring:
     def promote(self, good: int) -> None:
         """Mark as verified what enough good steps have followed, given how many the fit has seen."""
         for snapshot in self.snapshots:
-            snapshot.verified |= good - snapshot.good >= self.good_after
+            snapshot.verified |= good - snapshot.good >= snapshot.proof
 
     def next_proof(self, good: int) -> float:
         """Return how many more good steps make a snapshot verified, infinitely many where none waits for it."""
-        waiting = [self.good_after - (good - s.good) for s in self.snapshots if not s.verified]
+        waiting = [s.proof - (good - s.good) for s in self.snapshots if not s.verified]
         return max(min(waiting), 1) if waiting else math.inf
 
     def newest(self, depth: int = 1) -> Snapshot | None:

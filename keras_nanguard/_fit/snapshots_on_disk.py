@@ -108,7 +108,7 @@ class DiskRing(Ring):
         self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
-    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool) -> None:
+    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int) -> None:
         """Write the state to disk."""
         variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator, which nobody needs while the files are written
@@ -124,7 +124,7 @@ class DiskRing(Ring):
             record = self._write(unfinished, step, verified)
         self.note()
         arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if not step else {}
-        self.snapshots.append(_OnDisk(step, good, verified, arrays, path, record))
+        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays), path, record))
         self._prune()
 
     def promote(self, good: int) -> None:
@@ -243,15 +243,15 @@ class DiskRing(Ring):
             gone = next((s for s in ours[:-1] if not s.verified), ours[0])
             atomic_files.remove(gone.path)
             ours = [s for s in ours if s is not gone]
-            left = Snapshot(0, gone.good, True, gone.arrays, gone.drawn)
+            left = Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)
             self.snapshots = [s if s is not gone else left for s in self.snapshots if s is not gone or gone.step == 0]
 
 
 class _OnDisk(Snapshot):
     """A snapshot whose values are in files until they are asked for."""
 
-    def __init__(self, step: int, good: int, verified: bool, arrays: dict[int, Any], path: Path, record: SnapshotRecord):
-        super().__init__(step, good, verified, arrays)
+    def __init__(self, taken: Snapshot, path: Path, record: SnapshotRecord):
+        super().__init__(taken.step, taken.good, taken.verified, taken.proof, taken.arrays, taken.drawn)
         self.path, self.record = path, record
 
     def prove(self) -> None:

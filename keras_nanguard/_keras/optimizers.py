@@ -10,6 +10,8 @@ Names private to Keras that are used here, because there is no public way:
   built for, and their moving averages.
 - ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its slots of a variable;
   `apply` rejects any other variable.
+- ``Optimizer._clip_gradients()``: every update passes its gradients, unscaled, through it, and what it clips at is a number of
+  Python there, which a compiled step cannot read anew.
 - ``LossScaleOptimizer.inner_optimizer`` is public; ``dynamic_scale`` and ``step_counter`` are public but undocumented.
 
 ``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
@@ -27,7 +29,7 @@ from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
     *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate", "momentum"),
-    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_rate", "shrinks_updates", "trained_by"),
+    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
 ]
 
 
@@ -98,6 +100,12 @@ def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overri
     """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the original one."""
     real = inner(optimizer)._get_current_learning_rate
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
+
+
+def set_clipping(optimizer: Any, changed: Callable[[list[Any]], list[Any]], overrides: Overrides) -> None:
+    """Make an optimizer use `changed(gradients)`, clipped as it was told to clip, for its updates."""
+    real = inner(optimizer)._clip_gradients
+    overrides.set(inner(optimizer), "_clip_gradients", lambda grads: changed(real(grads)))
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:

@@ -169,9 +169,12 @@ class LowerLr(Change):
 
 @dataclass(frozen=True, slots=True)
 class Clip(Change):
-    """Enable clipping by global gradient norm, or tighten it.
+    """Enable clipping by global gradient norm, or tighten it; or clip what stands out from the gradients of the run itself.
 
     Attributes:
+        deviations: clip at the running mean of the gradient norm plus so many of its standard deviations, in the place of
+            `global_clipnorm`, for as long as the run goes on.
+        smoothing: share of the running mean and variance that one step leaves.
         global_clipnorm: the norm to clip at. A larger `global_clipnorm` of the optimizer is reduced to it.
         factor: multiplies a `global_clipnorm` of the optimizer that is already as small.
         min_clipnorm: lower bound on the norm to clip at.
@@ -179,6 +182,8 @@ class Clip(Change):
 
     name: ClassVar[str] = "clip"
 
+    deviations: float | None = field(default=None, metadata=spec("standard deviations above the running mean of the norm", gt=0))
+    smoothing: float = field(default=0.97, metadata=spec("share of the running mean that one step leaves", gt=0, lt=1))
     global_clipnorm: float = field(default=1.0, metadata=spec("norm to clip at", gt=0))
     factor: float = field(default=0.5, metadata=spec("multiplies a norm that is already as small", gt=0, le=1))
     min_clipnorm: float = field(default=1e-3, metadata=spec("lower bound on the norm to clip at", gt=0))
@@ -186,6 +191,8 @@ class Clip(Change):
     ordered: ClassVar = (("min_clipnorm", "global_clipnorm"),)
 
     def sentence(self) -> str:
+        if self.deviations is not None:
+            return f"clips gradients from here on at the running mean of their global norm plus {self.deviations:g} standard deviations"
         return (
             f"clips gradients at global norm {self.global_clipnorm:g}, or at {self.factor:g} times the present norm where "
             f"that is already as small, never below {self.min_clipnorm:g}"

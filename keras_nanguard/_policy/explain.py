@@ -25,6 +25,7 @@ KINDS = {
     "explosion": "an explosion",
     "divergence": "a divergence",
     "spike": "a spike",
+    "lasting_spike": "a spike that does not come back",
     "out_of_range": "a value out of range",
     "collapse": "a collapse",
     "stuck": "a value that never changes",

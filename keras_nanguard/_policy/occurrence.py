@@ -53,6 +53,7 @@ OCCURRENCES: tuple[Occurrence, ...] = (
     *_occurrences("loss", "explosion", "committed", "value", needs="trend"),
     *_occurrences("loss", "spike", "committed", "value", needs="trend"),
     *_occurrences("loss", "divergence", "committed", "value", needs="divergence"),
+    *_occurrences("loss", "lasting_spike", "committed refused", "value", needs="divergence"),
     *_occurrences("gradients", "nonfinite", "refused", "path counts"),
     *_occurrences("gradients", "explosion", "refused", "value"),
     *_occurrences("gradients", "explosion", "committed", "value", needs="trend"),

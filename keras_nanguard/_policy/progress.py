@@ -32,8 +32,20 @@ STALLED = 0.9
 FEWEST = 8
 """Number of losses below which there is no level."""
 
+FALLING = 0.8
+"""Share of an earlier level below which the loss is falling by itself."""
+
+NOISE = 1.5
+"""Spreads by which two levels have to differ to be distinguished."""
+
+JUMP, RISES_BY = 20.0, 3.0
+"""Spreads above the best level, and multiple of it, from which on a loss has jumped."""
+
 LEAST_SPREAD = 0.05
 """Least spread, as a share of the level: a loss that happens to stand still for some steps is not without noise."""
+
+LEVELS, RECENT_LEVELS = 256, 64
+"""Number of levels that are kept, and of the newest of them that are never thinned."""
 
 NORMAL = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
@@ -78,10 +90,11 @@ class Progress:
 
     Attributes:
         start: the loss of the first step, `None` before it.
-        levels: the levels that were noted, oldest first.
+        levels: the levels that were noted, oldest first; of older ones the lowest of several.
         since: the step from which on the present state has been trained: 0, or that of the last rollback.
         restored: the step that the snapshot of the last rollback was taken at, `None` before the first.
         begins_at: where the divergence that was found last began, where the levels do not show it.
+        left_out: the steps whose batches are not to be run again after the rollback that comes: they have led to a lasting spike.
         notes: what has shown the last divergence, in sentences.
         update: the relative update of the first step, for a learning rate of 1; NaN where it is not known.
     """
@@ -93,6 +106,7 @@ class Progress:
         self.restored: int | None = None
         self.update = math.nan
         self.begins_at: int | None = None
+        self.left_out: frozenset[int] = frozenset()
         self.notes: tuple[str, ...] = ()
 
     def note(self, series: Sequence[tuple[int, float]]) -> Level | None:
@@ -102,6 +116,10 @@ class Progress:
         now = level_of([entry for entry in series[-WINDOW:] if entry[0] >= self.since])
         if now is not None:
             self.levels.append(now)
+        if len(self.levels) > LEVELS:  # the two of the older ones become one that are closest
+            levels = self.levels
+            first = min(range(LEVELS - RECENT_LEVELS), key=lambda i: levels[i + 2].step - levels[i].step)
+            levels[first : first + 2] = [min(levels[first : first + 2], key=lambda level: level.value)]
         return now
 
     @property
@@ -148,7 +166,18 @@ class Progress:
     def rolled_back(self, snapshot: int, step: int) -> None:
         """Forget the levels of steps that are undone: those after a snapshot; what comes begins with `step`."""
         self.levels = [level for level in self.levels if level.step < snapshot]
-        self.since, self.restored, self.begins_at = step, snapshot, None
+        self.since, self.restored, self.begins_at, self.left_out = step, snapshot, None, frozenset()
+
+    @property
+    def falling(self) -> bool:
+        """Whether the last level is clearly below the one before."""
+        return len(self.levels) > 1 and self.levels[-1].value < FALLING * self.levels[-2].value
+
+    def jumps_at(self, step: int, series: Sequence[tuple[int, float]]) -> bool:
+        """Whether the loss leaves the best level at this step by a jump, rather than step by step."""
+        best = self.best
+        near = [loss for number, loss in series if step <= number <= step + 1]
+        return best is not None and max(near, default=0.0) >= max(best.value + JUMP * best.spread, RISES_BY * best.value)
 
     def onset(self, series: Sequence[tuple[int, float]]) -> int:
         """Return the step from which on the losses of a series have left the best level."""

@@ -120,6 +120,10 @@ class DivergenceCheck:
         lost: so is one that has lost this share of all progress again.
         growth: a kernel that has grown by this factor has grown too much.
         patience: steps for which the loss has to stay high where nothing else shows a divergence.
+        update: an update this large, as a share of the weights, may be too large.
+        first_update: first updates this large replace the weights rather than train them. SGD may take four times as much.
+        better: share of the loss below which the same steps have to end in a trial for what was changed to be to blame.
+        settled: a loss that has settled at this multiple of its start is reported, whatever else shows.
     """
 
     enabled: bool = field(default=True, metadata=spec("whether divergence is looked for"))
@@ -127,6 +131,10 @@ class DivergenceCheck:
     lost: float = field(default=0.5, metadata=spec("share of progress that is lost again", gt=0, le=1))
     growth: float = field(default=10.0, metadata=spec("growth of a kernel that is too much", gt=1))
     patience: int = field(default=50, metadata=spec("steps for which a high loss lasts", unit="steps", ge=1))
+    update: float = field(default=0.1, metadata=spec("update that may be too large, as a share of the weights", gt=0))
+    first_update: float = field(default=0.4, metadata=spec("first update that is too large, as a share of the weights", gt=0))
+    better: float = field(default=0.8, metadata=spec("share of the loss that a trial has to end below", gt=0, lt=1))
+    settled: float = field(default=100.0, metadata=spec("a loss settled at this multiple of its start is reported", gt=1))
 
     def __post_init__(self) -> None:
         check(self)

@@ -11,6 +11,7 @@ SYNONYMS: Mapping[str, str] = {
     # kinds of trouble
     "nonfinite": "nan nans inf infs infinity infinite non_finite not_finite invalid overflow overflows",
     "explosion": "explode explodes exploding diverge divergence diverging blow_up blowup growth runaway",
+    "lasting_spike": "sustained_spike permanent_spike",
     "spike": "jump jumps outlier outliers peak",
     "out_of_range": "range out_of_bounds too_large large huge",
     "collapse": "underflow vanish vanishing",

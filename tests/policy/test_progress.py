@@ -100,3 +100,30 @@ class TestProgress:
         if progress.best.value < progress.start:
             assert progress.lost(progress.best) == 0.0
         assert math.isfinite(progress.best.value)
+
+
+def test_levels_take_no_more_memory_as_a_run_goes_on():
+    """Of older levels the lowest of several is kept: the best one, the first half and the second, are what they were."""
+    draw, progress, every = np.random.default_rng(0), Progress(), []
+    for number in range(5000):
+        values = draw.uniform(0.5, 1.0, 16) + 4.0 * np.exp(-number / 500)
+        level = progress.note(series(values, 16 * number))
+        every.append(level)
+    assert len(progress.levels) <= 256
+    assert progress.best == min(every, key=lambda level: level.value)
+    early, late = progress.halves(every[-1])
+    half = 16 * 2500
+    assert early == min(level.value for level in every if level.step < half)
+    assert late == pytest.approx(min(level.value for level in every if level.step >= half), rel=0.02)
+    assert not progress.signed
+
+
+def test_jump_or_slide():
+    """A loss that leaves its level at once has jumped; one that leaves it step by step has not."""
+    jumped, slid = Progress(), Progress()
+    flat = [1.0] * 32
+    for progress, after in ((jumped, [9.0] * 16), (slid, [1.0 + 0.2 * i for i in range(16)])):
+        progress.note(series([2.0, *flat[:15]]))
+        progress.note(series(flat))
+        losses = series([*flat, *after])
+        assert progress.jumps_at(progress.onset(losses), losses) is (progress is jumped)

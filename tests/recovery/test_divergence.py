@@ -96,6 +96,17 @@ class TestBroughtHome:
         assert guarded["loss"] == pytest.approx(history["loss"], rel=1e-3), "epochs show the steps that count, not those undone"
         assert guard.incidents[-1].diagnosis.cause == "divergence"
 
+    def test_a_warmup_is_scaled_as_a_whole(self):
+        """The run ends as one whose whole schedule was lower, and not as one that rises to a limit at once."""
+        schedule = lambda peak: optimizers.schedules.CosineDecay(peak / 100, 300, warmup_target=peak, warmup_steps=60)  # noqa: E731
+        guard = NanGuard(verbose=0)
+        model, _ = fit(mlp(adam(schedule(1.0))), guard, epochs=8)
+        stock, _ = fit(mlp(adam(schedule(1.0))), epochs=8)
+        right, _ = fit(mlp(adam(schedule(0.1))), epochs=8)
+        assert accuracy(stock) < 0.5 and accuracy(model) > max(accuracy(right), 0.9) - 0.02
+        first = next(o.detail for i in guard.incidents for o in i.outcomes if o.action == "lower_lr")
+        assert "at most" not in first
+
     def test_finite_to_the_end(self):
         """A loss that has settled high beside kernels that have grown, with not one number that is not finite."""
         posed = mlp(momentum(3.0))
@@ -154,7 +165,7 @@ class TestRunAgain:
             def on_train_batch_end(self, batch, logs=None):
                 session = guard.session
                 if session.step == 60:
-                    found.append(session.try_rate(0.1, session.ring.start))
+                    found.append(session.try_again(session.ring.start, 0.1))
 
         found, guard = [], NanGuard(verbose=0)
         model, _ = fit(mlp(adam(0.01)), guard, callbacks=[Trial()])
@@ -176,7 +187,7 @@ class TestRunAgain:
         class Trial(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None):
                 if epoch == 1:
-                    found.append(guard.session.try_rate(0.1, guard.session.ring.start))
+                    found.append(guard.session.try_again(guard.session.ring.start, 0.1))
 
         guard = NanGuard(verbose=0)
         fit(mlp(adam(0.01)), guard, callbacks=[Trial()], epochs=2)

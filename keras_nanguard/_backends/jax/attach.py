@@ -65,7 +65,7 @@ class ModelAttachment(attach.Attachment):
         jit = bool(model.jit_compile) and not model.run_eagerly
         transaction = self._cached_step(jit, self.waits(), keras.distribution.distribution())
         if transaction is not None:
-            transaction.rebind(session.read_train_state, session.with_rate_factors)
+            transaction.rebind(session.read_train_state, session.with_adjustments)
         else:
             transaction = Transaction(
                 self.body,
@@ -77,7 +77,7 @@ class ModelAttachment(attach.Attachment):
                 jit=jit,
                 owns_state=True,
                 shardings=_trainer.shardings(model),
-                scaling=session.with_rate_factors,
+                scaling=session.with_adjustments,
             )
         if old is not None:
             transaction.inherit(old)
@@ -112,7 +112,7 @@ class ModelAttachment(attach.Attachment):
         return self.session.skips_batches(iter((data,)), 1)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        state, logs, verdict = self.session.transaction(self.trainer_state.take(), self.session.rate_factors(), data)
+        state, logs, verdict = self.session.transaction(self.trainer_state.take(), self.session.adjustments(), data)
         self.trainer_state.hold(state)
         return logs, verdict
 
@@ -143,7 +143,7 @@ class ModelAttachment(attach.Attachment):
             self.resolve_pending()
             return False
         before, self.pending = self.pending, None
-        state, started = transaction.start(self.trainer_state.take(), session.rate_factors(), data, after=before)
+        state, started = transaction.start(self.trainer_state.take(), session.adjustments(), data, after=before)
         self.trainer_state.hold(state)
         session.healed = False
         if before is None or (session.after(transaction.finish(before), last=False) and session.may_run_ahead):
@@ -195,7 +195,7 @@ class LoopStep(attach.LoopStep):
             model=session.model,
             refuse=session.policy.refuse,
             jit=compiled,
-            scaling=session.with_rate_factors,
+            scaling=session.with_adjustments,
         )
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:
@@ -208,7 +208,7 @@ class LoopStep(attach.LoopStep):
             session.sync_variables()
             session.before()
         function = session.transaction
-        state, outputs, verdict = function(self._taken(), session.rate_factors(), *batch, **more)
+        state, outputs, verdict = function(self._taken(), session.adjustments(), *batch, **more)
         self.state, self.synced = state, False
         session.after(verdict)
         return outputs, self._taken()
@@ -218,7 +218,7 @@ class LoopStep(attach.LoopStep):
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the step on the arguments of an earlier one; return the verdict."""
         verdict: Verdict
-        self.state, _, verdict = self.session.transaction(self._taken(), self.session.rate_factors(), *args)
+        self.state, _, verdict = self.session.transaction(self._taken(), self.session.adjustments(), *args)
         self.synced = False
         return verdict
 

@@ -198,7 +198,7 @@ class Transaction:
 
         Args:
             state: a pytree of arrays.
-            factors: what the guard multiplies learning rates by that are no variables, by `id` of the optimizer.
+            factors: the numbers that the guard changes and a step reads, and that are no variables; see `Session.adjustments`.
             *args: what else the body takes.
 
         Returns:

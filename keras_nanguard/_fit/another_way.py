@@ -1,0 +1,142 @@
+"""The steps since a snapshot, tried in another way: with another learning rate, or without a few batches.
+
+A trial runs them again with one thing changed, looks at the level that the loss ends at, and undoes all of it. So what a run suffers
+from is shown before anything is done about it. A trial costs as much as the steps that it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.kernels import bears, predicted_update
+from keras_nanguard._fit.run import Run
+from keras_nanguard._policy.progress import NOISE, WINDOW, Level
+from keras_nanguard._policy.settings import DivergenceCheck
+
+__all__ = ["Suspicion", "raise_rate", "tried"]
+
+LOWER = 0.1
+"""Factor of the learning rate in a trial."""
+
+HIGHER = 10.0**0.5
+"""Factor of the learning rate in a trial of whether it was lowered too far."""
+
+MAX_UPDATE = 0.25
+"""Relative update up to which a rate that was lowered may be raised again."""
+
+MUCH_THE_SAME = 1.1
+"""Ratio of two levels up to which neither is clearly the lower one."""
+
+AROUND = (range(-2, 3), range(-8, 25))
+"""Steps around an onset whose batches are left out in a trial, and in the next one where that does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What may be wrong with a run.
+
+    Attributes:
+        now: the level that the steps have ended at.
+        onset: the step from before which they are tried again.
+        findings: what is reported where the learning rate is to blame; nothing where it is not in question.
+        notes: what has led to it.
+        otherwise: whether the rate counts as to blame where it cannot be tried.
+        sure: whether nothing has to be tried but to leave out batches.
+        jumped: the steps at which loss or gradients have jumped, so that a few batches may be to blame, oldest first.
+        reported: whether a loss that high is reported even where nothing that is tried is to blame.
+        enough: the level below which a trial has to end, `None` for a clearly lower one than now.
+        without: the steps whose batches are to blame.
+    """
+
+    now: Level
+    onset: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    otherwise: bool = False
+    sure: bool = False
+    jumped: tuple[int, ...] = ()
+    reported: bool = False
+    enough: float | None = None
+    without: frozenset[int] = frozenset()
+
+
+def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion | None:
+    """Return a suspicion with what trials have shown, `None` where they clear the run.
+
+    Where both a lower rate and other batches help, what ends at the lower loss is to blame, the batches where that is much the same.
+    """
+    now = suspicion.now.value
+    enough = _enough(run, suspicion.now, check) if suspicion.enough is None else suspicion.enough
+    without, steps, first = _without_batches(run, suspicion, enough) if suspicion.jumped else (None, frozenset(), 0)
+    known = suspicion.findings and not suspicion.sure and len(run.train_state().optimizers) == 1
+    lower = _lower_rate(run, suspicion.onset) if known else None
+    if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
+        batches = f"{len(steps)} batches from that of step {min(steps) + 1} on"
+        note = f"Tried again without {batches}, the steps since then end at a loss of {without.value:.3g}."
+        found = (Finding("loss", "lasting_spike", value=now),)
+        return replace(suspicion, onset=first, findings=found, notes=(*suspicion.notes, note), without=steps)
+    if lower is not None and lower.value < enough:
+        note = f"Tried again with a tenth of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
+        return replace(suspicion, notes=(*suspicion.notes, note))
+    return suspicion if suspicion.sure or (lower is None and suspicion.otherwise) else None
+
+
+def _enough(run: Run, now: Level, check: DivergenceCheck) -> float:
+    """Return the level below which steps have to end in another way for that to be clearly better; after a divergence less will do."""
+    clearly = check.better * now.value
+    return max(clearly, now.value - NOISE * now.spread) if run.recovery.diverged else clearly
+
+
+def _lower_rate(run: Run, onset: int) -> Level | None:
+    """Return the level that the steps since an onset end at with a lower rate, `None` where that cannot be tried.
+
+    From the newest snapshot before it or, where the steps since are not all known, the oldest later one from which they are.
+    """
+    first = run.ring.before(onset)
+    later = [s for s in run.ring.snapshots if first is None or s.step >= first.step]
+    return next((end for snapshot in later if (end := run.try_again(snapshot, LOWER)) is not None), None)
+
+
+def _without_batches(run: Run, suspicion: Suspicion, enough: float) -> tuple[Level | None, frozenset[int], int]:
+    """Return the level that the steps end at without the batches around the jumps, which these are, and the first jump.
+
+    Not all steps need be known: where they are only from a later jump on, that one has to do. The level is `None` where the steps do
+    not end below `enough` in this way.
+    """
+    for number, first in enumerate(suspicion.jumped):
+        snapshot = run.ring.before(max(first + AROUND[0].start, 0))
+        if snapshot is None:
+            break
+        for around in AROUND if suspicion.findings or suspicion.enough is not None else AROUND[:1]:
+            steps = frozenset(jump + i for jump in suspicion.jumped[number:] for i in around if snapshot.step <= jump + i < run.step)
+            end = run.try_again(snapshot, without=steps)
+            if end is None:
+                break
+            if end.value < enough:
+                return end, steps, first
+        else:
+            break
+    return None, frozenset(), 0
+
+
+def raise_rate(run: Run, now: Level, check: DivergenceCheck) -> None:
+    """Raise a rate that was lowered too far: where the last steps end at a clearly lower loss with a higher one."""
+    rates = list(run.recovery.rates.values())
+    lowest = run.ring.before(run.progress.restored or 0)
+    known = [s for s in run.ring.snapshots if lowest is not None and lowest.step <= s.step < run.step - WINDOW]
+    most = MAX_UPDATE * bears(run.train_state().optimizers)
+    if len(rates) != 1 or not rates[0].value * HIGHER <= rates[0].limit * 1.001 or predicted_update(run) * HIGHER > most:
+        return
+    for snapshot in known:
+        end = run.try_again(snapshot, HIGHER)
+        if end is None:
+            continue
+        if end.value < _enough(run, now, check):
+            rates[0].raise_to(rates[0].factor * HIGHER)
+            run.say(
+                f"NanGuard: step {run.step}: the last {run.step - snapshot.step} steps, tried again, end at a loss of "
+                f"{end.value:.3g} with a learning rate of {rates[0].value:.3g}, and ended at {now.value:.3g} without it. "
+                "It is raised to that."
+            )
+        return
