@@ -32,6 +32,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(marker.kwargs["reason"])
 
 
+WITHOUT_BACKEND = ("policy", "test_architecture.py", "test_docs.py", "test_layout.py")
+"""What imports no backend, or reads files only, and so is run once: on TensorFlow."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out on JAX and PyTorch what does not depend on the backend."""
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        here = Path(__file__).parent
+        alone = [item for item in items if item.path.relative_to(here).parts[0] in WITHOUT_BACKEND]
+        config.hook.pytest_deselected(items=alone)
+        items[:] = [item for item in items if item not in alone]
+
+
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest):
     """Give every test that trains a model the float32 policy and fresh layer names, and take away what it left."""

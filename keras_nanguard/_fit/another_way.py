@@ -70,7 +70,7 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
     enough = _enough(run, suspicion.now, check) if suspicion.enough is None else suspicion.enough
     without, steps, first = _without_batches(run, suspicion, enough) if suspicion.jumped else (None, frozenset(), 0)
     known = suspicion.findings and not suspicion.sure and len(run.train_state().optimizers) == 1
-    lower = _lower_rate(run, suspicion.onset) if known else None
+    lower, onset = _lower_rate(run, suspicion.onset) if known else (None, 0)
     if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
         batches = f"{len(steps)} batches from that of step {min(steps) + 1} on"
         note = f"Tried again without {batches}, the steps since then end at a loss of {without.value:.3g}."
@@ -78,7 +78,7 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
         return replace(suspicion, onset=first, findings=found, notes=(*suspicion.notes, note), without=steps)
     if lower is not None and lower.value < enough:
         note = f"Tried again with a tenth of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
-        return replace(suspicion, notes=(*suspicion.notes, note))
+        return replace(suspicion, onset=max(onset, suspicion.onset), notes=(*suspicion.notes, note))
     return suspicion if suspicion.sure or (lower is None and suspicion.otherwise) else None
 
 
@@ -88,14 +88,16 @@ def _enough(run: Run, now: Level, check: DivergenceCheck) -> float:
     return max(clearly, now.value - NOISE * now.spread) if run.recovery.diverged else clearly
 
 
-def _lower_rate(run: Run, onset: int) -> Level | None:
-    """Return the level that the steps since an onset end at with a lower rate, `None` where that cannot be tried.
+def _lower_rate(run: Run, onset: int) -> tuple[Level | None, int]:
+    """Return the level that the steps since an onset end at with a lower rate, and from which step; `None` where that cannot be tried.
 
     From the newest snapshot before it or, where the steps since are not all known, the oldest later one from which they are.
     """
     first = run.ring.before(onset)
-    later = [s for s in run.ring.snapshots if first is None or s.step >= first.step]
-    return next((end for snapshot in later if (end := run.try_again(snapshot, LOWER)) is not None), None)
+    for snapshot in [s for s in run.ring.snapshots if first is None or s.step >= first.step]:
+        if (end := run.try_again(snapshot, LOWER)) is not None:
+            return end, snapshot.step
+    return None, 0
 
 
 def _without_batches(run: Run, suspicion: Suspicion, enough: float) -> tuple[Level | None, frozenset[int], int]:

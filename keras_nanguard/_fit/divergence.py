@@ -232,26 +232,27 @@ class Divergence:
         return _suspicion(look, 0, note, otherwise=look.high)
 
     def _stalled(self, run: Run, look: _Look) -> Suspicion | None:
-        """A rate that is still high has brought no progress for as long as it has been in use, after a divergence only a little."""
+        """A rate has brought no progress for as long as it has been in use, or only a little; or its updates are large all the same."""
         progress, diverged = run.progress, run.recovery.diverged
         if look.now.step + 1 - progress.since < self._checkpoint:
             return None
         self._checkpoint *= 2
         slow = diverged and look.now.value > SLOW * progress.level_at_rollback
         self._higher = look.now if slow else None
-        halves = progress.halves(look.now)
+        halves, update = progress.halves(look.now), predicted_update(run)
         if halves is None:
             return None
-        stalled = halves[1] > STALLED * halves[0] and predicted_update(run) >= (self.check.update if diverged else 1.0)
+        stalled = halves[1] > STALLED * halves[0] and update >= (self.check.update if diverged else 1.0)
+        if not (stalled or slow or update >= self.check.update * (1.0 if diverged else bears(run.train_state().optimizers))):
+            return None
         hardly = "not" if halves[1] >= halves[0] else "hardly"
         note = f"Since step {progress.since + 1} the loss has {hardly} fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."
-        if diverged and (slow or stalled):
-            return Suspicion(look.now, progress.restored or 0, look.findings[:1], (note,), otherwise=stalled)
-        if diverged or not stalled:
-            return None
+        if not stalled and not slow:
+            note = f"The first update would be as large as {update:.0%} of the weights at this rate."
         growth, path = self._kernels.growth(run)
-        if growth < self.check.growth:
-            return None
+        if not stalled or diverged or growth < self.check.growth:
+            onset = (progress.restored or 0) if diverged else 0
+            return Suspicion(look.now, onset, look.findings[:1], (note,), otherwise=stalled and diverged)
         found = (look.findings[0], Finding("weights", "divergence", path, value=growth))
         return Suspicion(look.now, 0, found, (note,), sure=True)
 
