@@ -50,9 +50,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
             `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
-        verbose: 0 or False prints nothing; 1 or True a line for the first incidents of each kind and for each at which something
-            is changed, and a line per epoch that counts the others and the left-out steps; 2 a line for every incident. Lines
-            count steps, epochs and batches from 1, as the progress bar of Keras does.
+        verbose: 0 or False prints nothing; 1 or True a line for each kind of trouble and for each incident at which something is
+            changed, and a table at the end where something has happened; 2 a line for every incident and every epoch with refused
+            steps. Lines count steps, epochs and batches from 1, as the progress bar of Keras does.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: find out why a step was refused. Costs nothing until one is.
         resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
@@ -303,7 +303,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
-        self._reporter.end()
+        if self.session is not None:
+            self._reporter.end(self.session.counts, self.session.directory)
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:

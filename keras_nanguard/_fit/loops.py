@@ -77,7 +77,7 @@ class LoopMixin:
             self.session.restore()  # where the loop had no step left to make
         finally:
             self._watching = False
-            self._reporter.end()
+            self._reporter.end(self.session.counts, self.session.directory)
             self.session.end()
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:

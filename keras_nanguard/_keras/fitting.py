@@ -3,6 +3,7 @@
 Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
+- ``Progbar._prev_total_width``: how many columns of the line a progress bar takes, and 0 before it is drawn.
 - ``Optimizer._learning_rate``: the rate as it was given; a trace of a step captures the object.
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was called.
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
@@ -35,8 +36,29 @@ __all__ = [
 
 
 def print_message(text: str) -> None:
-    """Print a line as Keras does: to the screen, or to the log."""
+    """Print lines as Keras does: to the screen, or to the log.
+
+    A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, where nothing can
+    be cleared, it is left above.
+    """
+    bar = _bar_in_line()
+    if bar is not None and keras.config.is_interactive_logging_enabled():
+        width, bar._prev_total_width = bar._prev_total_width, 0
+        clearable = "ipykernel" in sys.modules or sys.stdout.isatty()
+        text = (f"\r{' ' * width}\r" if clearable else "\n") + text
     io_utils.print_msg(text)
+
+
+def _bar_in_line() -> Any:
+    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn something, `None` if none has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            bars = [c.progbar for c in owner.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
+            return next((bar for bar in bars if bar is not None and bar.verbose == 1 and bar._prev_total_width), None)
+        frame = frame.f_back
+    return None
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
