@@ -32,6 +32,8 @@ from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._policy.no_effect import GuardOptions
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
 
 __all__ = ["NanGuard"]
@@ -94,6 +96,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self.diagnose = arguments.flag("diagnose", diagnose)
         self.policy = arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
+        self._recorder = Recorder()
         self._unnamed = self._resumed = False
         self._counts = (0, 0, 0)
         self.session: Session | None = None
@@ -110,7 +113,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
         kept = ("resume", "functions", "diagnose")
         own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
-        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter)}
+        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), "_recorder": copy.copy(self._recorder)}
         return {**unused, **own, "_counts": self._counted(), "_watching": False}
 
     @property
@@ -184,6 +187,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             functions=self.functions,
             directory=None if directory is None else str(directory),
             say=self._reporter.line,
+            recorder=self._recorder,
         )
         if self.session is not None and self.session.model is model:
             session.follow(self.session)
@@ -267,7 +271,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""
         if self.session is not None:
-            self.session.counts.begin_epoch(epoch)
+            self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.counts.resume_epoch(self.session.resuming.batch)
                 keras_fitting.begin_at(self.model, None)
@@ -277,6 +281,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None:
             return
         self.session.resolve_pending()
+        self.session.note_rate()
         if self.session.counts.idle and isinstance(logs, dict):
             logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
 
@@ -303,6 +308,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
+        if self.session is not None:
+            self.session.finished = True
         self._reporter.end()
         self._detach()
 
@@ -357,7 +364,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _announce(self, incident: Incident) -> None:
         self.incidents.append(incident)
+        self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
         self._reporter.incident(incident, self.session.directory if self.session is not None else None)
+
+    @property
+    def recording(self) -> Recording:
+        """What all steps so far have measured, and what was done: NumPy arrays, and frames. A copy, from memory."""
+        return self._recorder.recording
 
     def summary(self) -> str:
         """Return what was seen and done, in a few lines of text."""

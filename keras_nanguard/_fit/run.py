@@ -18,6 +18,7 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.progress import Level, Progress
 from keras_nanguard._policy.trend import Trend
+from keras_nanguard._recording.recorder import Recorder
 
 __all__ = ["Run"]
 
@@ -32,6 +33,7 @@ class Run:
         functions: the functions that the policy may call, by name.
         directory: folder for everything that is written to disk; `None` writes nothing.
         say: prints a line.
+        recorder: keeps what is measured and done.
 
     Attributes:
         state: the train state of the model.
@@ -56,7 +58,9 @@ class Run:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
         say: Callable[[str], None] = lambda line: None,
+        recorder: Recorder | None = None,
     ):
+        self.recorder = Recorder() if recorder is None else recorder
         self.policy, self.functions, self.directory, self.say = policy, functions or {}, directory, say
         self.state, self.counts = LiveState(model, optimizers), Counts()
         self.recovery = Recovery(self.state, self.counts)
