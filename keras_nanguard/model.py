@@ -81,6 +81,10 @@ class _Epochs(keras.callbacks.Callback):
             self.guard.before_epoch_end(logs)
             self.guard.on_epoch_end(epoch, logs)
 
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.end_recording()
+
 
 @keras.saving.register_keras_serializable("keras_nanguard")
 class NanGuardModel(keras.Model):

@@ -125,6 +125,7 @@ class Incidents:
         incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
+        run.bad_rows.note(incident, report)
         if incident.diagnosis is not None and incident.diagnosis.cause == "divergence":
             incident = incident.with_(values={**measured, "onset": run.progress.onset(run.history.series)})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, report))

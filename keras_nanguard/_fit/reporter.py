@@ -38,6 +38,10 @@ class Reporter:
         committed, counted = counts.epoch_committed, self._lines.counted()
         self._print(console.epoch_line(epoch, counts.epoch_refused, committed, counted, sorted(unmeasured)))
 
+    def bad_rows(self, line: str) -> None:
+        """Print which bad rows there are, if there is a new one."""
+        self._print(line)
+
     def end(self) -> None:
         """Print which incidents were only counted since the last line about them."""
         if counted := self._lines.counted():

@@ -17,6 +17,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
@@ -48,6 +49,7 @@ class Session(RunsAgain):
         directory: folder for everything that is written to disk; `None` writes nothing.
         say: prints a line.
         recorder: keeps what is measured and done.
+        bad_rows: the bad rows of the data so far.
 
     Attributes:
         finished: whether the fit has come to its end, and was not cut short.
@@ -68,9 +70,17 @@ class Session(RunsAgain):
         directory: str | None = None,
         say: Callable[[str], None] = lambda line: None,
         recorder: Recorder | None = None,
+        bad_rows: BadRows | None = None,
     ):
         super().__init__(
-            model, policy, optimizers=optimizers, functions=functions, directory=directory, say=say, recorder=recorder
+            model,
+            policy,
+            optimizers=optimizers,
+            functions=functions,
+            directory=directory,
+            say=say,
+            recorder=recorder,
+            bad_rows=bad_rows,
         )
         self.incidents, self.monitors, self.logs = Incidents(self, report, explain), Monitors(policy.checks), Logs(model)
         self.callbacks_deferred = self.finished = self._rate_changed = False

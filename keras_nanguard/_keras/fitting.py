@@ -8,7 +8,7 @@ Names private to Keras that are used here, because there is no public way:
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
-- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, and the
+- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, ``x`` and ``y`` of `fit`, and the
   ``_distributed_dataset`` of TensorFlow's: callbacks get no reference to them.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
@@ -30,7 +30,8 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message", "running_data", "running_spec", "savers"),
+    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
+    *("running_arrays", "running_data", "running_spec", "savers"),
 ]
 
 
@@ -112,6 +113,21 @@ def running_spec() -> Any:
     """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` where there is none."""
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
+
+
+def running_arrays() -> tuple[Any, Any]:
+    """Return `x` and `y` of the innermost running `fit` where it trains on arrays, `(None, None)` elsewhere.
+
+    What is left of them after `validation_split`, whose rows come last.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
+            adapter = getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
+            arrays = "Array" in type(adapter).__name__
+            return (frame.f_locals.get("x"), frame.f_locals.get("y")) if arrays else (None, None)
+        frame = frame.f_back
+    return None, None
 
 
 def _adapter(*calls: str) -> Any:

@@ -6,6 +6,7 @@ once a second, in another thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -168,6 +169,11 @@ class Recorder:
             (self._minor if kind in _MINOR else self._major).append((self._events, entry, incident))
             self._events += 1
 
+    @property
+    def samples(self) -> Mapping[str, BadSample]:
+        """The bad samples so far, by fingerprint."""
+        return self._samples
+
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that one has come again."""
         with self._lock:
@@ -201,6 +207,19 @@ class Recorder:
         return found
 
     # What is read
+
+    def epoch_means(self, epoch: int) -> tuple[float, float]:
+        """Return the mean gradient norm of the committed steps of an epoch, NaN without any, and its last loss scale, 1 without one.
+
+        Of a very long epoch only the steps that are kept exactly count.
+        """
+        with self._lock:
+            self._fold()
+            steps = self._rows.steps()
+        own = (steps["epoch"] == epoch) & (steps["step"] >= self.base)
+        norms = steps["gradient_norm"][own & (steps["status"] == COMMITTED) & ~steps["undone"]]
+        norms, scales = norms[np.isfinite(norms)], steps["loss_scale"][own & np.isfinite(steps["loss_scale"])]
+        return float(norms.mean()) if len(norms) else math.nan, float(scales[-1]) if len(scales) else 1.0
 
     @property
     def recording(self) -> Recording:

@@ -245,7 +245,7 @@ def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:
     for (path, a), (_, b) in zip(one.state, other.state):
         if not _same(a, b, tolerance):
             told.append(f"{path}: {np.ravel(a)[:3]} and {np.ravel(b)[:3]}")
-    for key in (set(one.history) | set(other.history)) - {"refused_steps"}:
+    for key in {key for key in set(one.history) | set(other.history) if key != "refused_steps" and not key.startswith("nanguard/")}:
         if not _same(np.array(one.history.get(key)), np.array(other.history.get(key)), tolerance):
             told.append(f"history[{key!r}]: {one.history.get(key)} and {other.history.get(key)}")
     return told
