@@ -203,6 +203,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             keras_fitting.begin_at(attachment.model, None)
         if self._firewall is not None:
             self._firewall.close()
+        self._end_trackers()
         if self._fit is not None:
             self._fit.close()
         self._training = False
@@ -224,9 +225,10 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             if self.session.resuming.leaves_nothing_of(self._epochs()):
                 self._restore_at_once()
 
-    def start_counting(self, model: Any) -> None:
+    def start_counting(self, model: Any, params: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
         keras.callbacks.Callback.set_model(self, model)
+        self.set_params(params)
         self._training = True
         self._note_callbacks()
         self._note_fit(self.params)
@@ -305,8 +307,8 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         if self._unnamed:
             self._print_policy_warnings()
         self._add_counts(logs)
-        self._record_epoch(epoch, logs)
         self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured)
+        self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
@@ -367,7 +369,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
 
     def _announce(self, incident: Incident) -> None:
         self.incidents.append(incident)
-        self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
+        self._record_incident(incident)
         self._reporter.incident(incident, self.session.directory if self.session is not None else None)
 
     def summary(self) -> str:

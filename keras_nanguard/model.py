@@ -70,7 +70,7 @@ class _Epochs(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._is_in_charge():
-            self.guard.start_counting(self.model)
+            self.guard.start_counting(self.model, self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._is_in_charge():

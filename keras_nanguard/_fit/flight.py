@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
 from keras_nanguard._fit.recorded import rate_factor
 from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.running_fit import surrounding
 from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.trackers import Trackers
 from keras_nanguard._recording import samples_file
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
@@ -33,6 +38,7 @@ class FlightMixin:
     def _begin_recording(self, logs: bool, sample_ids: Any) -> None:
         self.logs, self.sample_ids, self._recorder = logs, sample_ids, Recorder()
         self._bad_rows = BadRows(self._recorder, sample_ids)
+        self._trackers: Trackers | None = None
 
     @property
     def recording(self) -> Recording:
@@ -63,7 +69,8 @@ class FlightMixin:
         return found
 
     def _note_fit(self, params: Mapping[str, Any] | None) -> None:
-        """Note how long the fit is to be, where that is known."""
+        """Note how long the fit is to be, where that is known, and which trackers it has."""
+        self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
         known = params or {}
         self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
 
@@ -83,6 +90,26 @@ class FlightMixin:
                 f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
             }
         logs[REFUSED] = counts.epoch_refused
+
+    def _record_incident(self, incident: Incident) -> None:
+        """Record an incident, and hand it to the trackers that the run has."""
+        self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
+        if self._trackers is not None:
+            self._trackers.incident(incident)
+
+    def _end_trackers(self) -> None:
+        """Hand on what a tracker wants at the end of a fit."""
+        trackers, self._trackers = self._trackers, None
+        if trackers is not None:
+            trackers.end(self._page)
+
+    def _page(self) -> str:
+        """Return the report as HTML."""
+        with tempfile.TemporaryDirectory(prefix="keras_nanguard-") as folder:
+            return self.report(Path(folder) / "report.html").read_text(encoding="utf-8")
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        raise NotImplementedError
 
     def _add_counts(self, logs: Any) -> None:
         """Put whole numbers where Keras has made floats of them, and all where nobody has added them."""

@@ -5,6 +5,7 @@ Names private to Keras that are used here, because there is no public way:
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
 - ``Optimizer._learning_rate``: the rate as it was given; a trace of a step captures the object.
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was called.
+- ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would make a second run of it.
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
@@ -31,7 +32,7 @@ from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
-    *("running_arrays", "running_data", "running_spec", "savers"),
+    *("running_arrays", "running_data", "running_spec", "savers", "write_text"),
 ]
 
 
@@ -107,6 +108,14 @@ def running_data() -> Any:
     """Return the data adapter of the innermost running `evaluate` or `predict`, `None` where it can be read only once."""
     adapter = _adapter("evaluate", "predict")
     return None if "Generator" in type(adapter).__name__ else adapter
+
+
+def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
+    """Write a text to the event files of each `TensorBoard` among the callbacks."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard) and getattr(callback, "_writers", None) is not None:
+            with callback._train_writer.as_default():
+                callback.summary.text(name, text, step=step)
 
 
 def running_spec() -> Any:

@@ -6,6 +6,7 @@ once a second, in another thread.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -75,6 +76,9 @@ class Recorder:
         with self._lock:
             self._fold()
             return {**vars(self), "_writer": None, "_lock": None, "_now": None}
+
+    def __copy__(self) -> Recorder:
+        return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= {**state, "_lock": threading.RLock(), "_now": time.time}
@@ -155,8 +159,11 @@ class Recorder:
             self._scaled, self._running = scaled, True
             self._places = deque([(0, 0, 0)], maxlen=MAX_PLACES)
             began = self._meta.get("began", self._now())
-            self._meta |= {**meta, "began": began, "status": "running", "base": self.base}
+            since = self.base if resumed is None else self._meta.get("since", 0)
+            self._meta |= {**meta, "began": began, "status": "running", "base": self.base, "since": since}
             self.event("begin" if resumed is None else "resume", 0, 0, data={"base": self.base, "epochs": self._meta.get("epochs")})
+            if self._writer is not None:
+                self._writer.put(self._changes())
 
     def note(self, **meta: Any) -> None:
         """Note more about the run as a whole; see `Recording.meta`."""
@@ -216,7 +223,7 @@ class Recorder:
         with self._lock:
             self._fold()
             steps = self._rows.steps()
-        own = (steps["epoch"] == epoch) & (steps["step"] >= self.base)
+        own = (steps["epoch"] == epoch) & (steps["step"] >= self._meta.get("since", 0))
         norms = steps["gradient_norm"][own & (steps["status"] == COMMITTED) & ~steps["undone"]]
         norms, scales = norms[np.isfinite(norms)], steps["loss_scale"][own & np.isfinite(steps["loss_scale"])]
         return float(norms.mean()) if len(norms) else math.nan, float(scales[-1]) if len(scales) else 1.0
@@ -310,10 +317,9 @@ class Recorder:
         if self._problem:
             return
         self._writer = Writer(path, uuid.uuid4().hex)
-        self._writer.put(self._changes())
 
     def _load(self, found: Mapping[str, Any]) -> None:
-        self._meta |= {key: value for key, value in found["meta"].items() if key in ("began", "base")}
+        self._meta |= {key: value for key, value in found["meta"].items() if key in ("began", "base", "since")}
         self.base = int(self._meta.get("base", 0))
         self._rows.restore(found["steps"], found["bins"], found["first"])
         self._events = self._written_events = found["event_end"]
