@@ -136,7 +136,8 @@ def run(epochs: int = EPOCHS) -> int:
         results.append(train(data, (test[0], test[1]), callbacks, epochs))
         screen.print(f"{' '.join(name.split())}: {time.perf_counter() - start:.0f} s")
     screen.print(_table(results))
-    screen.print(closing.table(guard.incidents, "What NanGuard() reported"))
+    screen.print("NanGuard() reported:")
+    screen.print(closing.table(guard.incidents))
     stock, guarded, clean = results
     won = wins(stock, guarded, clean)
     screen.print(f"\n{_verdict(won, guarded[ACCURACY], clean[ACCURACY])}")

@@ -40,6 +40,10 @@ class Reporter:
         """Print the line at the end of an epoch, if there is something to say."""
         self._print(self._lines.epoch(epoch, counts.epoch_refused, counts.epoch_committed, sorted(unmeasured)))
 
+    def bad_rows(self, line: str) -> None:
+        """Print which bad rows there are, if there is a new one."""
+        self._print(line)
+
     def end(self, counts: Counts, directory: str | None) -> None:
         """Print the table of what has happened in this run, if something has."""
         incidents, self._of_run = self._of_run, []

@@ -10,6 +10,7 @@ import numpy as np
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.recorded import rolled_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
@@ -101,6 +102,7 @@ def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | 
         run.recent.return_to(since)
         snapshot.write(train_state.kept)
         snapshot.draw_again()
+    rolled_back(run, snapshot, undone, rerun)
     run.trend.settle()
     run.history.undo(snapshot.step)
     run.progress.rolled_back(snapshot.step, since)

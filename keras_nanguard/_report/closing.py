@@ -26,14 +26,9 @@ _WIDTH = 110
 """Columns where the output is no terminal."""
 
 
-def table(incidents: Sequence[Incident], head: str) -> Table:
-    """Return the table of the kinds of trouble, the most frequent first.
-
-    Args:
-        incidents: what was seen, at least one.
-        head: the title.
-    """
-    found = Table(title=Text(head), title_justify="left", title_style="bold", box=box.ROUNDED, show_lines=True)
+def table(incidents: Sequence[Incident]) -> Table:
+    """Return the table of the kinds of trouble, the most frequent first."""
+    found = Table(box=box.ROUNDED, show_lines=True)
     found.add_column("times", justify="right", no_wrap=True)
     found.add_column("trouble", overflow="fold")
     found.add_column("first at")
@@ -57,13 +52,13 @@ def _done(group: Sequence[Incident]) -> str:
 
 
 def table_text(incidents: Sequence[Incident], head: str) -> str:
-    """Return the table as text for the standard output: in colour on a terminal, ASCII where that takes no other characters."""
+    """Return a line and the table below it for the standard output: in colour on a terminal, ASCII where that takes nothing else."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
     page = io.StringIO()
     screen = Console(file=page, width=width, force_terminal=terminal, no_color="NO_COLOR" in os.environ, highlight=False)
-    found = table(incidents, head)
+    found = table(incidents)
     if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():
         found.box = box.ASCII
     screen.print(found)
-    return page.getvalue().rstrip("\n")
+    return f"{console.printable(head)}\n{page.getvalue()}".rstrip("\n")

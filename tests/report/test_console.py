@@ -61,7 +61,7 @@ def test_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     lines = shown(fitted(monkeypatch, True))
     starts = [re.match(r"\w+|.", line).group() for line in lines]
-    assert starts[:6] == ["Epoch", "NanGuard", "NanGuard", "10", "Epoch", "10"], lines
+    assert starts[:7] == ["Epoch", "NanGuard", "NanGuard", "NanGuard", "10", "Epoch", "10"], lines
     assert all(re.fullmatch(r"10/10 ━{20} \S+ \S+/step - loss: \S+ - refused_steps: 2\.\S+", line) for line in lines if "━" in line), lines
     assert sum("━" in line for line in lines) == EPOCHS
     assert "2 of 10 steps" in lines[2] and "6 of 30 steps were refused, 6 incidents" in "".join(lines)
@@ -72,7 +72,7 @@ def test_in_a_log_file(monkeypatch):
     """Each line of ours stands alone in its line, with no colours in it."""
     written = fitted(monkeypatch, False)
     ours = [line for line in written.split("\n") if "NanGuard" in line]
-    assert len(ours) == 3 and all(line.startswith("NanGuard: ") and line.isprintable() for line in ours)
+    assert len(ours) == 4 and all(line.startswith("NanGuard: ") and line.isprintable() for line in ours)
     assert "\x1b" not in written[written.index(ours[-1]) :]
     lines = fitted(monkeypatch, False, verbose=2).split("\n")
     assert sum(bool(re.match(r"10/10 - ", line)) for line in lines) == EPOCHS and "" not in lines[:-1]

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
 
 EXACT = 8192
 BIN = 256
@@ -82,7 +82,7 @@ def _bins(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     for key in MEASURED:
         found[f"{key}_min"] = np.nanmin(rows[key], 1) if len(status) else np.zeros(0)
         found[f"{key}_max"] = np.nanmax(rows[key], 1) if len(status) else np.zeros(0)
-    return found
+    return {key: found[key].astype(dtype) for key, dtype in BIN_COLUMNS.items()}
 
 
 def _events(columns: dict[str, np.ndarray], bad: np.ndarray, name: str, epoch: int) -> tuple[Event, ...]:
