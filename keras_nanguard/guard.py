@@ -381,13 +381,14 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         return (session.step, session.refused, session.overflows) if session is not None else self._counts
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write all incidents to a file and return its path.
+        """Write what has happened so far to a file and return its path.
 
-        `.json` holds one object with a format number, `.jsonl` one incident a line; `.md` and `.html` are texts for
-        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it. Of
-        several processes the first one writes it.
+        `.html` is one page that needs nothing else: curves, incidents, layers, bad rows. `.md` is text, `.json` one object with a
+        format number, `.jsonl` one incident a line. The file is never half there. Of several processes the first one writes it.
 
         Raises:
             GuardError: for another ending.
         """
-        return files.write(self.incidents, self.summary(), path) if processes.index() == 0 else Path(path)
+        if processes.index() != 0:
+            return Path(path)
+        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)

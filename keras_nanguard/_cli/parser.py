@@ -190,11 +190,12 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "list the incidents of a guarded run"
+    summary = "show what happened in a guarded run, or compare several runs"
     command = _command(commands, "report", summary, command_functions.report)
     kinds = "the directory that was given to NanGuard, a .json or .jsonl file of guard.report, or a bundle"
-    command.add_argument("path", metavar="REPORT", help=kinds)
-    command.add_argument("-o", "--output", metavar="FILE", help="write a .md, .html, .json or .jsonl file instead of printing")
+    command.add_argument("paths", nargs="+", metavar="REPORT", help=f"{kinds}; several are compared")
+    written = "write a .html page, or a .md, .json or .jsonl file, instead of printing"
+    command.add_argument("-o", "--output", metavar="FILE", help=written)
     _json(command)
 
 

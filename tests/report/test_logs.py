@@ -126,11 +126,12 @@ def test_stock_callbacks_beside_the_guard(tmp_path):
 
 
 def test_one_line_for_each_incident(capsys):
-    """One clear line is printed for an incident, one at the end of an epoch with left-out steps, and one that names a new bad row."""
+    """A line for an incident, one at the end of an epoch with left-out steps, one that names a new bad row, and the table."""
     guard = NanGuard()
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert len(lines) == 3 and all(line.startswith("NanGuard: ") for line in lines)
+    out = capsys.readouterr().out.splitlines()
+    lines = [line for line in out if line.startswith("NanGuard: ")]
+    assert len(lines) == 4 and out[:4] == lines and out[-1].startswith("╰")
     assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were refused" in lines[1]
     assert lines[2] == "NanGuard: 1 distinct bad row so far: x[26]"
 
@@ -173,8 +174,8 @@ def test_the_same_rows_in_each_epoch(capsys):
     guard = NanGuard(diagnose=False)
     fit(data, guard, epochs=3)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NanGuard: ")]
-    starts = ("step 4 (epoch 1, batch 4) refused: ", "epoch 1: 2 of 12", "2 distinct bad rows", "6 of 36 steps were refused, 6 incidents. ")
-    assert len(lines) == 4 and all(line.startswith(f"NanGuard: {start}") for line, start in zip(lines, starts)), lines
+    starts = ("step 4 (epoch 1, batch 4) refused: ", "epoch 1: 2 of 12", "6 of 36 steps were refused, 6 incidents. ")
+    assert len(lines) == 3 and all(line.startswith(f"NanGuard: {start}") for line, start in zip(lines, starts)), lines
     assert len(guard.incidents) == 6
     fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)
     assert capsys.readouterr().out.count(" refused: inputs") == 6

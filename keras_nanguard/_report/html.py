@@ -1,0 +1,187 @@
+"""The report of a run as one HTML file that needs nothing else: no network, no server, no folder beside it.
+
+Text goes through Jinja2 with autoescape, numbers through JSON whose `<`, `>` and `&` are escaped, so that no name from a file or model
+becomes markup. The charts are uPlot's, which stands in the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
+
+from keras_nanguard._report.cards import cards
+
+__all__ = ["page", "rendered"]
+
+POINTS = 2000
+"""Points of each curve."""
+
+_TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
+_MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True, undefined=StrictUndefined)
+
+
+@functools.cache
+def _part(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+
+
+def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
+    """Return a page.
+
+    Args:
+        template: name of the template.
+        data: what its script reads, as plain JSON values.
+        **values: what the template shows.
+    """
+    from markupsafe import Markup
+
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character, escape in escapes.items():
+        text = text.replace(character, escape)
+    parts = {"uplot": "uPlot.iife.min.js", "uplot_style": "uPlot.min.css", "style": "report.css", "script": "report.js"}
+    own = {name: Markup(_part(file)) for name, file in parts.items()}  # ours, and nothing of a run
+    page: str = _environment().get_template(template).render(data=Markup(text), **own, **values)
+    return page
+
+
+def page(recording: Recording, incidents: Sequence[Incident], summary: str, directory: str | Path | None = None) -> str:
+    """Return the report of one run.
+
+    Args:
+        recording: what it has recorded, perhaps nothing.
+        incidents: its incidents.
+        summary: a few lines that sum it up.
+        directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
+    """
+    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples)
+    layers, layer_rows = _layers(recording)
+    meta = recording.meta
+    data = {
+        "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
+        "marks": _marks(recording, incidents, numbers),
+        "layers": layers,
+    }
+    return rendered(
+        "report.html",
+        data,
+        title=str(meta.get("model") or "run"),
+        summary=summary.splitlines(),
+        facts=_facts(recording, incidents),
+        cards=found,
+        charts=data["charts"],
+        layer_rows=layer_rows,
+        more_layers=max(len(recording.layers) - _MAX_LAYERS, 0),
+        samples=recording.samples[:_MAX_SAMPLES],
+        more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
+        events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in ("rollback", "learning_rate", "firewall", "resume")][:200],
+        policy=str(meta.get("policy", "")),
+        versions=sorted((str(k), str(v)) for k, v in dict(meta.get("versions") or {}).items()),
+    )
+
+
+def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
+    step, low, high = recording.series(name, POINTS)
+    if not len(step) or (name == "loss_scale" and float(high.max()) == float(low.min()) == 1.0):
+        return None
+    positive = float(low.min()) > 0.0
+    logarithmic = positive and float(high.max()) / float(low.min()) > 50.0
+    words = (
+        f"{_TITLES[name]}: from {high[0]:.4g} at step {step[0] + 1} to {low[-1]:.4g} at step {step[-1] + 1}; "
+        f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, highest {high.max():.4g} at step {step[high.argmax()] + 1}."
+    )
+    return {
+        "name": name,
+        "title": _TITLES[name],
+        "words": words,
+        "log": logarithmic,
+        "x": (step + 1).tolist(),
+        "low": _short(low),
+        "high": _short(high),
+    }
+
+
+def _short(values: Any) -> list[float | None]:
+    return [float(f"{v:.6g}") if math.isfinite(v) else None for v in np.asarray(values, np.float64).tolist()]
+
+
+def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int]) -> dict[str, Any]:
+    """Return what is marked on the timeline. Steps count from 1, as on the console."""
+    steps = recording.steps
+    overflows = (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
+    told = {incident.step for incident in incidents}
+    refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in told]
+    events = recording.events
+    rollbacks = [[int(dict(e.data).get("to", e.step)) + 1, e.step + 1, e.text] for e in events if e.kind == "rollback"]
+    rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
+    return {
+        "incidents": [[i.step + 1 for i in incidents], list(numbers), [int(i.refused) for i in incidents]],
+        "refused": refused,
+        "overflows": overflows,
+        "rollbacks": rollbacks,
+        "rates": rates,
+    }
+
+
+def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
+    meta, steps, bins = recording.meta, recording.steps, recording.bins
+    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
+    overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
+    kinds = Counter(e.kind for e in recording.events)
+    facts = [("status", str(meta.get("status", ""))), ("steps", f"{len(recording):,}" if len(recording) else ""), ("refused", f"{refused:,}")]
+    facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
+    facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
+    facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]
+    return [(name, value) for name, value in facts if value]
+
+
+def _when(seconds: Any) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds)))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
+def _took(meta: Mapping[str, Any]) -> str:
+    try:
+        seconds = float(meta["written"]) - float(meta["began"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
+    """Return the map of layers for the script, and its rows: path, what the strip shows, and first, largest and last value."""
+    found: list[dict[str, Any]] = []
+    rows = []
+    for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:
+        step = np.asarray(columns["step"])
+        measures = {name: np.asarray(v, np.float64) for name, v in columns.items() if name != "step"}
+        if "high" in measures:
+            measures = {"range": np.maximum(np.abs(measures["low"]), np.abs(measures["high"]))}
+        if not len(step) or not measures:
+            continue
+        pick = np.linspace(0, len(step) - 1, min(len(step), _LAYER_POINTS)).astype(int)
+        found.append({"step": (step[pick] + 1).tolist(), **{name: _short(v[pick]) for name, v in measures.items()}})
+        table = [f"{v[0]:.3g} → {v[-1]:.3g}" for v in measures.values()]
+        rows.append((path, " / ".join(measures), table))
+    return {"rows": found}, rows
