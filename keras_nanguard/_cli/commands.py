@@ -33,6 +33,7 @@ __all__ = [
     "repair",
     "report",
     "scan",
+    "watch",
 ]
 
 CLEAN, FOUND, MISUSE = 0, 1, 2
@@ -242,6 +243,13 @@ def _compared(given: argparse.Namespace) -> int:
     else:
         print(compare.text(runs))
     return FOUND if any(run.incidents for run in runs) else CLEAN
+
+
+def watch(given: argparse.Namespace) -> int:
+    """Show a run in the terminal while it goes on."""
+    from keras_nanguard._report.watch import watch as show
+
+    return FOUND if show(given.directory, given.interval, given.once) else CLEAN
 
 
 def demo(given: argparse.Namespace) -> int:

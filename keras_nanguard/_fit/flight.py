@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.notebook import block
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
 from keras_nanguard._fit.recorded import rate_factor
@@ -22,6 +23,7 @@ from keras_nanguard._recording import samples_file
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report import console, plots
 
 __all__ = ["FlightMixin"]
 
@@ -30,6 +32,7 @@ class FlightMixin:
     """The part of `NanGuard` for what was recorded."""
 
     session: Session | None
+    incidents: list[Incident]
     _recorder: Recorder
     _reporter: Reporter
     _bad_rows: BadRows
@@ -132,3 +135,24 @@ class FlightMixin:
         if self.session is not None:
             self.session.resolve_pending()
             self._recorder.end("finished", self.session.step, self.session.counts.epoch)
+
+    # In a notebook
+
+    def summary(self) -> str:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        title, *lines = self.summary().splitlines()
+        rows = [(len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip") for g in console.kinds(self.incidents)]
+        rows += [(sample.times, f"bad row {sample.label}", "", sample.why) for sample in self.bad_samples()]
+        return block(title, lines if not rows else (), ("times", "trouble", "first at", "done, or why"), rows, not self.incidents)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with all that was done marked.
+
+        Takes the extra `plot`. The figure belongs to no window: `guard.plot().savefig("run.png")`.
+
+        Raises:
+            GuardError: if matplotlib is not installed.
+        """
+        return plots.curves(self.recording, self.incidents)

@@ -71,7 +71,7 @@ def _inputs(folder: Path | None) -> Array | None:
                 return None
         with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
             for name in sorted(arrays.files):
-                array = arrays[name]
+                array: Array = arrays[name]
                 if array.ndim >= 2 and array.size and array.dtype.kind in "fiu":
                     return array
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):

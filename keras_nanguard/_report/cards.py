@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from keras_nanguard._core.incident import SITES, Incident
 from keras_nanguard._recording.records import BadSample
@@ -18,10 +21,13 @@ MAX_CARDS = 200
 """Kinds of trouble that have a card; further ones have one in common."""
 
 _MAX_LISTED, _MAX_FINDINGS, _MAX_OUTCOMES = 40, 60, 12
+_MAX_BEFORE, _MAX_LAYER_ROWS = 6, 60
+
+Layers = Mapping[str, Mapping[str, Any]]
 
 
 def cards(
-    incidents: Sequence[Incident], directory: Path | None = None, samples: Sequence[BadSample] = ()
+    incidents: Sequence[Incident], directory: Path | None = None, samples: Sequence[BadSample] = (), layers: Layers | None = None
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the cards, in the order in which each kind first happened, and for each incident the number of its card.
 
@@ -29,6 +35,7 @@ def cards(
         incidents: the incidents.
         directory: the directory of the run, whose bundles are looked into.
         samples: the bad rows of the data.
+        layers: what each layer measured over time, as `Recording.layers`.
     """
     labels: dict[int, list[str]] = {}
     for sample in samples:
@@ -39,14 +46,23 @@ def cards(
     if len(groups) > MAX_CARDS:
         kept.append([incident for group in groups[MAX_CARDS:] for incident in group])
     number = {id(incident): n for n, group in enumerate(kept) for incident in group}
-    found = [card(group, directory, labels) for group in kept]
+    found = [card(group, directory, labels, layers) for group in kept]
     if len(groups) > MAX_CARDS:
         found[-1]["title"] = f"{len(groups) - MAX_CARDS} more kinds of trouble; this is the first of them"
     return found, [number[id(incident)] for incident in incidents]
 
 
-def card(group: Sequence[Incident], directory: Path | None = None, labels: Mapping[int, Sequence[str]] | None = None) -> dict[str, Any]:
-    """Return one card as plain values; every text in it is plain text. `labels`: names of the rows to blame, by step."""
+def card(
+    group: Sequence[Incident], directory: Path | None, labels: Mapping[int, Sequence[str]], layers: Layers | None = None
+) -> dict[str, Any]:
+    """Return one card as plain values; every text in it is plain text.
+
+    Args:
+        group: its incidents.
+        directory: the directory of the run.
+        labels: names of the rows to blame, by step.
+        layers: what each layer measured over time.
+    """
     first = next((incident for incident in group if blamed_rows.bundle_folder(incident.bundle, directory)), group[0])
     diagnosis = first.diagnosis
     folder = blamed_rows.bundle_folder(first.bundle, directory)
@@ -58,7 +74,7 @@ def card(group: Sequence[Incident], directory: Path | None = None, labels: Mappi
         "moment": group[0].moment,
         "last": group[-1].moment,
         "shown": first.moment,
-        "labels": list((labels or {}).get(first.step, ()))[:20],
+        "labels": list(labels.get(first.step, ()))[:20],
         "headline": diagnosis.headline if diagnosis is not None else str(first.first or ""),
         "confidence": f"{diagnosis.confidence:.0%}" if diagnosis is not None and diagnosis.confidence else "",
         "evidence": diagnosis.evidence if diagnosis is not None else (),
@@ -73,6 +89,8 @@ def card(group: Sequence[Incident], directory: Path | None = None, labels: Mappi
         "samples": diagnosis.samples[:20] if diagnosis is not None else (),
         "rows": blamed_rows.shown(folder, diagnosis.samples if diagnosis is not None else ()),
         "bundle": first.bundle or "",
+        "replay": f"keras-nanguard replay {shlex.quote(console.printable(first.bundle))}" if first.bundle else "",
+        "before": _before(layers or {}, first.step),
         "listed": [(i.moment, i.step) for i in group[:_MAX_LISTED]],
         "more_listed": max(len(group) - _MAX_LISTED, 0),
     }
@@ -81,3 +99,16 @@ def card(group: Sequence[Incident], directory: Path | None = None, labels: Mappi
 def _finding(finding: Any) -> tuple[str, ...]:
     counts = (("" if n is None else str(n)) for n in (finding.nan, finding.inf, finding.size))
     return (finding.site, finding.path, finding.kind, *counts, "" if finding.value is None else f"{finding.value:.4g}")
+
+
+def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
+    """Return how each layer went up to a step: path, what was measured, its last values, and whether they grew tenfold."""
+    found = []
+    for path, columns in layers.items():
+        end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))
+        for name, values in columns.items():
+            last = np.asarray(values, np.float64)[max(end - _MAX_BEFORE, 0) : end]
+            if name not in ("step", "weight_norm") and len(last):
+                grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0) or not np.isfinite(last).all()
+                found.append((path, name.replace("_", " "), " → ".join(f"{v:.3g}" for v in last), grown))
+    return sorted(found, key=lambda row: not row[3])[:_MAX_LAYER_ROWS]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.incident import Incident
@@ -76,7 +75,8 @@ def common(runs: Sequence[RunSeen]) -> list[str]:
         if not theirs:
             continue
         if name == "backend":
-            found += [f"All of them ran on {theirs[0]}, and the others did not."] if set(theirs) == {theirs[0]} and others and theirs[0] not in others else []
+            if others and set(theirs) == {theirs[0]} and theirs[0] not in others:
+                found.append(f"All of them ran on {theirs[0]}, and the others did not.")
         elif others and min(theirs) > max(others):
             found.append(f"Their {name} was at least {min(theirs):.3g}, that of the others at most {max(others):.3g}.")
         elif others and max(theirs) < min(others):

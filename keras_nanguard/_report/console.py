@@ -46,7 +46,8 @@ class Lines:
     def epoch(self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = ()) -> str:
         """Return the line at the end of an epoch, `""` if it would repeat an earlier one.
 
-        Printed are the first epoch with refused steps, one that has at least twice as many as the last that was printed, and one without any other.
+        Printed are the first epoch with refused steps, one that has at least twice as many as the last that was printed, and one
+        without any other.
 
         Args:
             epoch: the epoch.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ import numpy as np
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
-
 from keras_nanguard._report.cards import cards
 
 __all__ = ["page", "rendered"]
@@ -29,6 +29,7 @@ POINTS = 2000
 """Points of each curve."""
 
 _TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
+_LISTED = ("rollback", "learning_rate", "firewall", "resume")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
 
 
@@ -64,7 +65,7 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return page
 
 
-def page(recording: Recording, incidents: Sequence[Incident], summary: str, directory: str | Path | None = None) -> str:
+def page(recording: Recording, incidents: Sequence[Incident], summary: str, directory: str | os.PathLike[str] | None = None) -> str:
     """Return the report of one run.
 
     Args:
@@ -73,7 +74,7 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         summary: a few lines that sum it up.
         directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
     """
-    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples)
+    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers)
     layers, layer_rows = _layers(recording)
     meta = recording.meta
     data = {
@@ -93,7 +94,7 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         more_layers=max(len(recording.layers) - _MAX_LAYERS, 0),
         samples=recording.samples[:_MAX_SAMPLES],
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
-        events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in ("rollback", "learning_rate", "firewall", "resume")][:200],
+        events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
         policy=str(meta.get("policy", "")),
         versions=sorted((str(k), str(v)) for k, v in dict(meta.get("versions") or {}).items()),
     )
@@ -147,7 +148,8 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
     overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
     kinds = Counter(e.kind for e in recording.events)
-    facts = [("status", str(meta.get("status", ""))), ("steps", f"{len(recording):,}" if len(recording) else ""), ("refused", f"{refused:,}")]
+    facts = [("status", str(meta.get("status", ""))), ("steps", f"{len(recording):,}" if len(recording) else "")]
+    facts += [("refused", f"{refused:,}")]
     facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
     facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
     facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]

@@ -16,7 +16,7 @@ _SNIPPETS = {
     "target_nonfinite": _CLEAN,
     "target_out_of_range": "print(np.min(y), np.max(y), np.unique(y)[:20])  # the loss takes class indices from 0 to classes - 1",
     "input_scale": "normalization = keras.layers.Normalization()\nnormalization.adapt(x_train)  # make it the first layer of the model",
-    "float16_overflow": "# the layer to blame computes in float32, all others in half precision\nlayer = keras.layers.Dense(units, dtype='float32')",
+    "float16_overflow": "# the layer to blame in float32, all others in half precision\nlayer = keras.layers.Dense(units, dtype='float32')",
     "float16_underflow": "optimizer = keras.optimizers.LossScaleOptimizer(optimizer)\nmodel.compile(optimizer, loss)",
     "loss_scale_collapsed": "keras.config.set_dtype_policy('mixed_bfloat16')  # the range of float32, and no loss scale",
     "loss_domain": "y_pred = keras.ops.clip(y_pred, 1e-7, 1.0 - 1e-7)  # before a log; or loss(..., from_logits=True)",

@@ -23,7 +23,8 @@ def test_the_guarded_run_wins(capsys, epochs):
     stock, guarded, clean = (float(cell) for cell in rows["test accuracy"])
     assert stock == 0.0 and min(guarded, clean) >= 0.9
     assert rows["predictions that are NaN"] == ["357 of 357", "0 of 357", "0 of 357"]
-    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in reported.split("NanGuard() reported:\n")[1].splitlines() if "│" in line]
+    table = reported.split("NanGuard() reported:\n")[1].splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
     kinds = {trouble.split()[0]: int(times) for times, trouble in cells if times.isdigit()}
     assert set(kinds) == {"input_nonfinite", "float16_overflow"}
     assert sum(kinds.values()) == int(rows["batches refused"][1].split()[0])
