@@ -205,7 +205,8 @@ def test_only_where_a_run_is_active(monkeypatch, active):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     fit(NanGuard(verbose=0))
-    assert len(wandb.alerts) == active and mlflow.tags == ({"nanguard.incidents": 3, "nanguard.causes": "input_nonfinite"} if active else {})
+    tags = {"nanguard.incidents": 3, "nanguard.causes": "input_nonfinite"}
+    assert len(wandb.alerts) == active and mlflow.tags == (tags if active else {})
     assert list(mlflow.texts) == ["nanguard/report.html"] * active
 
 
