@@ -206,7 +206,9 @@ def test_resumed(tmp_path):
     before = Recording.read(tmp_path)
     assert before.meta["status"] == "failed" and len(before) == 18
     last = guard()
-    zoo.run(zoo.plain, data, guard=last, epochs=3)
+    resumed = zoo.run(zoo.plain, data, guard=last, epochs=3).history
+    whole = zoo.run(zoo.plain, data, guard=NanGuard(**QUIET), epochs=3).history
+    assert all(values == whole[name][-len(values) :] for name, values in resumed.items()), "those of the epoch that was cut short, too"
     found = Recording.read(tmp_path)
     standing = ~found.steps["undone"]
     assert found.steps["step"][standing].tolist() == list(range(36)) and len(found) > 36
