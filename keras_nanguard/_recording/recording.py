@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import numpy as np
 
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording import database
+from keras_nanguard._recording.layer_table import by_path
 from keras_nanguard._recording.records import BIN_COLUMNS, MEASURED, STEP_COLUMNS, BadSample, Event, empty
 
 __all__ = ["Recording"]
@@ -61,7 +61,7 @@ class Recording:
         """
         found = database.read(path)
         meta = {key: value for key, value in found["meta"].items() if key != "writer"}
-        return cls(meta, found["steps"], found["bins"], tuple(found["events"]), _by_path(found["layers"]), tuple(found["samples"]))
+        return cls(meta, found["steps"], found["bins"], tuple(found["events"]), by_path(found["layers"]), tuple(found["samples"]))
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")
@@ -134,18 +134,6 @@ def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array,
     groups = (step - step[0]) // width
     starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     return step[starts], np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-
-
-def _by_path(rows: list[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
-    """Return the rows of the table `layers` as arrays, by path."""
-    found: dict[str, dict[str, Array]] = {}
-    for path in dict.fromkeys(row[1] for row in rows):
-        own = [row for row in rows if row[1] == path]
-        names = ("gradient_norm", "weight_norm", "update_ratio") if own[0][2] == "trainable" else ("low", "high")
-        numbers = np.array([[math.nan if value is None else float(value) for value in row[3:6]] for row in own])
-        steps = np.array([int(row[0]) for row in own], np.int64)
-        found[str(path)] = {"step": steps, **{name: numbers[:, place] for place, name in enumerate(names)}}
-    return found
 
 
 def _frames(library: str) -> Any:
