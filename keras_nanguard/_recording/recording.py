@@ -30,7 +30,8 @@ class Recording:
 
     Attributes:
         meta: what is known of the run as a whole: `format`, `model`, `backend`, `versions`, `policy` (as text), `began` and `written`
-            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`.
+            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (of each
+            limit of the policy `rule`, `do`, `used`, `times`, `per_steps`).
         steps: the last thousands of steps, one array for each of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`,
             `loss_scale`, `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale settles, 3 skipped) and `undone`
             (by a rollback; the same step number may come again where steps are run again), in the order in which they ran.
