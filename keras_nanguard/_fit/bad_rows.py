@@ -31,6 +31,9 @@ MAX_SAMPLES = 4096
 MAX_ROWS = 64
 """How many rows of one batch are looked at."""
 
+MAX_OTHERS, MAX_BYTES = 256, 16 << 20
+"""Rows of a batch, and bytes of all of it, up to which known bad rows are looked for in it."""
+
 MAX_STEPS = 16
 """Of how many steps the numbers are kept with a bad row."""
 
@@ -75,9 +78,11 @@ class BadRows:
         parts = {(part.role, part.path): part.array for part in batches.parts(batch)}
         arrays = {key: array for key, array in parts.items() if array.ndim and array.shape[0] == count}
         names = self._taken_out(arrays)
-        for row in blamed or range(min(count, 4 * MAX_ROWS)):
+        small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
+        others = [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
+        for row in (*blamed, *others):
             mark = _fingerprint(arrays, row)
-            if mark in known or (blamed and len(known) < MAX_SAMPLES):
+            if mark in known or (row in blamed and len(known) < MAX_SAMPLES):
                 self._again(known.get(mark) or self._found(arrays, row, mark, names, incident), incident)
 
     def _taken_out(self, arrays: dict[tuple[str, str], Array]) -> Array | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
-__all__ = ["acted", "begun", "note_rate", "rate_factor", "rolled_back", "snapshot_taken"]
+__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "rolled_back", "snapshot_taken"]
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
@@ -30,6 +31,7 @@ def begun(run: Run, resumed: int | None = None) -> None:
         "backend": current.name(),
         "versions": _versions(),
         "policy": run.policy.to_toml(),
+        "budgets": budgets(run),
     }
     scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
     run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed)
@@ -76,6 +78,21 @@ def snapshot_taken(run: Run) -> None:
     run.recorder.event("snapshot", run.step, run.counts.epoch)
 
 
+def budgets(run: Run) -> list[dict[str, Any]]:
+    """Return how much of each limit of the policy is used up: a rule, what it does, how often it did, how often it may."""
+    found = []
+    for rule in run.policy.rules:
+        tally = rule.tally(run.recovery.ledger)
+        for number, rung in enumerate(rule.ladder):
+            if rung.limit is not None:
+                spent = tally.spent[number] if number < len(tally.spent) else ()
+                since = -1 if rung.limit.per_steps is None else run.step - rung.limit.per_steps
+                used = sum(step > since for step in spent)
+                limit = {"used": used, "times": rung.limit.times, "per_steps": rung.limit.per_steps}
+                found.append({"rule": rule.name, "do": [action.name for action in rung.do], **limit})
+    return found
+
+
 def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
     """Record a learning rate that the actions of an incident have changed.
 
@@ -84,6 +101,7 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
         outcomes: what came of the actions.
         before: `rate_factor` before them.
     """
+    run.recorder.note(budgets=budgets(run))
     after = rate_factor(run)
     told = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
     if after != before or told:

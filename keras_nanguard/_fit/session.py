@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
+from keras_nanguard._backends import processes
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Verdict
@@ -21,6 +22,7 @@ from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.layer_looks import LayerLooks
 from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rerun import RunsAgain
@@ -86,6 +88,7 @@ class Session(RunsAgain):
         self.callbacks_deferred = self.finished = self._rate_changed = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
+        self.layer_looks = LayerLooks()
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
@@ -337,9 +340,10 @@ class Session(RunsAgain):
             return
         if self._rate_changed:
             self.note_rate()
+        self._look_at_layers()
         if step >= self.monitors.due:
             with self.state.access.variables_readable():
-                if self.recorder.wants_rate:
+                if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
                     recorded.note_rate(self)
                 findings = self.monitors.look(self)
             findings = findings or self.monitors.tried(self)
@@ -351,6 +355,13 @@ class Session(RunsAgain):
             self._snapshot_due = step + self.policy.snapshot.every
             self._take_snapshot()
         self._due = min(self._snapshot_due, self.monitors.due, step + self.ring.next_proof(committed))
+        if self.layer_looks.half:
+            self._due = step + 1
+
+    def _look_at_layers(self) -> None:
+        if self.layer_looks.due(self.counts.step):
+            with self.state.access.variables_readable():
+                self.layer_looks.look(self)
 
     def _take_snapshot(self) -> None:
         with self.state.access.variables_readable() if self.ring.only_reads else nullcontext():

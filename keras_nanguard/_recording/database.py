@@ -64,6 +64,7 @@ class Changes:
         bins: all bins; `None` where they have not changed.
         events: `(id, event)`, where the data of an event may be JSON text already.
         layers: rows of the table `layers`, without `id`.
+        layers_anew: whether these are all of them, in place of those that are there.
         samples: bad samples that are new or have changed.
     """
 
@@ -74,6 +75,7 @@ class Changes:
     bins: Mapping[str, Any] | None = None
     events: tuple[tuple[int, Event], ...] = ()
     layers: tuple[tuple[Any, ...], ...] = ()
+    layers_anew: bool = False
     samples: tuple[BadSample, ...] = ()
 
 
@@ -140,6 +142,8 @@ class Database:
                 run("DELETE FROM bins")
                 many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, 0))
             many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
+            if changes.layers_anew:
+                run("DELETE FROM layers")
             many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", changes.layers)
             many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
         return True

@@ -22,6 +22,7 @@ import numpy as np
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import Changes
+from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample, Event
 from keras_nanguard._recording.rows import Rows
@@ -60,6 +61,7 @@ class Recorder:
         self._major: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_EVENTS)
         self._minor: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_MINOR)
         self._events = self._written_events = self.base = 0
+        self._layers = LayerTable()
         self._samples: dict[str, BadSample] = {}
         self._changed_samples: dict[str, BadSample] = {}
         self._meta: dict[str, Any] = {"format": FORMAT, "status": "running"}
@@ -181,6 +183,11 @@ class Recorder:
         """The bad samples so far, by fingerprint."""
         return self._samples
 
+    def layers(self, step: int, variables: tuple[tuple[str, str], ...], values: Any) -> None:
+        """Record a look at the layers after a step; see `LayerTable.add`."""
+        with self._lock:
+            self._layers.add(step + self.base, variables, values)
+
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that one has come again."""
         with self._lock:
@@ -236,7 +243,7 @@ class Recorder:
             events = [_complete(event, incident) for _, event, incident in sorted([*self._major, *self._minor], key=lambda entry: entry[0])]
             bins = {name: column.copy() for name, column in self._rows.bins.items()}
             meta = {**self._meta, "written": self._now()}
-            return Recording(meta, self._rows.steps(), bins, tuple(events), {}, tuple(self._samples.values()))
+            return Recording(meta, self._rows.steps(), bins, tuple(events), by_path(self._layers.rows()), tuple(self._samples.values()))
 
     def flush(self) -> bool:
         """Write all that is new to the file and wait for it; returns whether it is there. For tests, and for who must be sure."""
@@ -295,9 +302,11 @@ class Recorder:
                 rows.first,
                 {name: column.copy() for name, column in rows.bins.items()} if rows.bins_changed else None,
                 tuple((number, _complete(event, incident)) for number, event, incident in fresh),
-                (),
+                self._layers.unwritten(),
+                self._layers.thinned,
                 tuple(self._changed_samples.values()),
             )
+            self._layers.thinned = False
             rows.changed, rows.bins_changed, self._written_events = rows.end, False, self._events
             self._changed_samples = {}
             return changes
@@ -327,6 +336,7 @@ class Recorder:
             kept = self._minor if event.kind in _MINOR else self._major
             kept.append((number, event, None))
         self._samples = {sample.fingerprint: sample for sample in found["samples"]}
+        self._layers.restore(found["layers"])
 
 
 def _since(kept: deque[tuple[int, Event, Incident | None]], number: int) -> list[tuple[int, Event, Incident | None]]:

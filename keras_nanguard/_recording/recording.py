@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import numpy as np
 
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording import database
+from keras_nanguard._recording.layer_table import by_path
 from keras_nanguard._recording.records import BIN_COLUMNS, MEASURED, STEP_COLUMNS, BadSample, Event, empty
 
 __all__ = ["Recording"]
@@ -30,7 +30,8 @@ class Recording:
 
     Attributes:
         meta: what is known of the run as a whole: `format`, `model`, `backend`, `versions`, `policy` (as text), `began` and `written`
-            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`.
+            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (of each
+            limit of the policy `rule`, `do`, `used`, `times`, `per_steps`).
         steps: the last thousands of steps, one array for each of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`,
             `loss_scale`, `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale settles, 3 skipped) and `undone`
             (by a rollback; the same step number may come again where steps are run again), in the order in which they ran.
@@ -61,7 +62,7 @@ class Recording:
         """
         found = database.read(path)
         meta = {key: value for key, value in found["meta"].items() if key != "writer"}
-        return cls(meta, found["steps"], found["bins"], tuple(found["events"]), _by_path(found["layers"]), tuple(found["samples"]))
+        return cls(meta, found["steps"], found["bins"], tuple(found["events"]), by_path(found["layers"]), tuple(found["samples"]))
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")
@@ -134,18 +135,6 @@ def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array,
     groups = (step - step[0]) // width
     starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     return step[starts], np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-
-
-def _by_path(rows: list[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
-    """Return the rows of the table `layers` as arrays, by path."""
-    found: dict[str, dict[str, Array]] = {}
-    for path in dict.fromkeys(row[1] for row in rows):
-        own = [row for row in rows if row[1] == path]
-        names = ("gradient_norm", "weight_norm", "update_ratio") if own[0][2] == "trainable" else ("low", "high")
-        numbers = np.array([[math.nan if value is None else float(value) for value in row[3:6]] for row in own])
-        steps = np.array([int(row[0]) for row in own], np.int64)
-        found[str(path)] = {"step": steps, **{name: numbers[:, place] for place, name in enumerate(names)}}
-    return found
 
 
 def _frames(library: str) -> Any:

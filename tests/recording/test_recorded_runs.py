@@ -112,6 +112,8 @@ def test_rates_that_the_guard_lowers():
     (event,) = (e for e in guard.recording.events if e.kind == "learning_rate")
     assert event.step == 5 and event.data["factor"] == 0.5 and "0.02 -> 0.01" in event.text
     assert run.history["nanguard/rate_factor"] == [0.5] and run.history["nanguard/rollbacks"] == [0]
+    budget = {"rule": "act", "do": ["lower_lr"], "used": 1, "times": 10, "per_steps": None}
+    assert guard.recording.meta["budgets"] == [budget]
 
 
 def test_rollback():
@@ -206,7 +208,9 @@ def test_resumed(tmp_path):
     before = Recording.read(tmp_path)
     assert before.meta["status"] == "failed" and len(before) == 18
     last = guard()
-    zoo.run(zoo.plain, data, guard=last, epochs=3)
+    resumed = zoo.run(zoo.plain, data, guard=last, epochs=3).history
+    whole = zoo.run(zoo.plain, data, guard=NanGuard(**QUIET), epochs=3).history
+    assert all(values == whole[name][-len(values) :] for name, values in resumed.items()), "those of the epoch that was cut short, too"
     found = Recording.read(tmp_path)
     standing = ~found.steps["undone"]
     assert found.steps["step"][standing].tolist() == list(range(36)) and len(found) > 36
