@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import zoo
+from support.programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard._recording.recording import Recording
@@ -235,3 +236,53 @@ def test_incidents_of_another_run_stay(tmp_path):
     found = Recording.read(tmp_path)
     assert seen == ["running"] * 2 and len(found) == 24 and [e.step for e in found.events if e.kind == "incident"] == [3, 15]
     assert found.meta["backend"] == zoo.BACKEND and "sequential" in found.meta["model"]
+
+
+def looped(guard, data):
+    """Train in a loop of one's own, in the idiom of the backend."""
+    keras.utils.set_random_seed(0)
+    model, optimizer = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    batches = [(data.x[n : n + zoo.BATCH], data.y[n : n + zoo.BATCH]) for n in range(0, len(data.x), zoo.BATCH)]
+
+    def in_place(x, y):
+        loss, gradients = differentiated(lambda: keras.ops.mean(keras.ops.square(y - model(x))), lambda: model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def on_jax(state, x, y):
+        import jax
+
+        trainable, others, slots = state
+
+
+        def loss_of(weights):
+            return keras.ops.mean(keras.ops.square(y - model.stateless_call(weights, others, x)[0]))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return loss, (trainable, others, slots)
+
+    state = [[v.value for v in part] for part in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)]
+    with guard.watch(model, optimizer):
+        step = guard.step(on_jax if zoo.BACKEND == "jax" else in_place)
+        for x, y in batches:
+            x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+            if zoo.BACKEND == "jax":
+                _, state = step(tuple(state), x, y)
+            else:
+                step(x, y)
+
+
+def test_loop_of_ones_own(tmp_path):
+    """A loop with `guard.step` is recorded as a fit is, into its file too, and its bad rows are known by their fingerprints."""
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    looped(guard, zoo.poison(zoo.regression(), 5))
+    steps = counted(guard)
+    assert steps["step"].tolist() == list(range(12)) and np.flatnonzero(steps["status"]).tolist() == [5]
+    assert np.isfinite(steps["loss"][:5]).all() and set(steps["epoch"].tolist()) == {0}
+    (sample,) = guard.bad_samples()
+    assert sample.index is None and sample.steps == (5,) and sample.why == "1 NaN of 6 in x"
+    found = Recording.read(tmp_path)
+    assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
+    assert [event.kind for event in found.events] == ["begin", "incident", "end"]

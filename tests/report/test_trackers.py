@@ -199,7 +199,7 @@ class Fake:
 
 
 @pytest.mark.parametrize("active", [False, True])
-def test_only_where_a_run_is_active(monkeypatch, active):
+def test_only_where_a_run_is_active(monkeypatch, capsys, active):
     """Imported is not enough: without a run nothing is handed on, and nothing is imported by the guard."""
     wandb, mlflow = Fake(active), Fake(active)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -208,6 +208,7 @@ def test_only_where_a_run_is_active(monkeypatch, active):
     tags = {"nanguard.incidents": 3, "nanguard.causes": "input_nonfinite"}
     assert len(wandb.alerts) == active and mlflow.tags == (tags if active else {})
     assert list(mlflow.texts) == ["nanguard/report.html"] * active
+    assert capsys.readouterr().out == "", "and nobody was asked in vain"
 
 
 def test_a_run_that_raises(monkeypatch):
