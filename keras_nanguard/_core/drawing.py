@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected
-
-if TYPE_CHECKING:
-    from keras_nanguard._core.incident import Finding
 
 __all__ = ["bad_places", "new_figure"]
 
@@ -31,12 +28,12 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def bad_places(title: str, findings: Sequence[Finding]) -> Any:
+def bad_places(title: str, findings: Sequence[Any]) -> Any:
     """Return a figure of the share of NaN and Inf in each bad place, in causal order from the top.
 
     Args:
         title: the title.
-        findings: the bad places, first cause first.
+        findings: the bad places (`Finding`), first cause first.
     """
     shown = findings[:_MAX_PLACES]
     figure = new_figure(8.0, 1.2 + 0.28 * max(len(shown), 1))

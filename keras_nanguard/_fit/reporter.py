@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 
 from keras_nanguard._backends import processes
@@ -49,8 +50,8 @@ class Reporter:
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             refused = f"{counts.refused} of {counts.step} steps were refused" if counts.refused else f"{counts.step} steps"
-            more = "guard.report('run.html') shows" if directory is None else f"keras-nanguard report {directory} -o run.html shows"
-            head = f"NanGuard: {refused}, {len(incidents)} incident{'s' if len(incidents) > 1 else ''}. {more} all of it."
+            more = "guard.report('run.html')" if directory is None else f"keras-nanguard report {shlex.quote(directory)} -o run.html"
+            head = f"NanGuard: {refused}, {len(incidents)} incident{'s' if len(incidents) > 1 else ''}. All of it: {more}"
             self._print(closing.table_text(incidents, head))
 
     def line(self, text: str) -> None:

@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["SUFFIXES", "checked_depth", "parsed", "parsed_toml", "read"]
+__all__ = ["SUFFIXES", "checked_depth", "parsed", "read"]
 
 MAX_BYTES = 65_536
 """Maximum size of a policy file. The longest preset has two thousand bytes."""
@@ -149,12 +149,3 @@ SUFFIXES = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """The format of each suffix."""
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": _json, "YAML": _yaml}
-
-
-def parsed_toml(text: str) -> dict[str, Any]:
-    """Return what a TOML text holds.
-
-    Raises:
-        ValueError: if it is no TOML.
-    """
-    return tomllib.loads(text)

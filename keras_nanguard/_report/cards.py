@@ -27,7 +27,11 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def cards(
-    incidents: Sequence[Incident], directory: Path | None = None, samples: Sequence[BadSample] = (), layers: Layers | None = None
+    incidents: Sequence[Incident],
+    directory: Path | None = None,
+    samples: Sequence[BadSample] = (),
+    layers: Layers | None = None,
+    steps: Sequence[int] | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the cards, in the order in which each kind first happened, and for each incident the number of its card.
 
@@ -36,7 +40,9 @@ def cards(
         directory: the directory of the run, whose bundles are looked into.
         samples: the bad rows of the data.
         layers: what each layer measured over time, as `Recording.layers`.
+        steps: the step of each incident, counted as in samples and layers; its own, which counts from the beginning of a fit, by default.
     """
+    at = {id(incident): step for incident, step in zip(incidents, steps or [i.step for i in incidents])}
     labels: dict[int, list[str]] = {}
     for sample in samples:
         for step in sample.steps:
@@ -46,14 +52,14 @@ def cards(
     if len(groups) > MAX_CARDS:
         kept.append([incident for group in groups[MAX_CARDS:] for incident in group])
     number = {id(incident): n for n, group in enumerate(kept) for incident in group}
-    found = [card(group, directory, labels, layers) for group in kept]
+    found = [card(group, directory, labels, layers, at) for group in kept]
     if len(groups) > MAX_CARDS:
         found[-1]["title"] = f"{len(groups) - MAX_CARDS} more kinds of trouble; this is the first of them"
     return found, [number[id(incident)] for incident in incidents]
 
 
 def card(
-    group: Sequence[Incident], directory: Path | None, labels: Mapping[int, Sequence[str]], layers: Layers | None = None
+    group: Sequence[Incident], directory: Path | None, labels: Mapping[int, Sequence[str]], layers: Layers | None, at: Mapping[int, int]
 ) -> dict[str, Any]:
     """Return one card as plain values; every text in it is plain text.
 
@@ -62,6 +68,7 @@ def card(
         directory: the directory of the run.
         labels: names of the rows to blame, by step.
         layers: what each layer measured over time.
+        at: the step of each incident by its `id`.
     """
     first = next((incident for incident in group if blamed_rows.bundle_folder(incident.bundle, directory)), group[0])
     diagnosis = first.diagnosis
@@ -74,7 +81,7 @@ def card(
         "moment": group[0].moment,
         "last": group[-1].moment,
         "shown": first.moment,
-        "labels": list(labels.get(first.step, ()))[:20],
+        "labels": list(labels.get(at[id(first)], ()))[:20],
         "headline": diagnosis.headline if diagnosis is not None else str(first.first or ""),
         "confidence": f"{diagnosis.confidence:.0%}" if diagnosis is not None and diagnosis.confidence else "",
         "evidence": diagnosis.evidence if diagnosis is not None else (),
@@ -90,8 +97,8 @@ def card(
         "rows": blamed_rows.shown(folder, diagnosis.samples if diagnosis is not None else ()),
         "bundle": first.bundle or "",
         "replay": f"keras-nanguard replay {shlex.quote(console.printable(first.bundle))}" if first.bundle else "",
-        "before": _before(layers or {}, first.step),
-        "listed": [(i.moment, i.step) for i in group[:_MAX_LISTED]],
+        "before": _before(layers or {}, at[id(first)]),
+        "listed": [i.moment for i in group[:_MAX_LISTED]],
         "more_listed": max(len(group) - _MAX_LISTED, 0),
     }
 
@@ -107,8 +114,9 @@ def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
     for path, columns in layers.items():
         end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))
         for name, values in columns.items():
-            last = np.asarray(values, np.float64)[max(end - _MAX_BEFORE, 0) : end]
-            if name not in ("step", "weight_norm") and len(last):
-                grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0) or not np.isfinite(last).all()
+            last = np.asarray(values, np.float64)[:end]
+            last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN is what was not measured
+            if name != "step" and len(last):
+                grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0)
                 found.append((path, name.replace("_", " "), " → ".join(f"{v:.3g}" for v in last), grown))
     return sorted(found, key=lambda row: not row[3])[:_MAX_LAYER_ROWS]

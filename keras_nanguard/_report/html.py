@@ -30,6 +30,7 @@ POINTS = 2000
 
 _TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
+_MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
 
 
@@ -74,23 +75,26 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         summary: a few lines that sum it up.
         directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
     """
-    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers)
+    places = [event.step for event in recording.events if event.kind == "incident"]
+    steps = places if len(places) == len(incidents) else [incident.step for incident in incidents]
+    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
     layers, layer_rows = _layers(recording)
     meta = recording.meta
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
-        "marks": _marks(recording, incidents, numbers),
+        "marks": _marks(recording, incidents, numbers, steps),
         "layers": layers,
     }
     return rendered(
         "report.html",
         data,
         title=str(meta.get("model") or "run"),
-        summary=summary.splitlines(),
+        summary=summary.splitlines()[:1],
         facts=_facts(recording, incidents),
         cards=found,
         charts=data["charts"],
         layer_rows=layer_rows,
+        measures=[name for name in _MEASURES if any(name in row for row in layers["rows"])],
         more_layers=max(len(recording.layers) - _MAX_LAYERS, 0),
         samples=recording.samples[:_MAX_SAMPLES],
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
@@ -125,17 +129,17 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in np.asarray(values, np.float64).tolist()]
 
 
-def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int]) -> dict[str, Any]:
+def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
     """Return what is marked on the timeline. Steps count from 1, as on the console."""
     steps = recording.steps
     overflows = (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
-    told = {incident.step for incident in incidents}
+    told = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in told]
     events = recording.events
     rollbacks = [[int(dict(e.data).get("to", e.step)) + 1, e.step + 1, e.text] for e in events if e.kind == "rollback"]
     rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
     return {
-        "incidents": [[i.step + 1 for i in incidents], list(numbers), [int(i.refused) for i in incidents]],
+        "incidents": [[step + 1 for step in at], list(numbers), [int(i.refused) for i in incidents]],
         "refused": refused,
         "overflows": overflows,
         "rollbacks": rollbacks,
@@ -180,10 +184,11 @@ def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, 
         measures = {name: np.asarray(v, np.float64) for name, v in columns.items() if name != "step"}
         if "high" in measures:
             measures = {"range": np.maximum(np.abs(measures["low"]), np.abs(measures["high"]))}
+        measures = {name: v for name, v in measures.items() if not np.isnan(v).all()}
         if not len(step) or not measures:
             continue
         pick = np.linspace(0, len(step) - 1, min(len(step), _LAYER_POINTS)).astype(int)
         found.append({"step": (step[pick] + 1).tolist(), **{name: _short(v[pick]) for name, v in measures.items()}})
-        table = [f"{v[0]:.3g} → {v[-1]:.3g}" for v in measures.values()]
+        table = [f"{v[~np.isnan(v)][0]:.3g} → {v[~np.isnan(v)][-1]:.3g}" for v in measures.values()]
         rows.append((path, " / ".join(measures), table))
     return {"rows": found}, rows

@@ -15,11 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from keras_nanguard._core.errors import GuardError, NanGuardError, expected
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._policy.documents import parsed_toml
-from keras_nanguard._policy.ledger import Ledger
-from keras_nanguard._policy.policy import Policy, decide
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED
 from keras_nanguard._report import console, files
@@ -88,7 +85,7 @@ def frame(recording: Recording, incidents: Sequence[Incident], width: int = 100,
     if curves.row_count:
         parts.append(Panel(curves, title="curves, lowest to highest; the last value", title_align="left"))
     parts.append(Panel(_trouble(incidents), title="incidents", title_align="left"))
-    left = budgets(recording, incidents)
+    left = budgets(recording)
     if left:
         table = Table.grid(padding=(0, 2))
         for rule, actions, count, times in left:
@@ -136,26 +133,15 @@ def curve(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[1 + round((v - low) / span * 7) if span else 1] for v in picked)
 
 
-def budgets(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str, int, int]]:
-    """Return `(rule, actions, times left, times)` for each limited step of a rule that changes something.
-
-    The policy is a pure function, so its decisions about these incidents, made again, say what is used up.
-    """
-    try:
-        policy = Policy.from_any(parsed_toml(str(recording.meta.get("policy") or "")))
-    except (NanGuardError, ValueError):
-        return []
-    ledger = Ledger()
-    for incident in incidents:
-        if incident.decision is not None:
-            _, ledger = decide(policy, ledger, incident)
-    step = incidents[-1].step if incidents else 0
+def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
+    """Return `(rule, actions, times left, times)` for each limit of a rule that changes something."""
     found = []
-    for rule in policy.rules:
-        spent = ledger.rules[rule.name].spent if rule.name in ledger.rules else ()
-        for number, rung in enumerate(rule.ladder):
-            if rule.enabled and rung.changes and rung.limit is not None:
-                used = rung.counted(spent[number] if number < len(spent) else (), step)
-                names = " and ".join(action.name for action in rung.do)
-                found.append((rule.name, names, max(rung.limit.times - used, 0), rung.limit.times))
+    for entry in recording.meta.get("budgets") or ():
+        try:
+            rule, actions = str(entry["rule"]), [str(action) for action in entry["do"]]
+            used, times = int(entry["used"]), int(entry["times"])
+        except (KeyError, TypeError, ValueError):  # not written by us
+            continue
+        if not console.CHANGING.isdisjoint(actions):
+            found.append((console.printable(rule), console.printable(" and ".join(actions)), max(times - used, 0), times))
     return found

@@ -13,7 +13,6 @@ from support.recordings import HOSTILE, synthetic
 
 from keras_nanguard._cli.parser import main
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import log, watch
 
@@ -59,15 +58,11 @@ def test_curve():
 
 
 def test_budgets():
-    """What a rule may still do is what the policy itself would still do: its limit less the times that it has acted."""
-    policy = Policy.from_any(
-        {"rules": [{"name": "own", "on": ["loss"], "do": ["rollback"], "limit": {"times": 3}, "otherwise": {"do": ["stop"]}}]}
-    )
-    recording = Recording({"policy": policy.to_toml()})
-    one = next(incident for incident in incidents_of(synthetic(900, 8)) if incident.first.site == "loss")
-    left = {count: watch.budgets(recording, [one.with_(step=n) for n in range(count)])[0] for count in range(5)}
-    assert [left[count][2:] for count in range(5)] == [(3, 3), (2, 3), (1, 3), (0, 3), (0, 3)] and left[0][:2] == ("own", "rollback")
-    assert watch.budgets(Recording({"policy": "not = [toml"}), []) == [] == watch.budgets(Recording({"policy": "[rules]\nx = 1"}), [])
+    """What is left of each limit of a rule that changes something; what another program wrote there is passed over."""
+    one = {"rule": "own", "do": ["warn", "rollback"], "used": 2, "times": 3, "per_steps": None}
+    entries = [one, {**one, "used": 9}, {**one, "do": ["warn"]}, {"rule": "own"}, 7, {**one, "times": "many"}]
+    assert watch.budgets(Recording({"budgets": entries})) == [("own", "warn and rollback", 1, 3), ("own", "warn and rollback", 0, 3)]
+    assert watch.budgets(Recording()) == [] and "1 of 3 left" in text_of(Recording({"budgets": [one]}))
 
 
 def trained(directory, epochs=2, **arguments):

@@ -124,7 +124,7 @@ function legend() {
 function strips() {
   const measure = document.getElementById("measure")?.value;
   for (const canvas of document.querySelectorAll("canvas[data-layer]")) {
-    const row = data.layers.rows[+canvas.dataset.layer], values = row[measure] || row.range, c = canvas.getContext("2d");
+    const row = data.layers.rows[+canvas.dataset.layer], values = row[measure] || row.range || row[Object.keys(row).find(k => k !== "step")], c = canvas.getContext("2d");
     canvas.width = Math.max(row.step.length, 1); canvas.height = 6;
     const logs = values.map(v => v == null ? null : Math.log10(Math.max(Math.abs(v), 1e-30))), known = logs.filter(v => v != null);
     const low = Math.min(...known), span = Math.max(Math.max(...known) - low, 0.3);
