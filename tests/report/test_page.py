@@ -6,7 +6,9 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -69,7 +71,10 @@ def test_a_healthy_run():
     assert "Nothing happened" in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
 
 
-NAMES = [HOSTILE, "{{ 7 * 7 }}", "</style><b>", "\u2028-->", "' onmouseover='alert(1)", '"><svg onload=alert(1)>', "\ud800"]
+NAMES = [
+    *(HOSTILE, "</script x", "<!--<script ", "{{ 7 * 7 }}", "</style><b>", "\u2028-->", "\ud800"),
+    *("' onmouseover='alert(1)", '"><svg onload=alert(1)>'),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,6 +83,8 @@ def test_hostile_names(name):
     one, other = (Elements(page_of(synthetic(600, 8, name=called))) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found]
     assert [sorted(attributes) for _, attributes in one.found] == [sorted(attributes) for _, attributes in other.found]
+    data = page_of(synthetic(600, 8, name=name)).split('id="data">')[1].split("</script>")[0]
+    assert len(data) > 1000 and not set(data) & set("<>&\u2028\u2029"), "browsers end a script at more than its end tag"
     assert name in "".join(one.text) and "49" not in [t.strip() for t in one.text]
     one, other = (Elements(compare.page([compare.RunSeen(called, synthetic(600, 8, name=called), ())])) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found] and name in "".join(one.text)
@@ -101,6 +108,21 @@ def test_the_data_of_the_script():
     assert steps == [i.step + 1 for i in incidents_of(recording)] and set(numbers) == {0, 1, 2, 3}
     loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
     assert loss["x"][0] == 1 and loss["log"] is False and len(loss["x"]) == len(loss["low"]) == len(loss["high"])
+
+
+def test_steps_count_as_in_the_recording():
+    """Incidents of a second fit count from its beginning; on the timeline they stand where the recording has them."""
+    recording = synthetic(600, 4)
+    later = [replace(event, step=event.step + 7) for event in recording.events]
+    raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
+    assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+
+
+def test_the_command_can_be_pasted():
+    """Whatever the folder is called, the shell takes it for one argument."""
+    name = "runs/a b; rm -rf $HOME"
+    (found,), _ = cards([Incident(3, 0, 3, (), bundle=name)])
+    assert shlex.split(found["replay"]) == ["keras-nanguard", "replay", name]
 
 
 def test_many_kinds_have_one_card_in_common():
@@ -161,6 +183,14 @@ class TestBlamedRows:
         else:
             np.savez(folder / "batch.npz", a=np.array([{}]) if content == "objects" else np.zeros(3))
         assert blamed_rows.shown(folder, [0]) == []
+
+    def test_objects_are_never_unpickled(self, folder, tmp_path):
+        class Trap:
+            def __reduce__(self):
+                return (Path.touch, (tmp_path / "sprung",))
+
+        np.savez(folder / "batch.npz", a=np.array([[Trap()]], dtype=object))
+        assert blamed_rows.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
         """Whatever path an incident names, its bundle is looked for in the run's own directory, by its last name."""
