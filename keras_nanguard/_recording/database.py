@@ -32,8 +32,8 @@ VERSION = 1
 APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
-MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 200_000, 200_000, 4 << 20, 512 << 20
-"""Limits of what is read: rows of a table, events, characters of a text and of all texts."""
+MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 20_000, 200_000, 4 << 20, 512 << 20
+"""Limits of what is read: rows of steps and of bins, of any other table, characters of a text and of all texts."""
 
 SECONDS = 30.0
 """How long reading may take."""
@@ -100,16 +100,24 @@ class Database:
     def __init__(self, path: Path, writer: str):
         self.path, self._writer = path, writer
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not path.exists() or not path.stat().st_size
+        fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
         if not fresh:
             _check_header(path)
         self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+        try:
+            self._begin(fresh)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _begin(self, fresh: bool) -> None:
+        """Make the tables of a file that is new, and take the file over."""
         if fresh:
             self._make()
         self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.execute("PRAGMA synchronous = NORMAL")
         with self._transaction() as run:
-            run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", (json.dumps(writer),))
+            run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", (json.dumps(self._writer),))
 
     def _make(self) -> None:
         self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
@@ -216,6 +224,8 @@ def _check_header(file: Path) -> None:
         GuardError: if they are not.
     """
     remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
+    if file.exists() and not file.is_file():
+        raise GuardError(expected(f"a recording at {file}", "no regular file", remedy))
     try:
         with file.open("rb") as opened:
             head = opened.read(100)
@@ -236,11 +246,13 @@ def _opened(file: Path) -> sqlite3.Connection:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA cell_size_check = ON")
+            if hasattr(connection, "setlimit"):  # Python 3.11
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return connection
-        except sqlite3.OperationalError:
+        except sqlite3.Error as error:
             connection.close()
-            if "immutable" in mode:
+            if not isinstance(error, sqlite3.OperationalError) or "immutable" in mode:
                 raise
     raise AssertionError
 
@@ -303,7 +315,7 @@ class _Texts:
         query = f"SELECT {', '.join(names)} FROM {table} WHERE {short} ORDER BY {order} DESC LIMIT {MAX_EVENTS}"
         found = []
         for row in self._connection.execute(query):
-            self._left -= sum(len(value) for value in row if isinstance(value, str))
+            self._left -= sum(len(value) for value in row if isinstance(value, (str, bytes)))
             if self._left < 0:
                 break
             found.append(row)
@@ -313,7 +325,12 @@ class _Texts:
         """Return columns of numbers, and `id`."""
         names = ("id", *columns)
         query = f"SELECT {', '.join(names)} FROM {table} ORDER BY id DESC LIMIT {MAX_ROWS}"
-        found = self._connection.execute(query).fetchall()[::-1]
+        found: list[tuple[Any, ...]] = []
+        for row in self._connection.execute(query):
+            if not all(value is None or isinstance(value, (int, float)) for value in row):
+                raise ValueError(f"the table {table} holds what is no number")
+            found.append(row)
+        found.reverse()
         lists = list(zip(*found)) if found else [()] * len(names)
         return {name: _column(values, columns.get(name, np.int64)) for name, values in zip(names, lists)}
 

@@ -153,14 +153,13 @@ def test_whole_after_kill(tmp_path, kills):
     """After `kill -9` the file opens, and holds every step that was flushed, in order; the next process goes on in it."""
     least = 0
     for number in range(kills):
-        process = writing(tmp_path)
-        flushed = int(process.stdout.readline())
-        deadline = time.monotonic() + random.Random(number).uniform(0.0, 0.2)
-        while time.monotonic() < deadline:
+        with writing(tmp_path) as process:
             flushed = int(process.stdout.readline())
-        os.kill(process.pid, signal.SIGKILL)
-        flushed = max([flushed, *(int(line) for line in process.stdout.read().split() if line.isdigit())])
-        process.wait()
+            deadline = time.monotonic() + random.Random(number).uniform(0.0, 0.2)
+            while time.monotonic() < deadline:
+                flushed = int(process.stdout.readline())
+            os.kill(process.pid, signal.SIGKILL)
+            flushed = max([flushed, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
         least += flushed
         found = Recording.read(tmp_path)
         assert len(found) >= least and found.meta["status"] == "running"
@@ -173,8 +172,6 @@ def test_whole_after_kill(tmp_path, kills):
 
 def test_two_readers_while_it_is_written(tmp_path):
     """Readers wait for nobody, nobody waits for them, and each sees one moment: as many steps as there are, in order."""
-    process = writing(tmp_path)
-    process.stdout.readline()
     seen, failed = [[], []], []
 
     def follow(counts):
@@ -186,11 +183,12 @@ def test_two_readers_while_it_is_written(tmp_path):
         except (GuardError, AssertionError) as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=follow, args=(counts,)) for counts in seen]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    process.kill()
-    process.wait()
+    with writing(tmp_path) as process:
+        process.stdout.readline()
+        threads = [threading.Thread(target=follow, args=(counts,)) for counts in seen]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        process.kill()
     assert not failed and all(counts == sorted(counts) and counts[-1] > counts[0] for counts in seen)
 
 
@@ -257,7 +255,15 @@ def garbled(path):
     path.write_bytes(raw)
 
 
+def piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 HOSTILE = {
+    "a pipe": piped,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a large number": changed("UPDATE steps SET loss = zeroblob(50000000) WHERE id = 8500"),
     "nothing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("a diary"),
@@ -309,6 +315,15 @@ def test_tables_that_are_too_long(tmp_path, monkeypatch):
     path = valid(tmp_path)
     monkeypatch.setattr(database, "MAX_ROWS", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
+
+
+def test_a_pipe_is_not_written(tmp_path):
+    """Where a pipe stands in the place of the file, nothing waits for it."""
+    os.mkfifo(tmp_path / NAME)
+    made = begun(tmp_path)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() and len(made.recording) == 5
 
 
 def test_wrong_writer(tmp_path):
