@@ -232,7 +232,15 @@ def _compared(given: argparse.Namespace) -> int:
     from keras_nanguard._core.errors import GuardError, expected
     from keras_nanguard._report import compare, files
 
-    runs = [compare.RunSeen(path, files.recorded(path), tuple(files.read(path))) for path in given.paths]
+    runs, problems = [], []
+    for path in given.paths:
+        try:
+            runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
+        except GuardError as error:  # a pattern such as RUNS/* meets other files, too
+            problems.append(error)
+            print(f"keras-nanguard: passed over {' '.join(str(error).split())}", file=sys.stderr)
+    if not runs:
+        raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
         raise GuardError(expected("a path that ends in .html for several runs", f"-o {given.output}", "Write one report a run, or .html."))
     if given.output:

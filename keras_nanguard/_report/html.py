@@ -6,6 +6,7 @@ becomes markup. The charts are uPlot's, which stands in the file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
@@ -71,12 +73,11 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
 
     Args:
         recording: what it has recorded, perhaps nothing.
-        incidents: its incidents.
-        summary: a few lines that sum it up.
+        incidents: its incidents, those of one fit or more.
+        summary: a few lines that sum it up, for a page without a recording.
         directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
     """
-    places = [event.step for event in recording.events if event.kind == "incident"]
-    steps = places if len(places) == len(incidents) else [incident.step for incident in incidents]
+    incidents, steps = _placed(recording, incidents)
     found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
     layers, layer_rows = _layers(recording)
     meta = recording.meta
@@ -89,7 +90,7 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         "report.html",
         data,
         title=str(meta.get("model") or "run"),
-        summary=summary.splitlines()[:1],
+        summary=[] if len(recording) else summary.splitlines(),
         facts=_facts(recording, incidents),
         cards=found,
         charts=data["charts"],
@@ -102,6 +103,37 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         policy=str(meta.get("policy", "")),
         versions=sorted((str(k), str(v)) for k, v in dict(meta.get("versions") or {}).items()),
     )
+
+
+def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequence[Incident], list[int]]:
+    """Return all incidents of a recording, if it has as many as are given, and the step of each as the recording counts them."""
+    known = [event for event in recording.events if event.kind == "incident"]
+    if len(known) < len(incidents):
+        return incidents, [incident.step for incident in incidents]
+    if len(known) == len(incidents):
+        return incidents, [event.step for event in known]
+    found = []
+    for event in known:
+        with contextlib.suppress(NanGuardError):  # not written by us
+            found.append((Incident.from_dict(event.data), event.step))
+    return [incident for incident, _ in found], [step for _, step in found]
+
+
+def _rollbacks(recording: Recording) -> list[list[Any]]:
+    """Return of each rollback the step that it went back to, the one that it came from, and what is said of it."""
+    found, base = [], 0
+    for event in recording.events:
+        data = dict(event.data)
+        if event.kind in ("begin", "resume"):
+            base = _whole(data.get("base"), 0)
+        if event.kind == "rollback":
+            back = base + _whole(data.get("to"), event.step - base)
+            found.append([min(max(back, 0), event.step) + 1, event.step + 1, event.text])
+    return found
+
+
+def _whole(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
 
 
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
@@ -136,13 +168,12 @@ def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequenc
     told = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in told]
     events = recording.events
-    rollbacks = [[int(dict(e.data).get("to", e.step)) + 1, e.step + 1, e.text] for e in events if e.kind == "rollback"]
     rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
     return {
         "incidents": [[step + 1 for step in at], list(numbers), [int(i.refused) for i in incidents]],
         "refused": refused,
         "overflows": overflows,
-        "rollbacks": rollbacks,
+        "rollbacks": _rollbacks(recording),
         "rates": rates,
     }
 
@@ -152,8 +183,8 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
     overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
     kinds = Counter(e.kind for e in recording.events)
-    facts = [("status", str(meta.get("status", ""))), ("steps", f"{len(recording):,}" if len(recording) else "")]
-    facts += [("refused", f"{refused:,}")]
+    facts = [("status", str(meta.get("status", ""))), ("steps run", f"{len(recording):,}" if len(recording) else "")]
+    facts += [("refused at first", f"{refused:,}")]
     facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
     facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
     facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]

@@ -58,6 +58,19 @@ def test_compiled_again():
     assert first is not None and again._compile_config is not first
 
 
+def test_the_width_of_a_progress_bar(capsys):
+    """A progress bar knows how many columns it takes of its line, 0 before it is drawn, and draws itself anew where that is put back."""
+    bar = keras.utils.Progbar(4)
+    assert bar._prev_total_width == 0
+    bar.update(1)
+    assert bar._prev_total_width > 4
+    bar._prev_total_width = 0
+    capsys.readouterr()
+    bar.update(4)
+    assert "4/4" in capsys.readouterr().out
+    assert isinstance(keras.callbacks.ProgbarLogger().progbar, (type(None), keras.utils.Progbar))
+
+
 def test_arrays_of_a_fit():
     """While `fit` trains on arrays they are its local variables `x` and `y`, and its data adapter is one for arrays."""
     seen = []

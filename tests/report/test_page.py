@@ -20,6 +20,7 @@ import keras_nanguard
 from keras_nanguard._cli.parser import main
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
 from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import Event
 from keras_nanguard._report import blamed_rows, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, cards
 from keras_nanguard._report.snippets import snippet
@@ -116,6 +117,17 @@ def test_steps_count_as_in_the_recording():
     later = [replace(event, step=event.step + 7) for event in recording.events]
     raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
     assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+
+
+def test_a_directory_that_several_fits_share():
+    """The page shows all fits of the recording: their incidents, and rollbacks from where their own fit began."""
+    first = synthetic(600, 4)
+    begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
+    foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
+    both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
+    raw = next(r for r in Elements(html.page(both, incidents_of(first)[:2], "")).raw if r.startswith('{"charts"'))
+    marks = json.loads(raw)["marks"]
+    assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 
 
 def test_the_command_can_be_pasted():
@@ -246,5 +258,11 @@ class TestSeveralRuns:
         assert main(["report", *paths, "-o", str(tmp_path / "all.html")]) == 1
         assert "2 of 3 runs" in (tmp_path / "all.html").read_text()
         assert main(["report", *paths, "-o", str(tmp_path / "all.md")]) == 2
+        (tmp_path / "notes.txt").write_text("not a run")
+        capsys.readouterr()
+        assert main(["report", *paths, str(tmp_path / "notes.txt")]) == 1
+        told = capsys.readouterr()
+        assert "2 of 3 runs" in told.out and "passed over" in told.err and "notes.txt" in told.err
+        assert main(["report", str(tmp_path / "notes.txt"), str(tmp_path / "none")]) == 2
         assert main(["report", paths[2], "-o", str(tmp_path / "one.html")]) == 0
         assert files.recorded(paths[0]).meta == {}

@@ -77,11 +77,16 @@ const moves = {
 };
 function plot(chart, box) {
   const axis = {stroke: () => colour("dim"), grid: {stroke: () => colour("line"), width: 1}, ticks: {stroke: () => colour("line")}};
-  const value = (u, v) => number(v);
+  const value = (u, v) => number(v), decades = chart.log ? Math.log10(Math.max(...chart.high) / Math.min(...chart.low)) : 0;
+  const every = Math.ceil(decades / 6), powers = (u, splits) => splits.map(v => {
+    const power = Math.log10(v);
+    return Math.abs(power - Math.round(power)) < 1e-6 && Math.round(power) % every === 0 ? v : null;
+  });
+  const sparse = chart.log ? {filter: powers, grid: {...axis.grid, filter: powers}, ticks: {...axis.ticks, filter: powers}} : {};
   const u = new uPlot({
     width: box.clientWidth || 300, height: 170, cursor: {sync: {key: "steps", scales: ["x", null]}, drag: {x: true, y: false}},
     scales: {x: {time: false, range: (u, a, b) => a == null ? whole : [a, b]}, y: chart.log ? {distr: 3} : {}},
-    padding: [8, 26, 0, 0], axes: [{...axis, size: 30, space: 90, values: (u, ticks) => ticks.map(t => Number.isInteger(t) ? t.toLocaleString("en") : "")}, {...axis, size: 66, values: (u, ticks) => ticks.map(t => t == null ? "" : number(t))}],
+    padding: [8, 26, 0, 0], axes: [{...axis, size: 30, space: 90, values: (u, ticks) => ticks.map(t => Number.isInteger(t) ? t.toLocaleString("en") : "")}, {...axis, ...sparse, size: 66, values: (u, ticks) => ticks.map(t => t == null ? "" : number(t))}],
     series: [{label: "step", value: (u, v) => v == null ? "–" : String(v)},
       {label: "highest", stroke: () => colour("accent"), width: 1.2, value, points: {show: chart.x.length < 60}},
       {label: "lowest", stroke: () => colour("accent"), width: 1.2, value, points: {show: chart.x.length < 60}}],
