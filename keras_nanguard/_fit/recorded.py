@@ -56,7 +56,11 @@ def note_rate(run: Run, ahead: bool = False) -> None:
             rate = keras_optimizers.learning_rate(optimizer)
         except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step
             return
-        run.recorder.rate(rate, ahead or keras_optimizers.rate_variable(optimizer) is None)
+        plain = keras_optimizers.rate_variable(optimizer) is not None
+        before = run.recorder.rate(rate, ahead or not plain)
+        if before is not None and plain and not ahead:
+            data = {"before": before, "after": rate, "by": "callback"}
+            run.recorder.event("learning_rate", run.step, run.counts.epoch, f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
 
 def rate_factor(run: Run) -> float:
@@ -106,5 +110,5 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
     told = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
     if after != before or told:
         text = "; ".join(told) or f"The learning rate is {after:.3g} times what was set."
-        run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after})
+        run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})
         note_rate(run, ahead=True)

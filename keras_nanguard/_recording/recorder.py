@@ -116,8 +116,8 @@ class Recorder:
         """Whether it is time to look at the learning rate again."""
         return self._now() >= self._rate_due
 
-    def rate(self, rate: float, ahead: bool = False) -> None:
-        """Note the learning rate of the last step, or of the next one (`ahead`).
+    def rate(self, rate: float, ahead: bool = False) -> float | None:
+        """Note the learning rate of the last step, or of the next one (`ahead`); returns the one before where that was another.
 
         Where two of these in a row are the same, the rate of all steps in between was that, too; else it is not known. Between the
         beginning of an epoch and the first of these in it nobody changes a rate that is a number.
@@ -132,6 +132,7 @@ class Recorder:
                 self._rows.fill("learning_rate", before[1], before[0], at if before[1] == rate else before[0] + 1)
             self._rows.fill("learning_rate", rate, at, at + 1)
             self._known, self._rate_due = (at, rate), self._now() + INTERVAL
+            return before[1] if before is not None and before[1] != rate else None
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
         """Mark the committed steps from this one on as undone, and those of the refused ones that are run again."""
@@ -175,7 +176,8 @@ class Recorder:
         """Record something that happened at a step of the running fit; of an incident text and data are taken when they are read."""
         with self._lock:
             entry = Event(step + self.base, epoch, self._now(), kind, text, data or {})
-            (self._minor if kind in _MINOR else self._major).append((self._events, entry, incident))
+            frequent = kind in _MINOR or entry.data.get("by") == "callback"
+            (self._minor if frequent else self._major).append((self._events, entry, incident))
             self._events += 1
 
     @property
@@ -333,7 +335,7 @@ class Recorder:
         self._rows.restore(found["steps"], found["bins"], found["first"])
         self._events = self._written_events = found["event_end"]
         for number, event in enumerate(found["events"], self._events - len(found["events"])):
-            kept = self._minor if event.kind in _MINOR else self._major
+            kept = self._minor if event.kind in _MINOR or event.data.get("by") == "callback" else self._major
             kept.append((number, event, None))
         self._samples = {sample.fingerprint: sample for sample in found["samples"]}
         self._layers.restore(found["layers"])

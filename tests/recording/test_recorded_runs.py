@@ -101,6 +101,8 @@ def test_learning_rate_is_true_or_unknown(rate):
     known = np.isfinite(found)
     np.testing.assert_allclose(found[known], np.array(expected)[known], rtol=1e-5)
     assert known.all() if rate == "number" else known.sum() >= 2
+    events = [event for event in guard.recording.events if event.kind == "learning_rate"]
+    assert [(e.step, e.data["by"]) for e in events] == ([(13, "callback"), (25, "callback")] if rate == "number" else [])
 
 
 def test_rates_that_the_guard_lowers():
