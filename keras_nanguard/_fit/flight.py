@@ -155,4 +155,4 @@ class FlightMixin:
         Raises:
             GuardError: if matplotlib is not installed.
         """
-        return plots.curves(self.recording, self.incidents)
+        return plots.curves(self.recording)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._core.drawing import new_figure
-from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 
 __all__ = ["curves"]
@@ -14,19 +12,14 @@ __all__ = ["curves"]
 _PANELS = (("loss", "loss"), ("gradient_norm", "gradient norm"), ("learning_rate", "learning rate"), ("loss_scale", "loss scale"))
 
 
-def curves(recording: Recording, incidents: Sequence[Incident]) -> Any:
-    """Return a figure with one panel for each measured column, and incidents, rollbacks and changed rates marked.
-
-    Args:
-        recording: what the run has recorded.
-        incidents: its incidents.
-    """
+def curves(recording: Recording) -> Any:
+    """Return a figure with one panel for each measured column of a run, and incidents, rollbacks and changed rates marked."""
     series = [(title, *recording.series(name, 1500)) for name, title in _PANELS]
     shown = [panel for panel in series if len(panel[1])]
     figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
     panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
     marks = (
-        ("incident", "#c0262d", "-", sorted({incident.step + 1 for incident in incidents})),
+        ("incident", "#c0262d", "-", [e.step + 1 for e in recording.events if e.kind == "incident"]),
         ("rollback", "#7a3fc0", "-", [e.step + 1 for e in recording.events if e.kind == "rollback"]),
         ("learning rate changed", "#1b7a3d", "--", [e.step + 1 for e in recording.events if e.kind == "learning_rate"]),
     )

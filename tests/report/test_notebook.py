@@ -78,13 +78,14 @@ def test_long_tables_are_cut():
 def test_the_curves():
     """The largest value of each step is drawn, on a logarithmic scale where that takes one; all marks are named."""
     recording = synthetic(900, 8)
-    found = [Incident.from_dict(e.data) for e in recording.events if e.kind == "incident"]
-    figure = curves(recording, found)
+    figure = curves(recording)
     loss = figure.axes[0]
     step, _, high = recording.series("loss", 1500)
     np.testing.assert_array_equal(loss.lines[0].get_data(), (step + 1, high))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["incident", "rollback", "learning rate changed"]
-    assert figure.canvas.print_figure.__name__ and curves(Recording(), []).axes
+    incidents = next(mark for mark in loss.collections if mark.get_label() == "incident")
+    assert [path[0][0] for path in incidents.get_segments()] == [e.step + 1 for e in recording.events if e.kind == "incident"]
+    assert curves(Recording()).axes
 
 
 def test_the_figure_of_an_incident(tmp_path):
