@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from keras_nanguard._files.scan import scan as scan
     from keras_nanguard._lint import lint as lint
     from keras_nanguard._policy.policy import Policy as Policy
+    from keras_nanguard._recording.recording import Recording as Recording
     from keras_nanguard.guard import NanGuard as NanGuard
     from keras_nanguard.model import NanGuardModel as NanGuardModel
 
@@ -50,6 +51,7 @@ _HOMES = {
     "Outcome": "_core.incident",
     **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"),
     **dict.fromkeys(("NanGuardError", "NonFiniteError", "PolicyError"), "_core.errors"),
+    "Recording": "_recording.recording",
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
     "recalibrate": "_files.recalibrate",

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
-from keras_nanguard._fit.epoch_logs import backfill
+from keras_nanguard._fit.epoch_logs import hide_from_progress_bar
+from keras_nanguard._fit.flight import FlightMixin
 from keras_nanguard._fit.lagging_statistics import Lagging
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.policy_lines import policy_lines
@@ -36,11 +37,8 @@ from keras_nanguard._report import console, files
 
 __all__ = ["NanGuard"]
 
-REFUSED = "refused_steps"
-"""Key in the epoch logs and in `History` under which the left-out steps of an epoch stand beside its means."""
 
-
-class NanGuard(LoopMixin, keras.callbacks.Callback):
+class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
     """Guards training against NaN, Inf and finite explosions.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
@@ -50,13 +48,17 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
             `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
-        verbose: 0 or False prints nothing; 1 or True a line for the first incidents of each kind and for each at which something
-            is changed, and a line per epoch that counts the others and the left-out steps; 2 a line for every incident. Lines
-            count steps, epochs and batches from 1, as the progress bar of Keras does.
+        verbose: 0 or False prints nothing; 1 or True a line for each kind of trouble and for each incident at which something is
+            changed, and a table at the end where something has happened; 2 a line for every incident and every epoch with refused
+            steps. Lines count steps, epochs and batches from 1, as the progress bar of Keras does.
         functions: functions by name for the action `call`, each called with the `Incident`.
         diagnose: find out why a step was refused. Costs nothing until one is.
         resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
             position in the data, and everything that the policy remembers. Snapshots are kept on disk then.
+        logs: add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and `nanguard/rollbacks`
+            to the epoch logs.
+        sample_ids: what bad rows are called: one name for each row of `x`, or the key of the batch that holds them. By default their
+            place in `x`.
         **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
 
     Attributes:
@@ -86,9 +88,12 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         functions: Mapping[str, Callable[[Incident], Any]] | None = None,
         diagnose: bool = True,
         resume: bool = False,
+        logs: bool = True,
+        sample_ids: Sequence[Any] | str | None = None,
         **overrides: Any,
     ):
         super().__init__()
+        self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
         self._reporter, self.functions = Reporter(arguments.verbosity(verbose)), arguments.functions(functions)
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.diagnose = arguments.flag("diagnose", diagnose)
@@ -103,14 +108,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         self._firewall: Firewall | None = None
         self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
-        self._epoch_counts: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
         unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
-        kept = ("resume", "functions", "diagnose")
+        kept = ("resume", "functions", "diagnose", "logs", "sample_ids")
         own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
-        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter)}
+        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), **self._copied()}
         return {**unused, **own, "_counts": self._counted(), "_watching": False}
 
     @property
@@ -184,6 +188,8 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             functions=self.functions,
             directory=None if directory is None else str(directory),
             say=self._reporter.line,
+            recorder=self._recorder,
+            bad_rows=self._bad_rows,
         )
         if self.session is not None and self.session.model is model:
             session.follow(self.session)
@@ -197,6 +203,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             keras_fitting.begin_at(attachment.model, None)
         if self._firewall is not None:
             self._firewall.close()
+        self._end_trackers()
         if self._fit is not None:
             self._fit.close()
         self._training = False
@@ -206,11 +213,11 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
         self._training, self._lagging = True, Lagging()
-        self._epoch_counts = []
         if self._attachment is None and self.session is not None:
             self._attach(self.model)
             self.model.make_train_function(force=True)
         self._note_callbacks()
+        self._note_fit(self.params)
         self._print_policy_warnings()
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
@@ -218,11 +225,13 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             if self.session.resuming.leaves_nothing_of(self._epochs()):
                 self._restore_at_once()
 
-    def start_counting(self, model: Any) -> None:
+    def start_counting(self, model: Any, params: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
         keras.callbacks.Callback.set_model(self, model)
-        self._training, self._epoch_counts = True, []
+        self.set_params(params)
+        self._training = True
         self._note_callbacks()
+        self._note_fit(self.params)
         self._print_policy_warnings()
 
     def _print_policy_warnings(self) -> None:
@@ -239,7 +248,9 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _note_callbacks(self) -> None:
         if self.session is not None:
-            self.session.callbacks_deferred = callbacks_deferred(surrounding())
+            callbacks = surrounding()
+            self.session.callbacks_deferred = callbacks_deferred(callbacks)
+            hide_from_progress_bar(callbacks)
 
     def _resume(self, steps: int | None = None) -> None:
         """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
@@ -267,7 +278,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""
         if self.session is not None:
-            self.session.counts.begin_epoch(epoch)
+            self.session.begin_epoch(epoch)
             if self.session.resuming is not None:
                 self.session.counts.resume_epoch(self.session.resuming.batch)
                 keras_fitting.begin_at(self.model, None)
@@ -277,8 +288,10 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         if self.session is None:
             return
         self.session.resolve_pending()
+        self.session.note_rate()
         if self.session.counts.idle and isinstance(logs, dict):
             logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
+        self._add_logs(logs)
 
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
@@ -288,22 +301,21 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Put the number of left-out steps beside the means of the epoch, and say so."""
+        """Say how many steps were left out, which stands beside the means of the epoch."""
         if self.session is None:
             return
         if self._unnamed:
             self._print_policy_warnings()
-        count = self.session.counts.epoch_refused
-        self._epoch_counts.append(count)
-        if logs is not None and any(self._epoch_counts):
-            backfill(self.model, REFUSED, len(self._epoch_counts) - 1)
-            logs[REFUSED] = count
+        self._add_counts(logs)
         self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured)
+        self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
-        self._reporter.end()
+        if self.session is not None:
+            self.session.finished = True
+            self._reporter.end(self.session.counts, self.session.directory)
         self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -357,6 +369,7 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
 
     def _announce(self, incident: Incident) -> None:
         self.incidents.append(incident)
+        self._record_incident(incident)
         self._reporter.incident(incident, self.session.directory if self.session is not None else None)
 
     def summary(self) -> str:
@@ -368,13 +381,14 @@ class NanGuard(LoopMixin, keras.callbacks.Callback):
         return (session.step, session.refused, session.overflows) if session is not None else self._counts
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write all incidents to a file and return its path.
+        """Write what has happened so far to a file and return its path.
 
-        `.json` holds one object with a format number, `.jsonl` one incident a line; `.md` and `.html` are texts for
-        people. The file is written beside and renamed, so it is never half there. `keras-nanguard report` reads it. Of
-        several processes the first one writes it.
+        `.html` is one page that needs nothing else: curves, incidents, layers, bad rows. `.md` is text, `.json` one object with a
+        format number, `.jsonl` one incident a line. The file is never half there. Of several processes the first one writes it.
 
         Raises:
             GuardError: for another ending.
         """
-        return files.write(self.incidents, self.summary(), path) if processes.index() == 0 else Path(path)
+        if processes.index() != 0:
+            return Path(path)
+        return files.write(self.incidents, self.summary(), path, self.recording, self.directory)

@@ -70,7 +70,7 @@ class _Epochs(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._is_in_charge():
-            self.guard.start_counting(self.model)
+            self.guard.start_counting(self.model, self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._is_in_charge():
@@ -80,6 +80,10 @@ class _Epochs(keras.callbacks.Callback):
         if self._is_in_charge():
             self.guard.before_epoch_end(logs)
             self.guard.on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.end_recording()
 
 
 @keras.saving.register_keras_serializable("keras_nanguard")

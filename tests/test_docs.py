@@ -41,7 +41,7 @@ def test_readme_blocks_run(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), dict(names) if "batches" in block else names)
     assert len(blocks) >= 3
-    assert (tmp_path / "incidents.md").is_file()
+    assert (tmp_path / "run.html").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

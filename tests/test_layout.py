@@ -19,6 +19,7 @@ PACKAGE = ROOT / "keras_nanguard"
 ORDER = (
     ("_version",),
     ("_core",),
+    ("_recording",),
     ("_policy",),
     ("_keras",),
     ("_backends",),
@@ -37,7 +38,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 WITHIN_BACKENDS = (("interface", "current"), ("processes",), ("shared",), BACKENDS)
 """The same within `_backends`. The packages of two backends know nothing of one another."""
 
-KNOW_NO_KERAS = ("_version", "_core", "_policy", "_report", "errors", "actions")
+KNOW_NO_KERAS = ("_version", "_core", "_recording", "_policy", "_report", "errors", "actions")
 """What can be loaded and used where neither Keras nor a backend is installed."""
 
 NOT_OF_KERAS = {

@@ -33,6 +33,7 @@ __all__ = [
     "repair",
     "report",
     "scan",
+    "watch",
 ]
 
 CLEAN, FOUND, MISUSE = 0, 1, 2
@@ -204,20 +205,59 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def report(given: argparse.Namespace) -> int:
-    """List the incidents of a guarded run."""
+    """List the incidents of a guarded run, or compare several runs."""
     from keras_nanguard._report import console, files
 
-    incidents = files.read(given.path)
+    if len(given.paths) > 1:
+        return _compared(given)
+    path = given.paths[0]
+    incidents, recording = files.read(path), files.recorded(path)
     refused = sum(i.refused for i in incidents)
-    head = console.summary(incidents, None, refused, 0)
+    head = console.summary(incidents, len(recording) or None, refused, 0)
     if given.output:
-        print(f"Written to {files.write(incidents, head, given.output)}.")
+        directory = path if os.path.isdir(path) else None
+        print(f"Written to {files.write(incidents, head, given.output, recording, directory)}.")
     elif given.json:
         for incident in incidents:
             _print_json(incident.to_dict())
     else:
         print("\n".join([head, *(console.incident_line(incident) for incident in incidents)]))
     return FOUND if incidents else CLEAN
+
+
+def _compared(given: argparse.Namespace) -> int:
+    """Compare several runs: as text, as HTML, or as JSON, one object a run."""
+    from pathlib import Path
+
+    from keras_nanguard._core.errors import GuardError, expected
+    from keras_nanguard._report import compare, files
+
+    runs, problems = [], []
+    for path in given.paths:
+        try:
+            runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
+        except GuardError as error:  # a pattern such as RUNS/* meets other files, too
+            problems.append(error)
+            print(f"keras-nanguard: passed over {' '.join(str(error).split())}", file=sys.stderr)
+    if not runs:
+        raise problems[0]
+    if given.output and Path(given.output).suffix != ".html":
+        raise GuardError(expected("a path that ends in .html for several runs", f"-o {given.output}", "Write one report a run, or .html."))
+    if given.output:
+        print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
+    elif given.json:
+        for run in runs:
+            _print_json({"format": 1, **{key: value for key, value in run.row().items() if key != "spark"}, "causes": dict(run.causes)})
+    else:
+        print(compare.text(runs))
+    return FOUND if any(run.incidents for run in runs) else CLEAN
+
+
+def watch(given: argparse.Namespace) -> int:
+    """Show a run in the terminal while it goes on."""
+    from keras_nanguard._report.watch import watch as show
+
+    return FOUND if show(given.directory, given.interval, given.once) else CLEAN
 
 
 def demo(given: argparse.Namespace) -> int:

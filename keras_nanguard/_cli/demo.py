@@ -17,7 +17,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._report import console
+from keras_nanguard._report import closing
 from keras_nanguard.guard import NanGuard
 
 __all__ = ["run", "wins"]
@@ -137,8 +137,7 @@ def run(epochs: int = EPOCHS) -> int:
         screen.print(f"{' '.join(name.split())}: {time.perf_counter() - start:.0f} s")
     screen.print(_table(results))
     screen.print("NanGuard() reported:")
-    for line in console.kinds(guard.incidents):
-        screen.print(f"  {line}")
+    screen.print(closing.table(guard.incidents))
     stock, guarded, clean = results
     won = wins(stock, guarded, clean)
     screen.print(f"\n{_verdict(won, guarded[ACCURACY], clean[ACCURACY])}")

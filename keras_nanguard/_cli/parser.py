@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _demo, _completion):
+    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _watch, _demo, _completion):
         add(commands)
     return root
 
@@ -190,12 +190,28 @@ def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "list the incidents of a guarded run"
+    summary = "show what happened in a guarded run, or compare several runs"
     command = _command(commands, "report", summary, command_functions.report)
     kinds = "the directory that was given to NanGuard, a .json or .jsonl file of guard.report, or a bundle"
-    command.add_argument("path", metavar="REPORT", help=kinds)
-    command.add_argument("-o", "--output", metavar="FILE", help="write a .md, .html, .json or .jsonl file instead of printing")
+    command.add_argument("paths", nargs="+", metavar="REPORT", help=f"{kinds}; several are compared")
+    written = "write a .html page, or a .md, .json or .jsonl file, instead of printing"
+    command.add_argument("-o", "--output", metavar="FILE", help=written)
     _json(command)
+
+
+def _watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "follow a guarded run in the terminal: curves, incidents, what the policy may still do"
+    command = _command(commands, "watch", summary, command_functions.watch)
+    command.add_argument("directory", metavar="DIR", help="the directory that was given to NanGuard")
+    command.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    command.add_argument("--once", action="store_true", help="show it once and exit, as where the output is no terminal")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.05 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 0.05 to 3600 seconds, received {text}")
+    return seconds
 
 
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

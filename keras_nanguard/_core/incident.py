@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.notebook import block
 
 __all__ = [
     "CAUSES",
@@ -302,6 +303,20 @@ class Incident:
             f"Incident(step={self.step}, epoch={self.epoch}, batch={self.batch}, sites={self.sites}, "
             f"refused={self.refused}{cause}, changes={self.changes})"
         )
+
+    def _repr_html_(self) -> str:
+        lines = () if self.diagnosis is None else (*self.diagnosis.evidence, *(f"Do: {text}" for text in self.diagnosis.advice))
+        return block(str(self), lines, ("site", "place", "what"), [(f.site, f.path, f) for f in self.findings])
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the bad places, in causal order from the top. Takes the extra `plot`.
+
+        Raises:
+            GuardError: if matplotlib is not installed.
+        """
+        from keras_nanguard._core.drawing import bad_places
+
+        return bad_places(f"{self.moment}: {self.diagnosis.headline if self.diagnosis else self.first or ''}", self.findings)
 
     def with_(self, **changes: Any) -> Incident:
         """Return a copy with some fields replaced."""

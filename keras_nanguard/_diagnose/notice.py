@@ -26,7 +26,7 @@ def when_slow(text: str) -> Iterator[None]:
 
     def announce() -> None:
         (keras.config.enable_interactive_logging if interactive else keras.config.disable_interactive_logging)()
-        processes.print_line(f"\n{text}")
+        processes.print_line(text)
 
     timer = threading.Timer(SLOW, announce)
     timer.daemon = True

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.notebook import block
 from keras_nanguard._files.judge import STATISTICS_LIMIT
 from keras_nanguard._files.mend import Change, Choices
 from keras_nanguard._files.names import identities
@@ -98,6 +99,11 @@ class RepairReport:
 
     def __repr__(self) -> str:
         return f"RepairReport({self.source!r}, {len(self.done)} done, {len(self.skipped)} skipped)"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.source}: {len(self.done)} repaired, {len(self.skipped)} left alone"
+        rows = [(change.path, change.status, change.detail) for change in self.changes]
+        return block(title, self.closing(), ("variable", "", "what was done"), rows, self.clean)
 
     def __str__(self) -> str:
         listed = [f"{change.status} {change.path}: {change.detail}" for change in self.changes]

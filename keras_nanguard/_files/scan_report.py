@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from keras_nanguard._core.notebook import block
 from keras_nanguard._files.arrays import Statistics
 from keras_nanguard._files.judge import SEVERITIES, Problem
 
@@ -149,6 +150,10 @@ class ScanReport:
         if len(shown) > _SHOWN_LAYERS:
             lines.append(f"and {len(shown) - _SHOWN_LAYERS} more layers")
         return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        rows = [(e.layer, e.name, found.severity, found.detail) for e in self.bad for found in e.problems]
+        return block(self.headline(), self.notes, ("layer", "variable", "severity", "problem"), rows, self.clean)
 
     def headline(self) -> str:
         """Return the result in one sentence."""

@@ -16,9 +16,9 @@ from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import SECTIONS
 from keras_nanguard._policy.spelling import nearest
 
-__all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "verbosity"]
+__all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids", "verbosity"]
 
-ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume")
+ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
 """The arguments of `NanGuard` besides the sections of a policy."""
 
 ON_DISK = {"snapshot": {"storage": "disk"}}
@@ -126,3 +126,15 @@ def require_instance(guard: Any, kind: type[Any]) -> None:
     if not isinstance(guard, kind):
         name = kind.__name__
         raise GuardError(expected(f"a {name} among the callbacks", f"the class {name} itself", f"Write callbacks=[{name}()]."))
+
+
+def sample_ids(value: Any) -> Any:
+    """Return the names of the rows of the data.
+
+    Raises:
+        GuardError: if it is neither a sequence nor a key.
+    """
+    if value is None or isinstance(value, str) or (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+        return value
+    what = "sample_ids to hold a name for each row of x, or to be the key of the batch that does"
+    raise GuardError(expected(what, repr(value), 'Write sample_ids=names or sample_ids="id".'))

@@ -57,6 +57,8 @@ class Firewall:
             if not self.session.scan("weights"):
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
+            counts = self.session.counts
+            self.session.recorder.event("firewall", counts.step, counts.epoch, f"Not saved: {where}. The model holds NaN or Inf.")
             processes.print_line(f"NanGuard: not saved: {where}. The model holds NaN or Inf, and what was there before stays.")
             return None
 

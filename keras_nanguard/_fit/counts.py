@@ -20,17 +20,19 @@ class Counts:
         rollbacks: how often the guard rolled back to a snapshot.
         epoch, epoch_start: the epoch that runs, and the step it started at.
         epoch_refused, epoch_passed: refused steps of this epoch, and batches of it that no step has seen.
+        epoch_rollbacks: how often the guard had rolled back when this epoch began.
         skip_batches: how many batches are still to be skipped.
     """
 
     def __init__(self) -> None:
         self.step = self.committed = self.refused = self.overflows = self.streak = self.rollbacks = self.skip_batches = 0
-        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = 0
+        self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
         self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
+        self.epoch_rollbacks = self.rollbacks
 
     def resume_epoch(self, batches: int) -> None:
         """Skip the batches that an earlier run has trained on in this epoch; its metrics go on."""

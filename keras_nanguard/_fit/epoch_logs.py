@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras import layers as keras_layers, overrides
 
-__all__ = ["HUGEST", "Logs", "backfill", "numbers"]
+__all__ = ["HUGEST", "OWN", "REFUSED", "Logs", "hide_from_progress_bar", "numbers"]
+
+REFUSED = "refused_steps"
+"""Key in the epoch logs and in `History` under which the left-out steps of an epoch stand beside its means."""
+
+OWN = "nanguard/"
+"""Beginning of the keys of all other numbers that the guard adds to the epoch logs."""
 
 HUGEST = 3.4028234663852886e38
 """The largest number of float32: finite, as TerminateOnNaN wants it, and no measurement that anybody takes for one."""
@@ -31,11 +39,15 @@ def numbers(logs: Any) -> dict[str, float]:
     return found
 
 
-def backfill(model: Any, name: str, epochs: int) -> None:
-    """Give the epochs of a fit before the first that has a log of this name a 0, so that all lists in History have one length."""
-    history = getattr(getattr(model, "history", None), "history", None)
-    if isinstance(history, dict) and name not in history:
-        history[name] = [0] * epochs
+def hide_from_progress_bar(callbacks: Any) -> None:
+    """Leave what the guard adds to the epoch logs out of the progress bar of a `CallbackList`, refused steps apart where there are any."""
+    for callback in getattr(callbacks, "callbacks", ()):
+        if isinstance(callback, keras.callbacks.ProgbarLogger) and "on_epoch_end" not in vars(callback):
+            overrides.set_instance(callback, "on_epoch_end", functools.partial(_without_own, callback.on_epoch_end))
+
+
+def _without_own(shown: Callable[..., Any], epoch: int, logs: Any = None) -> Any:
+    return shown(epoch, {key: value for key, value in (logs or {}).items() if not key.startswith(OWN) and (key != REFUSED or value)})
 
 
 class Logs:

@@ -9,11 +9,12 @@ from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
-from keras_nanguard._fit import perform
+from keras_nanguard._fit import perform, recorded
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values
 from keras_nanguard._policy.policy import decide
 from keras_nanguard._policy.progress import WINDOW, level_of
+from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 __all__ = ["Incidents"]
 
@@ -50,10 +51,12 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
+        overflow = not (report is not None and report.left_by_previous) and self._is_ordinary_overflow(verdict)
+        run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale, OVERFLOW if overflow else REFUSED)
         if report is not None and report.left_by_previous:
             self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
             return
-        if self._is_ordinary_overflow(verdict):
+        if overflow:
             run.counts.overflows += 1
             run.recent.push_refused(run.step, run.transaction.given)
             return
@@ -82,6 +85,7 @@ class Incidents:
         """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
         findings = self._run.scan("weights")
         if findings:
+            self._run.recorder.push(self._run.step, verdict.loss, verdict.gradients, verdict.scale)
             self.committed(verdict, findings)
         return bool(findings)
 
@@ -129,10 +133,13 @@ class Incidents:
         """
         run, counts = self._run, self._run.counts
         measured = values(verdict, run.train_state().optimizers) if verdict is not None else {}
+        if refused and "learning_rate" in measured:
+            run.recorder.rate(measured["learning_rate"])
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
+        run.bad_rows.note(incident, report)
         if _has_onset(incident):
             incident = incident.with_(values={**measured, "onset": run.progress.onset(run.history.series)})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
@@ -140,8 +147,11 @@ class Incidents:
             self._report(incident)
             return incident
         decision, run.recovery.ledger = decide(run.policy, run.recovery.ledger, incident)
+        before = recorded.rate_factor(run)
         incident = incident.with_(decision=decision)
-        outcomes = self._with_result(perform.perform(run, incident, report))
+        outcomes = perform.perform(run, incident, report)
+        recorded.acted(run, outcomes, before)
+        outcomes = self._with_result(outcomes)
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
         run.checks_fully |= run.recovery.goes_on
         run.ring.note()

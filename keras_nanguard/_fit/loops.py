@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_nanguard._backends.current import adapted, loop_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -21,6 +22,7 @@ class LoopMixin:
 
     session: Session | None
     _reporter: Reporter
+    _bad_rows: BadRows
     _watching: bool = False
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -75,9 +77,11 @@ class LoopMixin:
         try:
             yield self.session
             self.session.restore()  # where the loop had no step left to make
+            self.session.finished = True
         finally:
             self._watching = False
-            self._reporter.end()
+            self._reporter.bad_rows(self._bad_rows.line())
+            self._reporter.end(self.session.counts, self.session.directory)
             self.session.end()
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def _free(folder: Path, name: str) -> Path:
 def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return every array of a batch by its name, in dtypes that NumPy can write and read without pickle."""
     data = batch[0] if len(batch) == 1 else batch
-    parts = dict(zip(_NAMES, data)) if isinstance(data, tuple) and len(data) <= len(_NAMES) else {"x": data}
+    parts = dict(zip(_NAMES, data)) if isinstance(data, (tuple, list)) and len(data) <= len(_NAMES) else {"x": data}
     return {path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)}
 
 

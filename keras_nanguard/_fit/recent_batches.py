@@ -41,13 +41,13 @@ class Rerun:
         snapshot: that snapshot.
         batches: the arguments of each step since then, `None` for one that is to be skipped.
         refused: how many of those that are run again had been refused.
-        left_out: how many of those that are skipped had not been.
+        left_out: those that are skipped and had not been.
     """
 
     snapshot: Snapshot
     batches: tuple[Any, ...]
     refused: int = 0
-    left_out: int = 0
+    left_out: frozenset[int] = frozenset()
 
 
 class Recent:
@@ -91,7 +91,7 @@ class Recent:
             return None
         run = [args is not None and number not in without for number, (args, _) in zip(numbers, found)]
         again = sum(runs and number in self._refused for number, runs in zip(numbers, run))
-        left_out = sum(number in without and number not in self._refused for number in numbers)
+        left_out = frozenset(number for number in numbers if number in without and number not in self._refused)
         return Rerun(snapshot, tuple(args if runs else None for (args, _), runs in zip(found, run)), again, left_out)
 
     def push(self, step: int, given: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.counts import Counts
-from keras_nanguard._report import console, log
+from keras_nanguard._report import closing, console, log
 
 __all__ = ["Reporter"]
 
@@ -23,25 +24,35 @@ class Reporter:
         self.verbose = verbose
         self._lines = console.Lines(every=verbose == 2)
         self._printed: set[str] = set()
+        self._of_run: list[Incident] = []
 
     def begin(self, directory: str | None) -> None:
         """Begin the log of a run."""
+        self._of_run = []
         self._log(directory, log.begin)
 
     def incident(self, incident: Incident, directory: str | None) -> None:
         """Log an incident, and print its line if it has one."""
         self._log(directory, lambda folder: log.add(folder, incident))
+        self._of_run.append(incident)
         self._print(self._lines.line(incident))
 
     def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str]) -> None:
         """Print the line at the end of an epoch, if there is something to say."""
-        committed, counted = counts.epoch_committed, self._lines.counted()
-        self._print(console.epoch_line(epoch, counts.epoch_refused, committed, counted, sorted(unmeasured)))
+        self._print(self._lines.epoch(epoch, counts.epoch_refused, counts.epoch_committed, sorted(unmeasured)))
 
-    def end(self) -> None:
-        """Print which incidents were only counted since the last line about them."""
-        if counted := self._lines.counted():
-            self._print(f"NanGuard: {counted}")
+    def bad_rows(self, line: str) -> None:
+        """Print which bad rows there are, if there is a new one."""
+        self._print(line)
+
+    def end(self, counts: Counts, directory: str | None) -> None:
+        """Print the table of what has happened in this run, if something has."""
+        incidents, self._of_run = self._of_run, []
+        if incidents and self.verbose:
+            refused = f"{counts.refused} of {counts.step} steps were refused" if counts.refused else f"{counts.step} steps"
+            more = "guard.report('run.html')" if directory is None else f"keras-nanguard report {shlex.quote(directory)} -o run.html"
+            head = f"NanGuard: {refused}, {len(incidents)} incident{'s' if len(incidents) > 1 else ''}. All of it: {more}"
+            self._print(closing.table_text(incidents, head))
 
     def line(self, text: str) -> None:
         """Print a line about something that was changed and is no incident."""
@@ -55,7 +66,7 @@ class Reporter:
 
     def _print(self, text: str) -> None:
         if text and self.verbose:
-            processes.print_line("\n" + text)
+            processes.print_line(text)
 
     def _log(self, directory: str | None, write: Callable[[str], None]) -> None:
         """Write to the directory; training goes on where that fails, and one line says so."""

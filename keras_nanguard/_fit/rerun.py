@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Set
 from contextlib import ExitStack
+from math import nan
 from typing import Any
 
 from keras_nanguard._backends import current
@@ -19,6 +20,7 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, left_as_they_are
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.progress import Level, level_of
+from keras_nanguard._recording.records import REFUSED
 
 __all__ = ["RunsAgain"]
 
@@ -37,17 +39,21 @@ class RunsAgain(Run):
         self.running_again, self.reruns = True, 0
         try:
             batches: deque[Any] = deque()
+            left_out: frozenset[int] = frozenset()
             while batches or self.rerun is not None:
                 if self.rerun is not None:
                     plan, self.rerun = self.rerun, None
                     self.reruns += 1
                     self._return_to(plan)
                     batches.extendleft(reversed(plan.batches))
+                    left_out = plan.left_out
                     continue
                 args = batches.popleft()
                 self._bound_rates()
                 if args is None:
                     self.recent.push_refused(self.counts.step, None)
+                    if self.counts.step in left_out:
+                        self.recorder.push(self.counts.step, nan, nan, nan, REFUSED)
                     self.counts.step += 1
                 else:
                     self.after(access.run_again(args))
@@ -70,7 +76,7 @@ class RunsAgain(Run):
     def _return_to(self, plan: Rerun) -> None:
         """Count from a snapshot on again."""
         step, good = plan.snapshot.step, plan.snapshot.good
-        self.counts.return_to(step, good, plan.refused - plan.left_out)
+        self.counts.return_to(step, good, plan.refused - len(plan.left_out))
         self.recovery.pending.return_to(step, good)
         self.recovery.ledger = self.recovery.ledger.rewound()
 

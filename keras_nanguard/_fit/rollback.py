@@ -10,6 +10,7 @@ import numpy as np
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.recorded import rolled_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
@@ -64,7 +65,7 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
-        without = f", {rerun.left_out} of them left out" if rerun.left_out else ""
+        without = f", {len(rerun.left_out)} of them left out" if rerun.left_out else ""
         return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again{without}"
     if p.get("reseed", True):
         for seed in keras_variables.seeds(run.train_state().other):
@@ -102,6 +103,7 @@ def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | 
         run.recent.return_to(since)
         snapshot.write(train_state.kept)
         snapshot.draw_again()
+    rolled_back(run, snapshot, undone, rerun)
     run.trend.settle()
     run.history.undo(snapshot.step)
     run.progress.rolled_back(snapshot.step, since)

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.recent_batches import Recent, Rerun
@@ -18,6 +19,7 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.progress import Level, Progress
 from keras_nanguard._policy.trend import Trend
+from keras_nanguard._recording.recorder import Recorder
 
 __all__ = ["Run"]
 
@@ -32,6 +34,8 @@ class Run:
         functions: the functions that the policy may call, by name.
         directory: folder for everything that is written to disk; `None` writes nothing.
         say: prints a line.
+        recorder: keeps what is measured and done.
+        bad_rows: the bad rows of the data so far.
 
     Attributes:
         state: the train state of the model.
@@ -56,7 +60,11 @@ class Run:
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
         say: Callable[[str], None] = lambda line: None,
+        recorder: Recorder | None = None,
+        bad_rows: BadRows | None = None,
     ):
+        self.recorder = Recorder() if recorder is None else recorder
+        self.bad_rows = BadRows(self.recorder, None) if bad_rows is None else bad_rows
         self.policy, self.functions, self.directory, self.say = policy, functions or {}, directory, say
         self.state, self.counts = LiveState(model, optimizers), Counts()
         self.recovery = Recovery(self.state, self.counts)

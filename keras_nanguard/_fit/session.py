@@ -12,19 +12,25 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
+from keras_nanguard._backends import processes
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
+from keras_nanguard._fit import recorded
+from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.layer_looks import LayerLooks
 from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rerun import RunsAgain
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.records import REFUSED
 
 __all__ = ["Session"]
 
@@ -44,8 +50,11 @@ class Session(RunsAgain):
         functions: the functions that the policy may call, by name.
         directory: folder for everything that is written to disk; `None` writes nothing.
         say: prints a line.
+        recorder: keeps what is measured and done.
+        bad_rows: the bad rows of the data so far.
 
     Attributes:
+        finished: whether the fit has come to its end, and was not cut short.
         resuming: the snapshot to go on from, until its state is in place.
         guard_state: what the policy had changed by the end of the fit.
         callbacks_deferred: whether callbacks hear of a step in another thread, so that none of them acts before the next step.
@@ -62,13 +71,25 @@ class Session(RunsAgain):
         functions: Mapping[str, Callable[..., Any]] | None = None,
         directory: str | None = None,
         say: Callable[[str], None] = lambda line: None,
+        recorder: Recorder | None = None,
+        bad_rows: BadRows | None = None,
     ):
-        super().__init__(model, policy, optimizers=optimizers, functions=functions, directory=directory, say=say)
+        super().__init__(
+            model,
+            policy,
+            optimizers=optimizers,
+            functions=functions,
+            directory=directory,
+            say=say,
+            recorder=recorder,
+            bad_rows=bad_rows,
+        )
         self.monitors, self.logs = Monitors(policy.checks), Logs(model)
         self.incidents = Incidents(self, report, explain, self.monitors.explained)
-        self.callbacks_deferred = False
+        self.callbacks_deferred = self.finished = self._rate_changed = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
+        self.layer_looks = LayerLooks()
         self._snapshot_due = policy.snapshot.every or inf
         self._due = min(self._snapshot_due, self.monitors.due)
 
@@ -100,7 +121,27 @@ class Session(RunsAgain):
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if some are to be skipped."""
-        return self.counts.skips_batches(iterator, batches)
+        counts = self.counts
+        passed, batch = counts.epoch_passed, counts.batch(counts.step)
+        skipped = counts.skips_batches(iterator, batches)
+        for number in range(max(-passed, 0), counts.epoch_passed - passed):  # what an earlier process has trained on is not skipped
+            self.recorder.skip(counts.step, counts.epoch, batch + number)
+        if skipped:
+            self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        return skipped
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Count batches and refused steps from here; after the next step the learning rate is noted."""
+        self.counts.begin_epoch(epoch)
+        self.recorder.place(self.counts.step, epoch, self.counts.epoch_start)
+        self._rate_changed, self._due = True, min(self._due, self.counts.step + 1)
+
+    def note_rate(self) -> None:
+        """Note the learning rate of this moment."""
+        if self.began and not self.stopped:
+            self._rate_changed = False
+            with self.state.access.variables_readable():
+                recorded.note_rate(self)
 
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
@@ -161,7 +202,9 @@ class Session(RunsAgain):
 
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or raise an incident at once if it is bad."""
+        step = None if self.resuming is None else self.resuming.record.step
         self.began, resumed = True, self.restore()
+        recorded.begun(self, step)
         train_state = self.train_state()
         tolerated = self.state.tolerate(train_state)
         if self.transaction is not None:
@@ -204,6 +247,7 @@ class Session(RunsAgain):
         counts.committed += 1
         counts.streak, counts.last_refused = 0, False
         self.history.push(step, loss, gradients, scale)
+        self.recorder.push(step, loss, gradients, scale)
         self.recent.push(step, self.transaction.given)
         findings = self.trend.push(step, loss, sqrt(2.0 * gradients) / scale)
         if findings:
@@ -239,9 +283,12 @@ class Session(RunsAgain):
         for counts.step, verdict in enumerate(transaction.verdicts(first, end), first):
             if self.healed or self.stopped:  # what ran on after it ran on a state that is gone
                 counts.refuse(end - counts.step)
+                for step in range(counts.step, end):
+                    self.recorder.push(step, nan, nan, nan, REFUSED)
                 break
             if verdict.halted:
                 counts.refuse()
+                self.recorder.push(counts.step, verdict.loss, verdict.gradients, verdict.scale, REFUSED)
             else:
                 self._judge(verdict, [reports[verdict.step]] if verdict.step in reports else (), last=counts.step == end - 1)
         counts.step = end
@@ -256,6 +303,7 @@ class Session(RunsAgain):
         elif verdict.finite:
             self._count_committed(verdict, last)
         elif not self.policy.refuse:
+            self.recorder.push(self.counts.step, verdict.loss, verdict.gradients, verdict.scale)
             self.incidents.observed(verdict, reports)
         else:
             if not self.incidents.poisoned(verdict):
@@ -266,12 +314,15 @@ class Session(RunsAgain):
         step = self.counts.step
         self.counts.committed += 1
         self.history.push(step, verdict.loss, verdict.gradients, verdict.scale)
+        self.recorder.push(step, verdict.loss, verdict.gradients, verdict.scale)
         self.recent.push(step, self.transaction.given)
         self.counts.streak = 0
         for clip in self.recovery.clips.values():
             clip.push(verdict.gradient_norm)
-        if last:
+        if last and self.recovery.pending.active:
+            before = recorded.rate_factor(self)
             self.recovery.pending.after_good_step()
+            recorded.acted(self, (), before)
         findings = self.trend.push(step, verdict.loss, verdict.gradient_norm)
         if findings:
             self.incidents.committed(verdict, findings)
@@ -290,8 +341,13 @@ class Session(RunsAgain):
         step, committed = self.counts.step, self.counts.committed
         if step < self._due or self.stopped:
             return
+        if self._rate_changed:
+            self.note_rate()
+        self._look_at_layers()
         if step >= self.monitors.due:
             with self.state.access.variables_readable():
+                if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
+                    recorded.note_rate(self)
                 findings = self.monitors.look(self)
             findings = findings or self.monitors.tried(self)
             if findings:
@@ -302,6 +358,13 @@ class Session(RunsAgain):
             self._snapshot_due = step + self.policy.snapshot.every
             self._take_snapshot()
         self._due = min(self._snapshot_due, self.monitors.due, step + self.ring.next_proof(committed))
+        if self.layer_looks.half:
+            self._due = step + 1
+
+    def _look_at_layers(self) -> None:
+        if self.layer_looks.due(self.counts.step):
+            with self.state.access.variables_readable():
+                self.layer_looks.look(self)
 
     def _take_snapshot(self) -> None:
         with self.state.access.variables_readable() if self.ring.only_reads else nullcontext():
@@ -311,6 +374,8 @@ class Session(RunsAgain):
             bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated, doubtful=doubtful)
         if bad:
             self.incidents.between_steps(self.scan("weights"))
+        else:
+            recorded.snapshot_taken(self)
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
         """Raise the incident of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
@@ -323,3 +388,4 @@ class Session(RunsAgain):
         self.guard_state = self.guard_state or GuardState.of(self.recovery)
         self.recent.restart(self.step)
         self.recovery.end()
+        self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)

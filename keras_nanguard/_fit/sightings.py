@@ -72,7 +72,7 @@ def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
     args, named = batch, {}
     if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
         args, named = batch
-    data = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
     for (site, name), value in zip(DATA, data):
         single = isinstance(value, (list, tuple)) and len(value) == 1
         yield site, name, value[0] if single else value

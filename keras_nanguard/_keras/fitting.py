@@ -3,12 +3,14 @@
 Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.utils.io_utils.print_msg``: prints to the screen or to the log, as configured.
+- ``Progbar._prev_total_width``: how many columns of the line a progress bar takes, and 0 before it is drawn.
 - ``Optimizer._learning_rate``: the rate as it was given; a trace of a step captures the object.
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was called.
+- ``TensorBoard._writers``, ``TensorBoard._train_writer``: where it writes; a second writer would make a second run of it.
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
-- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, and the
+- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, ``x`` and ``y`` of `fit`, and the
   ``_distributed_dataset`` of TensorFlow's: callbacks get no reference to them.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
@@ -30,13 +32,35 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message", "running_data", "running_spec", "savers"),
+    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
+    *("running_arrays", "running_data", "running_spec", "savers", "write_text"),
 ]
 
 
 def print_message(text: str) -> None:
-    """Print a line as Keras does: to the screen, or to the log."""
+    """Print lines as Keras does: to the screen, or to the log.
+
+    A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, where nothing can
+    be cleared, it is left above.
+    """
+    bar = _bar_in_line()
+    if bar is not None and keras.config.is_interactive_logging_enabled():
+        width, bar._prev_total_width = bar._prev_total_width, 0
+        clearable = "ipykernel" in sys.modules or sys.stdout.isatty()
+        text = (f"\r{' ' * width}\r" if clearable else "\n") + text
     io_utils.print_msg(text)
+
+
+def _bar_in_line() -> Any:
+    """Return the `Progbar` of the innermost running `fit`, `evaluate` or `predict` that has drawn something, `None` if none has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            bars = [c.progbar for c in owner.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
+            return next((bar for bar in bars if bar is not None and bar.verbose == 1 and bar._prev_total_width), None)
+        frame = frame.f_back
+    return None
 
 
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
@@ -108,10 +132,33 @@ def running_data() -> Any:
     return None if "Generator" in type(adapter).__name__ else adapter
 
 
+def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> None:
+    """Write a text to the event files of each `TensorBoard` among the callbacks."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard) and getattr(callback, "_writers", None) is not None:
+            with callback._train_writer.as_default():
+                callback.summary.text(name, text, step=step)
+
+
 def running_spec() -> Any:
     """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` where there is none."""
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
+
+
+def running_arrays() -> tuple[Any, Any]:
+    """Return `x` and `y` of the innermost running `fit` where it trains on arrays, `(None, None)` elsewhere.
+
+    What is left of them after `validation_split`, whose rows come last.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
+            adapter = getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
+            arrays = "Array" in type(adapter).__name__
+            return (frame.f_locals.get("x"), frame.f_locals.get("y")) if arrays else (None, None)
+        frame = frame.f_back
+    return None, None
 
 
 def _adapter(*calls: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,21 +11,31 @@ from typing import Any
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
-from keras_nanguard._report import console, log
+from keras_nanguard._recording import database
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report import console, html, log
 
-__all__ = ["read", "write"]
+__all__ = ["read", "recorded", "save", "write"]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
 
 
-def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]) -> Path:
+def write(
+    incidents: Sequence[Incident],
+    head: str,
+    path: str | os.PathLike[str],
+    recording: Recording | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Path:
     """Write incidents to a file atomically, and return its path.
 
     Args:
         incidents: the incidents.
         head: lines before the incidents in Markdown and HTML.
         path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line), `.md` or `.html`.
+        recording: what the run has recorded, for HTML.
+        directory: the directory of the run, for HTML: what its bundles hold is shown.
 
     Raises:
         GuardError: for another suffix.
@@ -37,25 +46,34 @@ def write(incidents: Sequence[Incident], head: str, path: str | os.PathLike[str]
         ".json": lambda: json.dumps({"format": FORMAT, "incidents": [i.to_dict() for i in incidents]}, indent=2),
         ".jsonl": lambda: "".join(i.to_json() + "\n" for i in incidents),
         ".md": lambda: console.markdown(incidents, head),
-        ".html": lambda: _html(console.markdown(incidents, head)),
+        ".html": lambda: html.page(recording or Recording(), incidents, head, directory),
     }
     if path.suffix not in texts:
         raise GuardError(expected("a path that ends in .json, .jsonl, .md or .html", f"path={str(path)!r}", "Choose one of them."))
+    return save(texts[path.suffix](), path)
+
+
+def save(text: str, path: Path) -> Path:
+    """Write a text to a file atomically, and return its path.
+
+    Raises:
+        OSError: if it cannot be written; it names `path`.
+    """
     try:
         with atomic_files.beside(path) as unfinished:
-            unfinished.write_text(texts[path.suffix](), encoding="utf-8")
+            unfinished.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:  # it names the temporary file
         raise type(error)(error.errno, error.strerror, str(path)) from None
     return path
 
 
-def _html(text: str) -> str:
-    from rich.console import Console
-    from rich.markdown import Markdown
+def recorded(path: str | os.PathLike[str]) -> Recording:
+    """Return the recording in the directory of a run, an empty one where there is none.
 
-    page = Console(record=True, file=io.StringIO(), width=110)
-    page.print(Markdown(text))
-    return page.export_html()
+    Raises:
+        GuardError: if it is damaged or of a newer version.
+    """
+    return Recording.read(path) if (Path(path) / database.NAME).is_file() else Recording()
 
 
 def read(path: str | os.PathLike[str]) -> list[Incident]:

@@ -17,7 +17,7 @@ import pytest
 from keras_nanguard._cli.completion import script
 from keras_nanguard._cli.parser import CLEAN, FOUND, MISUSE, main, parser
 
-COMMANDS = ("scan", "repair", "recalibrate", "lint", "diagnose", "check-policy", "replay", "report", "demo", "completion")
+COMMANDS = ("scan", "repair", "recalibrate", "lint", "diagnose", "check-policy", "replay", "report", "watch", "demo", "completion")
 
 
 @pytest.fixture

@@ -58,6 +58,42 @@ def test_compiled_again():
     assert first is not None and again._compile_config is not first
 
 
+def test_the_width_of_a_progress_bar(capsys):
+    """A progress bar knows how many columns it takes of its line, 0 before it is drawn, and draws itself anew where that is put back."""
+    bar = keras.utils.Progbar(4)
+    assert bar._prev_total_width == 0
+    bar.update(1)
+    assert bar._prev_total_width > 4
+    bar._prev_total_width = 0
+    capsys.readouterr()
+    bar.update(4)
+    assert "4/4" in capsys.readouterr().out
+    assert isinstance(keras.callbacks.ProgbarLogger().progbar, (type(None), keras.utils.Progbar))
+
+
+def test_arrays_of_a_fit():
+    """While `fit` trains on arrays they are its local variables `x` and `y`, and its data adapter is one for arrays."""
+    seen = []
+
+    class Probe(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(fitting.running_arrays())
+
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[Probe()])
+    assert seen[0][0] is x and seen[0][1] is y
+    model.fit(((x, y) for _ in range(1)), verbose=0, callbacks=[Probe()])
+    assert seen[1] == (None, None) and fitting.running_arrays() == (None, None)
+
+
+def test_writer_of_tensorboard():
+    """`TensorBoard` holds its writers in `_writers`, and makes the one of training in `_train_writer`."""
+    assert isinstance(keras.callbacks.TensorBoard._train_writer, property)
+    assert "_writers" in inspect.getsource(keras.callbacks.TensorBoard)
+
+
 def test_printing():
     """Keras' own printing takes a message and a flag for the line break."""
     assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]

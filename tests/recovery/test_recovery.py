@@ -89,7 +89,7 @@ class TestSeveralInARow:
         assert actions_of(guard) == [(0, []), (1, []), (2, ["stop"])]
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
         assert guard.incidents[-1].diagnosis.cause == "loss_domain"
-        assert "loss_domain" in capsys.readouterr().out.splitlines()[-3]
+        assert "loss_domain" in capsys.readouterr().out
         for one, other in zip(before, model.trainable_variables):
             np.testing.assert_array_equal(one, other.numpy())
 

@@ -86,7 +86,7 @@ def test_logs_of_a_refused_step_are_those_before_it():
 
 
 def test_refused_steps_stand_in_history():
-    """From the first bad epoch on History counts refused steps, and earlier epochs get their 0."""
+    """From the first epoch on History counts refused steps."""
     data = zoo.regression()
 
     class Poison(keras.callbacks.Callback):
@@ -100,9 +100,13 @@ def test_refused_steps_stand_in_history():
 
 
 def test_healthy_history_is_untouched():
-    """Without a refused step History has the keys of an unguarded run, and the same values."""
+    """But for what the guard adds History has the keys of an unguarded run, and the same values."""
     data = zoo.regression()
-    assert fit(data, NanGuard(verbose=0))[1] == fit(data)[1]
+    history = fit(data, NanGuard(verbose=0))[1]
+    assert zoo.plain_logs(history) == fit(data)[1] and history["refused_steps"] == [0, 0]
+    names = {f"nanguard/{name}" for name in ("refused", "grad_norm", "rate_factor", "loss_scale", "rollbacks")}
+    assert set(history) - set(zoo.plain_logs(history)) == {"refused_steps", *names}
+    assert set(fit(data, NanGuard(verbose=0, logs=False))[1]) == {*zoo.plain_logs(history), "refused_steps"}
 
 
 def test_stock_callbacks_beside_the_guard(tmp_path):
@@ -122,12 +126,14 @@ def test_stock_callbacks_beside_the_guard(tmp_path):
 
 
 def test_one_line_for_each_incident(capsys):
-    """One clear line is printed for an incident, and one at the end of an epoch with left-out steps."""
+    """A line for an incident, one at the end of an epoch with left-out steps, one that names a new bad row, and the table."""
     guard = NanGuard()
     fit(zoo.poison(zoo.regression(), 3), guard, epochs=1)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert len(lines) == 2 and all(line.startswith("NanGuard: ") for line in lines)
+    out = capsys.readouterr().out.splitlines()
+    lines = [line for line in out if line.startswith("NanGuard: ")]
+    assert len(lines) == 4 and out[:4] == lines and out[-1].startswith("╰")
     assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were refused" in lines[1]
+    assert lines[2] == "NanGuard: 1 distinct bad row so far: x[26]"
 
 
 def test_silence(capsys):
@@ -163,16 +169,14 @@ def test_summary_and_reports(tmp_path):
 
 
 def test_the_same_rows_in_each_epoch(capsys):
-    """What comes again in each epoch has one line, and is counted from then on; `verbose=2` prints each."""
+    """What comes again in each epoch has one line, and is counted in the table at the end; `verbose=2` prints each."""
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
     guard = NanGuard(diagnose=False)
     fit(data, guard, epochs=3)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert [line.split(":")[1].strip() for line in lines] == [
-        *("step 4 (epoch 1, batch 4) refused", "step 8 (epoch 1, batch 8) refused", "epoch 1", "epoch 2", "epoch 3"),
-    ]
-    assert all(line.endswith("As reported before: 2 x nonfinite inputs.") for line in lines[3:]), lines
-    assert "As reported" not in lines[2] and len(guard.incidents) == 6
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NanGuard: ")]
+    starts = ("step 4 (epoch 1, batch 4) refused: ", "epoch 1: 2 of 12", "6 of 36 steps were refused, 6 incidents. ")
+    assert len(lines) == 3 and all(line.startswith(f"NanGuard: {start}") for line, start in zip(lines, starts)), lines
+    assert len(guard.incidents) == 6
     fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)
     assert capsys.readouterr().out.count(" refused: inputs") == 6
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
@@ -11,7 +13,7 @@ from keras_nanguard._files.recalibrate import RecalibrateReport
 from keras_nanguard._files.repair import RepairReport
 from keras_nanguard._files.scan_report import ScanReport
 from keras_nanguard._lint import LintReport
-from keras_nanguard._report.console import MAX_PRINTED, Lines, kinds, markdown, summary
+from keras_nanguard._report.console import Lines, kinds, markdown, summary, why
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
@@ -110,45 +112,57 @@ def test_a_guard_prints_its_summary():
 
 
 class TestLines:
-    def test_a_few_of_a_kind(self):
-        """Of one kind the first few have lines of their own; the others are counted, and said in one clause."""
+    def test_one_of_a_kind(self):
+        """Of one kind of trouble the first has a line of its own; the same place with another cause is another kind."""
         lines = Lines()
-        shown = [bool(lines.line(incident(step, 0, step))) for step in range(8)]
-        assert shown == [True] * MAX_PRINTED + [False] * (8 - MAX_PRINTED)
-        assert lines.counted() == f"As reported before: {8 - MAX_PRINTED} x nonfinite inputs." and lines.counted() == ""
+        assert [bool(lines.line(incident(step, 0, step))) for step in range(8)] == [True] + [False] * 7
+        assert lines.line(incident(9, diagnosis=DIAGNOSIS)) and not lines.line(incident(10, diagnosis=DIAGNOSIS))
 
-    def test_the_same_batch_again(self):
-        """The same rows of the same batch have one line, in whichever epoch they come again."""
+    def test_other_rows_of_the_same_kind(self):
+        """One cause in one place is one kind, whichever rows it takes and wherever it shows first."""
         lines = Lines()
-        shown = [bool(lines.line(incident(epoch * 20 + 5, epoch, 5, diagnosis=DIAGNOSIS))) for epoch in range(3)]
-        assert shown == [True, False, False]
-        assert lines.counted() == "As reported before: 2 x input_nonfinite in 'x/age'."
+        found = [incident(diagnosis=DIAGNOSIS), incident(findings=(Finding("loss"),), diagnosis=replace(DIAGNOSIS, samples=(3,)))]
+        assert [bool(lines.line(one)) for one in found] == [True, False]
 
     def test_what_is_changed_is_always_said(self):
-        """Where something was changed, and outside of training, each incident has its line."""
-        back = (Outcome("rollback", "done", "back"),)
+        """Where the run was changed, and outside of training, each incident has its line; where a batch was only kept it has not."""
+        back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "quarantine"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
             lines = Lines()
-            assert all(lines.line(incident(step, 0, step, **fields)) for step in range(30)) and lines.counted() == ""
+            assert all(lines.line(incident(step, 0, step, **fields)) for step in range(30))
+        lines = Lines()
+        assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept))) for step in range(9)) == 1
 
     def test_round_numbers(self):
         """In a loop without epochs the 10th, the 100th and the 1000th of a kind have a line, which says so."""
         lines = Lines()
         told = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
-        assert list(told) == [*range(1, MAX_PRINTED + 1), 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
+        assert list(told) == [1, 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
 
     def test_every(self):
-        """With `every` each incident has its line."""
+        """With `every` each incident and each epoch with refused steps has its line."""
         lines = Lines(every=True)
-        assert all(lines.line(incident(5, epoch, 5)) for epoch in range(20)) and lines.counted() == ""
+        assert all(lines.line(incident(5, epoch, 5)) and lines.epoch(epoch, 1, 4) for epoch in range(20)) and not lines.epoch(21, 0, 5)
+
+    def test_epochs(self):
+        """An epoch has a line if it is the first with refused steps, has twice as many as the last that had one, or no other steps."""
+        lines = Lines()
+        told = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
+        assert told == [False, True, False, False, False, True, False, False]
+        assert lines.epoch(8, 3, 0, ["loss"]) and lines.epoch(9, 3, 0, ["loss"])
+
+    def test_control_characters(self):
+        """No name commands the terminal."""
+        line = Lines().line(incident(diagnosis=replace(DIAGNOSIS, culprit="\x1b]0;owned\x07\x1b[2J")))
+        assert line.isprintable() and "owned" in line
 
 
 def test_kinds():
-    """One line for each kind of trouble, the most frequent first, with what was done and where it was first."""
+    """Incidents by kind of trouble, the most frequent first."""
     back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
     told = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
-    assert told == [
-        "2 x input_nonfinite in 'x/age': refused; the first at step 4 (epoch 1, batch 4), inputs x/age: 1 NaN of 32",
-        "1 x nonfinite loss: rollback and lower_lr; the first at step 8 (epoch 1, batch 8), loss: nonfinite",
+    assert [(len(group), why(group[0]), group[0].step) for group in told] == [
+        (2, "input_nonfinite in 'x/age'", 3),
+        (1, "nonfinite loss", 7),
     ]
     assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, 10, 2, 0)

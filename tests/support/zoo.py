@@ -238,6 +238,11 @@ def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
     return {key: [float(value) for value in values] for key, values in history.items()} if OLD else history
 
 
+def plain_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return logs, or a History, without what the guard adds to them."""
+    return {key: value for key, value in logs.items() if key != "refused_steps" and not key.startswith("nanguard/")}
+
+
 def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:
     """Return the paths of all variables, and the names of all History entries, in which two runs differ."""
     told = []
@@ -245,7 +250,7 @@ def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:
     for (path, a), (_, b) in zip(one.state, other.state):
         if not _same(a, b, tolerance):
             told.append(f"{path}: {np.ravel(a)[:3]} and {np.ravel(b)[:3]}")
-    for key in (set(one.history) | set(other.history)) - {"refused_steps"}:
+    for key in set(plain_logs(one.history)) | set(plain_logs(other.history)):
         if not _same(np.array(one.history.get(key)), np.array(other.history.get(key)), tolerance):
             told.append(f"history[{key!r}]: {one.history.get(key)} and {other.history.get(key)}")
     return told

@@ -43,7 +43,7 @@ def parts(args: Any) -> list[Part]:
 
 def _parts(args: Any) -> Iterator[tuple[str, str, Any]]:
     args, kwargs = _positional(args)
-    data = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
     for role, value in zip(ROLES, data[: len(ROLES)]):
         yield from ((role, path, v) for path, v in _leaves(role, value))
     for value in (*data[len(ROLES) :], kwargs):

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keras_nanguard import Recording
+
 PROGRAM = Path(__file__).parents[2] / "support" / "jax_processes.py"
 
 
@@ -70,6 +72,16 @@ def same(one, other, tolerance=0.0):
     """Runs of one compiled step end in the same bits; of two, which compilers make of other code, in the same to `tolerance`."""
     for a, b in zip([one["loss"], *one["weights"]], [other["loss"], *other["weights"]]):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_one_recording(way, runs):
+    """The first process writes what was recorded, every step once; the other has a folder that went with it."""
+    found, directory = runs
+    first, second = found["bad"][0]
+    recording = Recording.read(directory / "bad")
+    assert recording.steps["step"].tolist() == list(range(24)) and np.flatnonzero(recording.steps["status"]).tolist() == [3, 7]
+    assert recording.meta["status"] == "finished" and len(recording.samples) >= 1
+    assert first["folder"] == str(directory / "bad") and not Path(second["folder"]).exists()
 
 
 def test_refused_by_both(way, runs):

@@ -145,7 +145,7 @@ def test_data_of_unknown_size(kind, optimizer):
         history = model.fit(unbounded(kind), epochs=3 if kind != "generator" else 1, verbose=0, callbacks=callbacks)
         found.append((history.history, [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]))
     (plain_history, plain), (guarded_history, guarded) = found
-    assert plain_history == guarded_history
+    assert plain_history == zoo.plain_logs(guarded_history)
     for one, other in zip(plain, guarded, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -1,0 +1,115 @@
+"""Make the pictures of the README, from the data of the demonstration: what a run prints, and its report in a browser.
+
+    python examples/pictures.py [folder]
+
+Takes scikit-learn, pyte, selenium, and Debian's chromium and chromium-driver. The folder is docs/pictures by default.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pyte
+from rich.console import Console
+from rich.text import Text
+from selenium import webdriver
+
+from keras_nanguard import NanGuard
+from keras_nanguard._cli import demo
+
+COLUMNS, LINES = 118, 60
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+
+
+class Terminal(io.StringIO):
+    """A standard output that says that it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def train(directory: str) -> tuple[NanGuard, str]:
+    """Train on the digits of the demonstration; return the guard and what was written to the terminal."""
+    x, y, *_ = demo.digits()
+    model, guard, real = demo.network(), NanGuard(directory=directory), sys.stdout
+    os.environ["COLUMNS"] = str(COLUMNS)
+    sys.stdout = Terminal()
+    try:
+        model.fit(x, y, batch_size=32, epochs=demo.EPOCHS, callbacks=[guard])
+        return guard, sys.stdout.getvalue()
+    finally:
+        sys.stdout = real
+
+
+def on_screen(written: str) -> Text:
+    """Return what a terminal shows of it, with its colours."""
+    screen = pyte.Screen(COLUMNS, LINES)
+    pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
+    shown = Text()
+    for line in range(LINES):
+        cells = [screen.buffer[line][column] for column in range(COLUMNS)]
+        if not any(cell.data.strip() for cell in cells):
+            continue
+        for cell in cells:
+            colour = "" if cell.fg == "default" else cell.fg.replace("brown", "yellow")
+            shown.append(cell.data, " ".join(filter(None, ("bold" if cell.bold else "", colour))))
+        shown.append("\n")
+    return shown
+
+
+def svg(text: Text, path: Path) -> None:
+    """Write a text as the picture of a terminal window."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(text, end="")
+    path.write_text(console.export_svg(title="model.fit(x, y, callbacks=[NanGuard()])"), encoding="utf-8")
+
+
+def photograph(page: Path, picture: Path, width: int, height: int, dark: bool = False, script: str = "") -> None:
+    """Write what Chromium shows of a page of this machine."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get(page.as_uri())
+        driver.execute_script(script)
+        driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+        driver.save_screenshot(str(picture))
+    finally:
+        driver.quit()
+
+
+def main() -> None:
+    """Make all pictures."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        guard, written = train("run1")
+        drawn, page = Path(scratch) / "console.svg", guard.report(Path(scratch) / "run.html")
+        svg(on_screen(written), drawn)
+        width, height = (round(float(n)) for n in drawn.read_text().split('viewBox="0 0 ')[1].split('"')[0].split())
+        photograph(drawn, folder / "console.png", width, height)
+        photograph(page, folder / "report.png", 1180, 900)
+        unfold = "document.documentElement.style.scrollBehavior = 'auto'; const c = document.querySelector('#card-0'); c.open = true;"
+        photograph(page, folder / "card.png", 1180, 980, dark=True, script=f"{unfold} c.scrollIntoView()")
+        os.chdir(folder)
+    print(f"Written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}.")
+
+
+if __name__ == "__main__":
+    main()

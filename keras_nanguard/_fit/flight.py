@@ -1,0 +1,158 @@
+"""The part of `NanGuard` that shows what a run has recorded, and gives it to other callbacks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.notebook import block
+from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
+from keras_nanguard._fit.recorded import rate_factor
+from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.running_fit import surrounding
+from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.trackers import Trackers
+from keras_nanguard._recording import samples_file
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report import console, plots
+
+__all__ = ["FlightMixin"]
+
+
+class FlightMixin:
+    """The part of `NanGuard` for what was recorded."""
+
+    session: Session | None
+    incidents: list[Incident]
+    _recorder: Recorder
+    _reporter: Reporter
+    _bad_rows: BadRows
+    _last_norm = 0.0
+
+    def _begin_recording(self, logs: bool, sample_ids: Any) -> None:
+        self.logs, self.sample_ids, self._recorder = logs, sample_ids, Recorder()
+        self._bad_rows = BadRows(self._recorder, sample_ids)
+        self._trackers: Trackers | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """What all steps so far have measured, and what was done: NumPy arrays, and frames. A copy, from memory."""
+        return self._recorder.recording
+
+    def _copied(self) -> dict[str, Any]:
+        """Return what a copy has of this part."""
+        recorder = copy.copy(self._recorder)
+        return {"_recorder": recorder, "_bad_rows": BadRows(recorder, self.sample_ids)}
+
+    def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
+        """Return the rows of the data that were to blame for bad steps, each once, in the order in which they were found.
+
+        A row is known by its own values: it is the same one in each epoch, however the data is shuffled. Where `fit` trains on arrays its
+        `index` is that in `x`; elsewhere `index` is `None`, and the label is the beginning of its fingerprint or the name that
+        `sample_ids` gives it. Rows that are changed anew each epoch (augmentation) are new ones each time.
+
+        Args:
+            path: a `.csv` file to write them to as well.
+
+        Raises:
+            GuardError: for another ending.
+        """
+        found = tuple(self._recorder.samples.values())
+        if path is not None:
+            samples_file.write(found, path)
+        return found
+
+    def _note_fit(self, params: Mapping[str, Any] | None) -> None:
+        """Note how long the fit is to be, where that is known, and which trackers it has."""
+        self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
+        known = params or {}
+        self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
+
+    def _add_logs(self, logs: Any) -> None:
+        """Add the guard's own numbers to the logs of an epoch."""
+        if self.session is None or not isinstance(logs, dict):
+            return
+        counts = self.session.counts
+        if self.logs:
+            norm, scale = self._recorder.epoch_means(counts.epoch)
+            self._last_norm = norm if math.isfinite(norm) else self._last_norm
+            logs |= {
+                f"{OWN}refused": counts.epoch_refused,
+                f"{OWN}grad_norm": self._last_norm,
+                f"{OWN}rate_factor": rate_factor(self.session),
+                f"{OWN}loss_scale": scale,
+                f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
+            }
+        logs[REFUSED] = counts.epoch_refused
+
+    def _record_incident(self, incident: Incident) -> None:
+        """Record an incident, and hand it to the trackers that the run has."""
+        self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
+        if self._trackers is not None:
+            self._trackers.incident(incident)
+
+    def _end_trackers(self) -> None:
+        """Hand on what a tracker wants at the end of a fit."""
+        trackers, self._trackers = self._trackers, None
+        if trackers is not None:
+            trackers.end(self._page)
+
+    def _page(self) -> str:
+        """Return the report as HTML."""
+        with tempfile.TemporaryDirectory(prefix="keras_nanguard-") as folder:
+            return self.report(Path(folder) / "report.html").read_text(encoding="utf-8")
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        raise NotImplementedError
+
+    def _add_counts(self, logs: Any) -> None:
+        """Put whole numbers where Keras has made floats of them, and all where nobody has added them."""
+        if isinstance(logs, dict) and REFUSED in logs:
+            logs |= {key: int(logs[key]) for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks") if key in logs}
+        else:
+            self._add_logs(logs)
+
+    def _record_epoch(self, epoch: int, logs: Any) -> None:
+        """Record the logs of an epoch."""
+        if self.session is None:
+            return
+        self._reporter.bad_rows(self._bad_rows.line())
+        known = {key: value if math.isfinite(value) else str(value) for key, value in numbers(logs).items()}
+        counts = self.session.counts
+        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data={"logs": known, "refused": counts.epoch_refused})
+
+    def end_recording(self) -> None:
+        """End the recording of a fit that no callback detaches from."""
+        if self.session is not None:
+            self.session.resolve_pending()
+            self._recorder.end("finished", self.session.step, self.session.counts.epoch)
+
+    # In a notebook
+
+    def summary(self) -> str:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        title, *lines = self.summary().splitlines()
+        rows = [(len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip") for g in console.kinds(self.incidents)]
+        rows += [(sample.times, f"bad row {sample.label}", "", sample.why) for sample in self.bad_samples()]
+        return block(title, lines if not rows else (), ("times", "trouble", "first at", "done, or why"), rows, not self.incidents)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with all that was done marked.
+
+        Takes the extra `plot`. The figure belongs to no window: `guard.plot().savefig("run.png")`.
+
+        Raises:
+            GuardError: if matplotlib is not installed.
+        """
+        return plots.curves(self.recording)

@@ -1,0 +1,97 @@
+"""Looks at the weights of each layer now and then, between two steps: their norm, how far one update moves them, ranges of statistics.
+
+A look copies the weights, and the next one, after the following execution, compares. Nothing of it is in the step. How often depends on
+what it takes: all looks together take no more than a small share of the time that training takes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._backends import processes
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.history import sizes
+from keras_nanguard._fit.run import Run
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+
+__all__ = ["LayerLooks"]
+
+SHARE = 0.005
+"""Share of the time of training that looks may take."""
+
+MAX_COPIED = 256 << 20
+"""Bytes of weights that are copied at most; of weights beyond that only the norm is measured."""
+
+MIN_STEPS = 50
+"""Steps between two looks at least, but for the first."""
+
+TOGETHER = 1000
+"""Steps between two looks where several processes train together: all of them have to read at the same step, whatever their clocks say."""
+
+
+class LayerLooks:
+    """The looks of one fit.
+
+    Attributes:
+        half: whether weights were copied that are still to be compared.
+    """
+
+    def __init__(self) -> None:
+        self._next_time, self._next_step, self._cost = 0.0, 1, 0.0
+        self._copies: dict[int, np.ndarray[Any, Any]] = {}
+        self._at: tuple[int, int, int] = (0, 0, 0)
+        self.half = self._ended = False
+
+    def due(self, step: int) -> bool:
+        """Whether it is time for a look. Costs next to nothing."""
+        if self._ended:
+            return False
+        return self.half or (step >= self._next_step and (time.monotonic() >= self._next_time or processes.count() > 1))
+
+    def look(self, run: Run) -> None:
+        """Copy the weights, or compare them with the copies. The variables read as the state of this moment."""
+        began = time.monotonic()
+        try:
+            self._compare(run) if self.half else self._copy(run)
+        except Exception:  # noqa: BLE001  nothing that training needs: a variable of a kind that cannot be read ends the looks
+            self._next_step, self.half, self._ended = 0, False, True
+        self._cost += time.monotonic() - began
+        if not self.half:
+            self._copies = {}
+            self._next_time = time.monotonic() + self._cost / SHARE
+            self._next_step, self._cost = run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER), 0.0
+
+    def _copy(self, run: Run) -> None:
+        left = MAX_COPIED
+        for variable in sorted(run.train_state().trainable, key=lambda v: int(np.prod(v.shape))):
+            value = keras_variables.view(variable)
+            left -= value.nbytes
+            if left < 0:
+                break
+            self._copies[id(variable)] = np.array(value)
+        self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
+        self.half = True
+
+    @np.errstate(all="ignore")  # what is looked at need not be finite
+    def _compare(self, run: Run) -> None:
+        self.half = False
+        step, committed, rollbacks = self._at
+        steps = run.counts.step - step
+        if steps < 1 or run.counts.committed - committed != steps or run.counts.rollbacks != rollbacks:
+            return  # a step in between was refused or undone
+        variables, values = [], []
+        for variable in run.train_state().trainable:
+            value, before = keras_variables.view(variable), self._copies.get(id(variable))
+            norm = sizes(value)[0]
+            moved = np.nan if before is None else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
+            variables.append((str(getattr(variable, "path", "")), "trainable"))
+            values.append((np.nan, norm, moved / norm if norm else np.nan))
+        for layer in keras_layers.batchnorms(run.model):
+            for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
+                value = finiteness.widen(keras_variables.view(variable))
+                variables.append((str(variable.path), "statistics"))
+                values.append((float(value.min()), float(value.max()), np.nan))
+        run.recorder.layers(run.step - 1, tuple(variables), np.array(values).reshape(-1, 3))

@@ -1,0 +1,114 @@
+"""What a run tells its recorder besides the steps: how it began, learning rates, rollbacks, snapshots."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._backends import current, processes
+from keras_nanguard._core.incident import Outcome
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._recording import database
+from keras_nanguard._version import __version__
+
+__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "rolled_back", "snapshot_taken"]
+
+
+def begun(run: Run, resumed: int | None = None) -> None:
+    """Begin the recording of a fit, which goes on from the snapshot of the step `resumed`, if any."""
+    optimizers = run.train_state().optimizers
+    path = Path(run.directory) / database.NAME if run.directory is not None and processes.index() == 0 else None
+    meta = {
+        "model": str(getattr(run.model, "name", type(run.model).__name__)),
+        "backend": current.name(),
+        "versions": _versions(),
+        "policy": run.policy.to_toml(),
+        "budgets": budgets(run),
+    }
+    scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
+    run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed)
+    problem = run.recorder.problem()
+    if problem:
+        run.say(f"NanGuard: {database.NAME} is not written: {problem}")
+
+
+def _versions() -> dict[str, str]:
+    backend = sys.modules.get(current.name())
+    known = {"keras_nanguard": __version__, "keras": keras.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    return {**known, current.name(): str(getattr(backend, "__version__", ""))}
+
+
+def note_rate(run: Run, ahead: bool = False) -> None:
+    """Note the learning rate of the first optimizer, as that of the last step, or of the next one (`ahead`, and any schedule).
+
+    The variables hold the state of this moment, or read as it.
+    """
+    for optimizer in run.train_state().optimizers[:1]:
+        try:
+            rate = keras_optimizers.learning_rate(optimizer)
+        except Exception:  # noqa: BLE001  a schedule of the user's may raise outside of a step
+            return
+        plain = keras_optimizers.rate_variable(optimizer) is not None
+        before = run.recorder.rate(rate, ahead or not plain)
+        if before is not None and plain and not ahead:
+            data = {"before": before, "after": rate, "by": "callback"}
+            run.recorder.event("learning_rate", run.step, run.counts.epoch, f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
+
+
+def rate_factor(run: Run) -> float:
+    """Return what the guard multiplies learning rates by: the smallest factor of all optimizers."""
+    return min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
+
+
+def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
+    """Record that the state of a snapshot was put back."""
+    again = None if rerun is None else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
+    run.recorder.undo(snapshot.step, again)
+    data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
+    then = f"; {len(again)} steps since then are run again" if again else ""
+    run.recorder.event("rollback", run.step, run.counts.epoch, f"Back to the state after {snapshot.step} steps{then}.", data)
+
+
+def snapshot_taken(run: Run) -> None:
+    """Record that a snapshot was taken."""
+    run.recorder.event("snapshot", run.step, run.counts.epoch)
+
+
+def budgets(run: Run) -> list[dict[str, Any]]:
+    """Return how much of each limit of the policy is used up: a rule, what it does, how often it did, how often it may."""
+    found = []
+    for rule in run.policy.rules:
+        tally = rule.tally(run.recovery.ledger)
+        for number, rung in enumerate(rule.ladder):
+            if rung.limit is not None:
+                spent = tally.spent[number] if number < len(tally.spent) else ()
+                since = -1 if rung.limit.per_steps is None else run.step - rung.limit.per_steps
+                used = sum(step > since for step in spent)
+                limit = {"used": used, "times": rung.limit.times, "per_steps": rung.limit.per_steps}
+                found.append({"rule": rule.name, "do": [action.name for action in rung.do], **limit})
+    return found
+
+
+def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
+    """Record a learning rate that the actions of an incident have changed.
+
+    Args:
+        run: the run.
+        outcomes: what came of the actions.
+        before: `rate_factor` before them.
+    """
+    run.recorder.note(budgets=budgets(run))
+    after = rate_factor(run)
+    told = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
+    if after != before or told:
+        text = "; ".join(told) or f"The learning rate is {after:.3g} times what was set."
+        run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})
+        note_rate(run, ahead=True)

@@ -1,0 +1,81 @@
+"""Incidents in the trackers that a run uses anyway: TensorBoard, MLflow, Weights & Biases.
+
+None of them is ever imported here: what is found is what the user's program has imported, and only where a run is active. The scalars need
+nothing of this; they are in the epoch logs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from keras_nanguard._backends import processes
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._keras import fitting as keras_fitting
+
+__all__ = ["Trackers"]
+
+MAX_TEXTS, MAX_ALERTS = 100, 10
+"""Incidents of one fit that are written as text, and kinds of them that an alert is sent for."""
+
+REPORT = "nanguard/report.html"
+"""Name of the artifact."""
+
+
+class Trackers:
+    """Hands the incidents of one fit on.
+
+    Args:
+        callbacks: the callbacks of the fit.
+        say: prints a line.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], say: Callable[[str], None]):
+        self._callbacks, self._say = list(callbacks), say
+        self._causes: Counter[str] = Counter()
+        self._texts = 0
+        self._failed: set[str] = set()
+
+    def incident(self, incident: Incident) -> None:
+        """Hand on one incident: as text to TensorBoard, and the first with each cause as an alert to Weights & Biases."""
+        if processes.index() != 0:
+            return
+        cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
+        self._causes[cause] += 1
+        if self._texts < MAX_TEXTS:
+            self._texts += 1
+            self._try("TensorBoard", lambda: keras_fitting.write_text(self._callbacks, "nanguard/incident", str(incident), incident.step))
+        if self._causes[cause] == 1 and len(self._causes) <= MAX_ALERTS:
+            self._try("Weights & Biases", lambda: _alert(cause, str(incident)))
+
+    def end(self, report: Callable[[], str]) -> None:
+        """Set the tags of an MLflow run, and keep the report as its artifact; `report` makes it. Without incidents only the tags."""
+        if processes.index() == 0:
+            self._try("MLflow", lambda: _tagged(self._causes, report))
+
+    def _try(self, name: str, hand_on: Callable[[], None]) -> None:
+        """Hand on; what a tracker raises must not end training, and is said once."""
+        try:
+            hand_on()
+        except Exception as error:  # noqa: BLE001
+            if name not in self._failed:
+                self._failed.add(name)
+                self._say(f"NanGuard: incidents could not be handed on to {name}: {type(error).__name__}: {error}")
+
+
+def _alert(cause: str, text: str) -> None:
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and getattr(wandb, "run", None) is not None:
+        wandb.run.alert(title=f"NanGuard: {cause}", text=text)
+
+
+def _tagged(causes: Counter[str], report: Callable[[], str]) -> None:
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is None or not hasattr(mlflow, "active_run") or mlflow.active_run() is None:
+        return
+    tags = {"nanguard.incidents": sum(causes.values()), "nanguard.causes": ", ".join(causes)}
+    mlflow.set_tags(tags)
+    if causes:
+        mlflow.log_text(report(), REPORT)

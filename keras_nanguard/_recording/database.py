@@ -1,0 +1,341 @@
+"""`recording.sqlite`: a recording in one SQLite file, written as the run goes on and readable by anyone meanwhile.
+
+The tables are those of `SCHEMA`, described in docs/recording.md. The file is in WAL mode; every write is one transaction, so that the
+file is whole whenever the process ends. Nothing in it is ever run, and what is read of it is limited in size and time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._recording.records import BIN_COLUMNS, STEP_COLUMNS, BadSample, Event
+
+__all__ = ["NAME", "VERSION", "Changes", "Database", "path_of", "read"]
+
+NAME = "recording.sqlite"
+"""Name of the file within the guard's directory."""
+
+VERSION = 1
+"""`PRAGMA user_version` of the file; incremented whenever a reader of the old tables would misread the new ones."""
+
+APPLICATION = 0x6E616E67
+"""`PRAGMA application_id` of the file: `nang`."""
+
+MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 20_000, 200_000, 4 << 20, 512 << 20
+"""Limits of what is read: rows of steps and of bins, of any other table, characters of a text and of all texts."""
+
+SECONDS = 30.0
+"""How long reading may take."""
+
+
+def _columns(columns: Mapping[str, type]) -> str:
+    return ", ".join(f"{name} {'REAL' if np.dtype(dtype).kind == 'f' else 'INTEGER'}" for name, dtype in columns.items())
+
+
+SCHEMA = {
+    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)",
+    "steps": f"CREATE TABLE steps (id INTEGER PRIMARY KEY, {_columns(STEP_COLUMNS)})",
+    "bins": f"CREATE TABLE bins (id INTEGER PRIMARY KEY, {_columns(BIN_COLUMNS)})",
+    "events": "CREATE TABLE events (id INTEGER PRIMARY KEY, step INTEGER, epoch INTEGER, time REAL, kind TEXT, text TEXT, data TEXT)",
+    "layers": "CREATE TABLE layers (id INTEGER PRIMARY KEY, step INTEGER, path TEXT, kind TEXT, a REAL, b REAL, c REAL)",
+    "samples": "CREATE TABLE samples (fingerprint TEXT PRIMARY KEY, label TEXT, place INTEGER, times INTEGER, steps TEXT, why TEXT)",
+}
+"""The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and `samples.steps` hold JSON."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is to be written in one transaction.
+
+    Attributes:
+        meta: entries of `meta`.
+        steps: columns of the steps from the `id` `start` on; those before `first` are deleted.
+        bins: all bins; `None` where they have not changed.
+        events: `(id, event)`, where the data of an event may be JSON text already.
+        layers: rows of the table `layers`, without `id`.
+        layers_anew: whether these are all of them, in place of those that are there.
+        samples: bad samples that are new or have changed.
+    """
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    start: int = 0
+    first: int = 0
+    bins: Mapping[str, Any] | None = None
+    events: tuple[tuple[int, Event], ...] = ()
+    layers: tuple[tuple[Any, ...], ...] = ()
+    layers_anew: bool = False
+    samples: tuple[BadSample, ...] = ()
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the file, given it or its directory."""
+    found = Path(path)
+    return found / NAME if found.is_dir() else found
+
+
+class Database:
+    """The file, as the run that it belongs to writes it. One thread at a time.
+
+    Args:
+        path: the file.
+        writer: identifies this run. The file belongs to the one that has opened it last.
+
+    Raises:
+        GuardError: if a file is there that is no recording.
+        sqlite3.Error, OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, writer: str):
+        self.path, self._writer = path, writer
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
+        if not fresh:
+            _check_header(path)
+        self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+        try:
+            self._begin(fresh)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _begin(self, fresh: bool) -> None:
+        """Make the tables of a file that is new, and take the file over."""
+        if fresh:
+            self._make()
+        self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        with self._transaction() as run:
+            run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", (json.dumps(self._writer),))
+
+    def _make(self) -> None:
+        self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        with self._transaction() as run:
+            for statement in SCHEMA.values():
+                run(statement)
+            run(f"PRAGMA user_version = {VERSION}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection.execute
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def write(self, changes: Changes) -> bool:
+        """Write in one transaction; returns `False`, and writes nothing, where another run has taken the file over."""
+        many = self._connection.executemany
+        with self._transaction() as run:
+            owner = run("SELECT value FROM meta WHERE key = 'writer'").fetchone()
+            if owner is None or owner[0] != json.dumps(self._writer):
+                return False
+            many("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in changes.meta.items()])
+            run("DELETE FROM steps WHERE id < ?", (changes.first,))
+            many(_insert("steps", STEP_COLUMNS), _rows(changes.steps, changes.start))
+            if changes.bins is not None:
+                run("DELETE FROM bins")
+                many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, 0))
+            many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
+            if changes.layers_anew:
+                run("DELETE FROM layers")
+            many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", changes.layers)
+            many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
+        return True
+
+    def close(self) -> None:
+        """Close the file; where nobody reads it just now, what is in the log beside it goes into it, and the log goes."""
+        try:
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+        except sqlite3.Error:
+            pass  # somebody reads: the log stays beside the file, and is part of it
+        self._connection.close()
+
+
+def _insert(table: str, columns: Mapping[str, type]) -> str:
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * (len(columns) + 1))})"
+
+
+def _rows(columns: Mapping[str, Any], start: int) -> Iterable[tuple[Any, ...]]:
+    lists = [column.tolist() for column in columns.values()]
+    return zip(range(start, start + len(lists[0])), *lists) if lists else ()
+
+
+def _event_row(numbered: tuple[int, Event]) -> tuple[Any, ...]:
+    number, event = numbered
+    data: Any = event.data
+    return number, event.step, event.epoch, event.time, event.kind, event.text, data if isinstance(data, str) else json.dumps(dict(data))
+
+
+def _sample_row(sample: BadSample) -> tuple[Any, ...]:
+    return sample.fingerprint, sample.label, sample.index, sample.times, json.dumps(list(sample.steps)), sample.why
+
+
+# Reading
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a file holds: `meta`, `steps`, `first` (the `id` of the first of them), `bins`, `events`, `layers` and `samples`.
+
+    Args:
+        path: the file, or the directory of a run.
+
+    Raises:
+        GuardError: if there is no such file, or if it is no recording, of a newer version, damaged or too large.
+    """
+    file = path_of(path)
+    _check_header(file)
+    try:
+        connection = _opened(file)
+    except sqlite3.Error as error:
+        raise _unreadable(file, error) from error
+    try:
+        return _contents(connection, file)
+    except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        if isinstance(error, GuardError):
+            raise
+        raise _unreadable(file, error) from error
+    finally:
+        connection.close()
+
+
+def _unreadable(file: Path, error: object) -> GuardError:
+    return GuardError(expected("a recording of NanGuard", f"{file}, which cannot be read: {error}", "Give the directory of a run."))
+
+
+def _check_header(file: Path) -> None:
+    """Raise unless the first bytes are those of a file of ours.
+
+    Raises:
+        GuardError: if they are not.
+    """
+    remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
+    if file.exists() and not file.is_file():
+        raise GuardError(expected(f"a recording at {file}", "no regular file", remedy))
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(100)
+    except OSError as error:
+        raise GuardError(expected(f"a recording at {file}", error.strerror or error, remedy)) from error
+    application, version = int.from_bytes(head[68:72], "big"), int.from_bytes(head[60:64], "big")
+    if not head.startswith(b"SQLite format 3\x00") or application != APPLICATION:
+        raise GuardError(expected("a recording of NanGuard", f"{file}, which is another file", remedy))
+    if version > VERSION:
+        received = f"{file} of format {version}"
+        raise GuardError(expected(f"a recording of format {VERSION}", received, "Read it with the version that wrote it."))
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    """Open the file to read it; where the folder cannot be written to and nobody writes, without a lock."""
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        connection = sqlite3.connect(f"{file.resolve().as_uri()}?{mode}", uri=True, timeout=10.0, isolation_level=None)
+        try:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA cell_size_check = ON")
+            if hasattr(connection, "setlimit"):  # Python 3.11
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            return connection
+        except sqlite3.Error as error:
+            connection.close()
+            if not isinstance(error, sqlite3.OperationalError) or "immutable" in mode:
+                raise
+    raise AssertionError
+
+
+def _contents(connection: sqlite3.Connection, file: Path) -> dict[str, Any]:
+    end = time.monotonic() + SECONDS
+    connection.set_progress_handler(lambda: int(time.monotonic() > end), 100_000)
+    connection.execute("BEGIN")  # one moment for all tables, while somebody writes
+    found = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100").fetchall()
+    if {(kind, name, sql) for kind, name, sql in found} != {("table", name, sql) for name, sql in SCHEMA.items()}:
+        raise GuardError(expected("a recording of NanGuard", f"{file}, which has other tables", "Give the directory of a run."))
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    texts = _Texts(connection)
+    steps = texts.table("steps", STEP_COLUMNS)
+    return {
+        "meta": {key: json.loads(value) for key, value in texts.rows("meta", ("key", "value"), "key")},
+        "first": int(steps.pop("id")[0]) if len(steps["id"]) else 0,
+        "steps": steps,
+        "bins": {name: column for name, column in texts.table("bins", BIN_COLUMNS).items() if name != "id"},
+        "events": [
+            Event(int(step), int(epoch), float(moment), str(kind), str(text), _object(data))
+            for step, epoch, moment, kind, text, data in texts.rows("events", ("step", "epoch", "time", "kind", "text", "data"), "id")
+        ],
+        "event_end": _end(connection, "events"),
+        "layers": texts.rows("layers", ("step", "path", "kind", "a", "b", "c"), "id"),
+        "samples": [
+            BadSample(str(label), None if place is None else int(place), str(mark), int(times), _steps(steps), str(why))
+            for mark, label, place, times, steps, why in texts.rows(
+                "samples", ("fingerprint", "label", "place", "times", "steps", "why"), "rowid"
+            )
+        ],
+    }
+
+
+def _end(connection: sqlite3.Connection, table: str) -> int:
+    return int(connection.execute(f"SELECT coalesce(max(id) + 1, 0) FROM {table}").fetchone()[0])
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("the data of an event is no object")
+    return found
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(int(step) for step in json.loads(text))
+
+
+class _Texts:
+    """Reads tables of one file, up to the limits."""
+
+    def __init__(self, connection: sqlite3.Connection):
+        self._connection = connection
+        self._left = MAX_ALL_TEXT
+
+    def rows(self, table: str, names: tuple[str, ...], order: str) -> list[tuple[Any, ...]]:
+        """Return the last rows of a table in order; those with a text that is too long are left out."""
+        short = " AND ".join(f"coalesce(length({name}), 0) <= {MAX_TEXT}" for name in names)
+        query = f"SELECT {', '.join(names)} FROM {table} WHERE {short} ORDER BY {order} DESC LIMIT {MAX_EVENTS}"
+        found = []
+        for row in self._connection.execute(query):
+            self._left -= sum(len(value) for value in row if isinstance(value, (str, bytes)))
+            if self._left < 0:
+                break
+            found.append(row)
+        return found[::-1]
+
+    def table(self, table: str, columns: Mapping[str, type]) -> dict[str, Any]:
+        """Return columns of numbers, and `id`."""
+        names = ("id", *columns)
+        query = f"SELECT {', '.join(names)} FROM {table} ORDER BY id DESC LIMIT {MAX_ROWS}"
+        found: list[tuple[Any, ...]] = []
+        for row in self._connection.execute(query):
+            if not all(value is None or isinstance(value, (int, float)) for value in row):
+                raise ValueError(f"the table {table} holds what is no number")
+            found.append(row)
+        found.reverse()
+        lists = list(zip(*found)) if found else [()] * len(names)
+        return {name: _column(values, columns.get(name, np.int64)) for name, values in zip(names, lists)}
+
+
+def _column(values: Iterable[Any], dtype: type) -> Any:
+    if np.dtype(dtype).kind == "f":
+        return np.array([np.nan if value is None else float(value) for value in values], dtype)
+    return np.array([0 if value is None else int(value) for value in values], np.int64).astype(dtype)

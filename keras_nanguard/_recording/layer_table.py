@@ -1,0 +1,91 @@
+"""How the weights of each layer went, now and then: one table of numbers for each moment, thinned where there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KINDS", "LayerTable", "by_path"]
+
+Array = np.ndarray[Any, Any]
+
+KINDS = {"trainable": ("gradient_norm", "weight_norm", "update_ratio"), "statistics": ("low", "high")}
+"""What is measured of a variable, by its kind."""
+
+MAX_BYTES = 2 << 20
+"""Bytes of all moments together, beyond which some are dropped: all of the last quarter stay, and of the others every second or so."""
+
+MAX_EARLIER = 20_000
+"""Rows of an earlier process that are kept."""
+
+Row = tuple[int, str, str, float, float, float]
+"""Step, path, kind, and up to three numbers."""
+
+
+class LayerTable:
+    """The moments at which the layers of a run were looked at.
+
+    Attributes:
+        thinned: whether moments were dropped since this was last set to `False`.
+    """
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[int, tuple[tuple[str, str], ...], Array]] = []
+        self._earlier: list[Row] = []
+        self._written = 0
+        self.thinned = False
+
+    def add(self, step: int, variables: tuple[tuple[str, str], ...], values: Array) -> None:
+        """Add a moment: path and kind of each variable, and its numbers, float of shape `(variables, 3)`."""
+        self._moments.append((step, variables, np.asarray(values, np.float32)))
+        if sum(one.nbytes for _, _, one in self._moments) > MAX_BYTES:
+            self._moments = self._thinned()
+            self._written, self.thinned = 0, True
+
+    def _thinned(self) -> list[tuple[int, tuple[tuple[str, str], ...], Array]]:
+        """Return the moments that stay: the last quarter, and of the others half of them, as evenly spread as they can be."""
+        recent = len(self._moments) * 3 // 4
+        steps = np.array([step for step, _, _ in self._moments[:recent]])
+        if len(steps) < 4:
+            return self._moments[1:]
+        even = np.linspace(steps[0], steps[-1], max(recent // 2, 1))
+        chosen = np.unique(np.searchsorted(steps, even).clip(0, recent - 1))
+        return [self._moments[place] for place in chosen.tolist()] + self._moments[recent:]
+
+    def restore(self, rows: Sequence[Row]) -> None:
+        """Go on from what an earlier process has recorded."""
+        self._earlier = list(rows[-MAX_EARLIER:])
+
+    def rows(self) -> list[Row]:
+        """Return all of it, oldest first."""
+        return [*self._earlier, *_rows(self._moments)]
+
+    def unwritten(self) -> tuple[Row, ...]:
+        """Return what was added since the last call, or all where moments were dropped."""
+        fresh = _rows(self._moments[self._written :])
+        self._written = len(self._moments)
+        return (*self._earlier, *fresh) if self.thinned else tuple(fresh)
+
+
+def _rows(moments: Sequence[tuple[int, tuple[tuple[str, str], ...], Array]]) -> list[Row]:
+    return [
+        (step, path, kind, *numbers)
+        for step, variables, values in moments
+        for (path, kind), numbers in zip(variables, values.astype(np.float64).tolist())
+    ]
+
+
+def by_path(rows: Sequence[Row]) -> Mapping[str, Mapping[str, Array]]:
+    """Return the numbers of each variable as arrays, by its path."""
+    own: dict[str, list[Row]] = {}
+    for row in rows:
+        own.setdefault(str(row[1]), []).append(row)
+    found = {}
+    for path, of_path in own.items():
+        names = KINDS["trainable" if of_path[0][2] == "trainable" else "statistics"]
+        numbers = np.array([[np.nan if value is None else float(value) for value in row[3:6]] for row in of_path])
+        steps = np.array([int(row[0]) for row in of_path], np.int64)
+        found[path] = {"step": steps, **{name: numbers[:, place] for place, name in enumerate(names)}}
+    return found

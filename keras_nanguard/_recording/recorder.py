@@ -1,0 +1,352 @@
+"""What a run writes its recording to: one append for each step, all else now and then.
+
+Memory is constant: the last steps are kept exactly, all before that in bins, and so many events. With a file, what is new goes there about
+once a second, in another thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording import database
+from keras_nanguard._recording.database import Changes
+from keras_nanguard._recording.layer_table import LayerTable, by_path
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample, Event
+from keras_nanguard._recording.rows import Rows
+from keras_nanguard._recording.writer import Writer
+
+__all__ = ["Recorder"]
+
+INTERVAL = 1.0
+"""Seconds between two times at which what is new is put into arrays, and into the file."""
+
+MAX_PENDING = 4096
+"""Steps that wait for that at most."""
+
+MAX_EVENTS, MAX_MINOR = 20_000, 4_000
+"""Events that are kept, and epochs and snapshots among them, which there are many of."""
+
+MAX_PLACES = 4096
+
+_MINOR = ("epoch", "snapshot")
+
+Now = Callable[[], float]
+
+
+class Recorder:
+    """The recording of all fits of one guard, as it grows. Steps are counted on from fit to fit.
+
+    Attributes:
+        base: the step at which the running fit began, counted through all fits.
+    """
+
+    def __init__(self, now: Now = time.time):
+        self._now = now
+        self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
+        self._rows = Rows()
+        self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
+        self._major: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_EVENTS)
+        self._minor: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_MINOR)
+        self._events = self._written_events = self.base = 0
+        self._layers = LayerTable()
+        self._samples: dict[str, BadSample] = {}
+        self._changed_samples: dict[str, BadSample] = {}
+        self._meta: dict[str, Any] = {"format": FORMAT, "status": "running"}
+        self._scaled = False
+        self._known: tuple[int, float] | None = None
+        self._boundary: int | None = None
+        self._due = self._flush_due = self._rate_due = 0.0
+        self._writer: Writer | None = None
+        self._lock = threading.RLock()
+        self._told = self._loaded = self._running = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: all that was recorded. It writes to no file."""
+        with self._lock:
+            self._fold()
+            return {**vars(self), "_writer": None, "_lock": None, "_now": None}
+
+    def __copy__(self) -> Recorder:
+        return copy.deepcopy(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_lock": threading.RLock(), "_now": time.time}
+
+    # Steps
+
+    def push(self, step: int, loss: float, squares: float, scale: float, status: int = COMMITTED) -> None:
+        """Record one step: its loss, half the sum of squares of its gradients, its loss scale, what became of it.
+
+        This runs in every step.
+        """
+        now = self._now()
+        self._pending.append((step, loss, squares, scale, now, status))
+        if now >= self._due or len(self._pending) >= MAX_PENDING:
+            self._work(now)
+
+    def skip(self, step: int, epoch: int, batch: int) -> None:
+        """Record a batch that no step trains on, before the step of this number."""
+        with self._lock:
+            self._fold()
+            row = {"step": step + self.base, "epoch": epoch, "batch": batch, "time": self._now(), "status": SKIPPED}
+            self._rows.extend({name: np.array([value]) for name, value in row.items()})
+
+    def place(self, step: int, epoch: int, start: int) -> None:
+        """Note that steps from this one on belong to an epoch whose first batch was that of the step `start`."""
+        with self._lock:
+            self._fold()
+            self._places.append((step, epoch, start))
+            self._boundary = self._rows.end
+
+    @property
+    def wants_rate(self) -> bool:
+        """Whether it is time to look at the learning rate again."""
+        return self._now() >= self._rate_due
+
+    def rate(self, rate: float, ahead: bool = False) -> float | None:
+        """Note the learning rate of the last step, or of the next one (`ahead`); returns the one before where that was another.
+
+        Where two of these in a row are the same, the rate of all steps in between was that, too; else it is not known. Between the
+        beginning of an epoch and the first of these in it nobody changes a rate that is a number.
+        """
+        with self._lock:
+            self._fold()
+            at, before = self._rows.end - (not ahead), self._known
+            if not ahead and self._boundary is not None:
+                self._rows.fill("learning_rate", rate, self._boundary, at)
+            self._boundary = None
+            if before is not None:
+                self._rows.fill("learning_rate", before[1], before[0], at if before[1] == rate else before[0] + 1)
+            self._rows.fill("learning_rate", rate, at, at + 1)
+            self._known, self._rate_due = (at, rate), self._now() + INTERVAL
+            return before[1] if before is not None and before[1] != rate else None
+
+    def undo(self, step: int, again: frozenset[int] | None = None) -> None:
+        """Mark the committed steps from this one on as undone, and those of the refused ones that are run again."""
+        with self._lock:
+            self._fold()
+            self._rows.undo(step + self.base, None if again is None else frozenset(number + self.base for number in again))
+
+    # What happens
+
+    def begin(self, meta: Mapping[str, Any], *, scaled: bool, path: Path | None, resumed: int | None = None) -> None:
+        """Begin a fit.
+
+        Args:
+            meta: what is known of it; see `Recording.meta`.
+            scaled: whether it scales its loss.
+            path: the file to write to; `None` for none.
+            resumed: the step of the snapshot that it goes on from, counted as in the fit that took it.
+        """
+        with self._lock:
+            self._fold()
+            self._open(path)
+            last = max(int(self._rows.steps()["step"].max(initial=-1)), int(self._rows.bins["last"].max(initial=-1))) + 1
+            before, self.base, self._known = self.base, last, None
+            if resumed is not None and self._rows.end:
+                self.base = min(before + resumed, last)
+                self._rows.undo(self.base)
+            self._scaled, self._running = scaled, True
+            self._places = deque([(0, 0, 0)], maxlen=MAX_PLACES)
+            began = self._meta.get("began", self._now())
+            since = self.base if resumed is None else self._meta.get("since", 0)
+            self._meta |= {**meta, "began": began, "status": "running", "base": self.base, "since": since}
+            self.event("begin" if resumed is None else "resume", 0, 0, data={"base": self.base, "epochs": self._meta.get("epochs")})
+            if self._writer is not None:
+                self._writer.put(self._changes())
+
+    def note(self, **meta: Any) -> None:
+        """Note more about the run as a whole; see `Recording.meta`."""
+        self._meta |= meta
+
+    def event(self, kind: str, step: int, epoch: int, text: str = "", data: Any = None, incident: Incident | None = None) -> None:
+        """Record something that happened at a step of the running fit; of an incident text and data are taken when they are read."""
+        with self._lock:
+            entry = Event(step + self.base, epoch, self._now(), kind, text, data or {})
+            frequent = kind in _MINOR or entry.data.get("by") == "callback"
+            (self._minor if frequent else self._major).append((self._events, entry, incident))
+            self._events += 1
+
+    @property
+    def samples(self) -> Mapping[str, BadSample]:
+        """The bad samples so far, by fingerprint."""
+        return self._samples
+
+    def layers(self, step: int, variables: tuple[tuple[str, str], ...], values: Any) -> None:
+        """Record a look at the layers after a step; see `LayerTable.add`."""
+        with self._lock:
+            self._layers.add(step + self.base, variables, values)
+
+    def sample(self, sample: BadSample) -> None:
+        """Record a bad sample, or that one has come again."""
+        with self._lock:
+            self._samples[sample.fingerprint] = self._changed_samples[sample.fingerprint] = sample
+
+    def end(self, status: str, step: int, epoch: int) -> None:
+        """End a fit: write what is left, and close the file."""
+        with self._lock:
+            if not self._running:
+                return
+            self._running = False
+            self._meta["status"] = status
+            self.event("end", step, epoch, data={"status": status})
+            self._fold()
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.wait()
+            if not writer.problem:
+                writer.put(self._changes())
+            writer.close()
+            self._problem = writer.problem
+
+    _problem = ""
+
+    def problem(self) -> str:
+        """Return why the file is not written, once; `""` while it is."""
+        found = self._problem or (self._writer.problem if self._writer is not None else "")
+        if not found or self._told:
+            return ""
+        self._told = True
+        return found
+
+    # What is read
+
+    def epoch_means(self, epoch: int) -> tuple[float, float]:
+        """Return the mean gradient norm of the committed steps of an epoch, NaN without any, and its last loss scale, 1 without one.
+
+        Of a very long epoch only the steps that are kept exactly count.
+        """
+        with self._lock:
+            self._fold()
+            steps = self._rows.steps()
+        own = (steps["epoch"] == epoch) & (steps["step"] >= self._meta.get("since", 0))
+        norms = steps["gradient_norm"][own & (steps["status"] == COMMITTED) & ~steps["undone"]]
+        norms, scales = norms[np.isfinite(norms)], steps["loss_scale"][own & np.isfinite(steps["loss_scale"])]
+        return float(norms.mean()) if len(norms) else math.nan, float(scales[-1]) if len(scales) else 1.0
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded so far."""
+        with self._lock:
+            self._fold()
+            events = [_complete(event, incident) for _, event, incident in sorted([*self._major, *self._minor], key=lambda entry: entry[0])]
+            bins = {name: column.copy() for name, column in self._rows.bins.items()}
+            meta = {**self._meta, "written": self._now()}
+            return Recording(meta, self._rows.steps(), bins, tuple(events), by_path(self._layers.rows()), tuple(self._samples.values()))
+
+    def flush(self) -> bool:
+        """Write all that is new to the file and wait for it; returns whether it is there. For tests, and for who must be sure."""
+        if self._writer is None or not self._writer.wait():
+            return False
+        with self._lock:
+            self._fold()
+            self._writer.put(self._changes())
+        return self._writer.wait()
+
+    # Now and then
+
+    def _work(self, now: float) -> None:
+        """Put what is new into arrays, and hand it to the thread that writes."""
+        with self._lock:
+            self._due = now + INTERVAL
+            self._fold()
+            if self._writer is not None and now >= self._flush_due and self._writer.ready:
+                self._flush_due = now + INTERVAL
+                self._writer.put(self._changes())
+
+    @np.errstate(all="ignore")
+    def _fold(self) -> None:
+        """Put the steps that wait into arrays."""
+        count = len(self._pending)
+        if not count:
+            return
+        rows = np.array([self._pending.popleft() for _ in range(count)], np.float64)
+        step, loss, squares, scale, moment, status = rows.T
+        steps = step.astype(np.int64)
+        places = np.array(self._places, np.int64)
+        _, epoch, start = places[np.searchsorted(places[:, 0], steps, "right") - 1].T
+        self._rows.extend(
+            {
+                "step": steps + self.base,
+                "epoch": epoch,
+                "batch": np.maximum(steps - start, 0),
+                "loss": loss,
+                "gradient_norm": np.sqrt(2.0 * squares) / scale,
+                "loss_scale": scale if self._scaled else np.full(count, np.nan),
+                "time": moment,
+                "status": status.astype(np.int8),
+            }
+        )
+
+    def _changes(self) -> Changes:
+        """Return what is not in the file yet; from here on it counts as written."""
+        with self._lock:
+            rows, written = self._rows, self._written_events
+            start = max(min(rows.changed, rows.end), rows.first)
+            fresh = [entry for kept in (self._major, self._minor) for entry in _since(kept, written)]
+            changes = Changes(
+                {**self._meta, "written": self._now()},
+                rows.steps(start),
+                start,
+                rows.first,
+                {name: column.copy() for name, column in rows.bins.items()} if rows.bins_changed else None,
+                tuple((number, _complete(event, incident)) for number, event, incident in fresh),
+                self._layers.unwritten(),
+                self._layers.thinned,
+                tuple(self._changed_samples.values()),
+            )
+            self._layers.thinned = False
+            rows.changed, rows.bins_changed, self._written_events = rows.end, False, self._events
+            self._changed_samples = {}
+            return changes
+
+    def _open(self, path: Path | None) -> None:
+        """Begin to write to a file; what an earlier process has recorded there is gone on from."""
+        if path is None:
+            return
+        if not self._loaded:
+            self._loaded = True
+            try:
+                if path.exists() and path.stat().st_size:
+                    self._load(database.read(path))
+            except ValueError as error:
+                self._problem = str(error)
+                return
+        if self._problem:
+            return
+        self._writer = Writer(path, uuid.uuid4().hex)
+
+    def _load(self, found: Mapping[str, Any]) -> None:
+        self._meta |= {key: value for key, value in found["meta"].items() if key in ("began", "base", "since")}
+        self.base = int(self._meta.get("base", 0))
+        self._rows.restore(found["steps"], found["bins"], found["first"])
+        self._events = self._written_events = found["event_end"]
+        for number, event in enumerate(found["events"], self._events - len(found["events"])):
+            kept = self._minor if event.kind in _MINOR or event.data.get("by") == "callback" else self._major
+            kept.append((number, event, None))
+        self._samples = {sample.fingerprint: sample for sample in found["samples"]}
+        self._layers.restore(found["layers"])
+
+
+def _since(kept: deque[tuple[int, Event, Incident | None]], number: int) -> list[tuple[int, Event, Incident | None]]:
+    return list(takewhile(lambda entry: entry[0] >= number, reversed(kept)))[::-1]
+
+
+def _complete(event: Event, incident: Incident | None) -> Event:
+    """Return an event with the text and the data of its incident."""
+    if incident is None:
+        return event
+    return Event(event.step, event.epoch, event.time, event.kind, str(incident), incident.to_dict())

@@ -1,0 +1,153 @@
+"""The steps of a recording: the last of them exactly, all before in bins, in arrays that do not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, STEP_COLUMNS, empty
+
+__all__ = ["EXACT", "MAX_BINS", "Rows"]
+
+Array = np.ndarray[Any, Any]
+
+EXACT = 8192
+"""So many of the last steps are kept exactly, as long as there are so many."""
+
+_MOVED = 2048
+"""So many steps at a time go into bins."""
+
+MAX_BINS = 4096
+"""When there are so many bins, each two of them become one."""
+
+_WIDTH = 256
+"""How many steps a bin stands for at first."""
+
+
+class Rows:
+    """The steps that have run, in the order in which they ran, each with a number of its own (`id`), from 0.
+
+    Attributes:
+        bins: the bins, as in `Recording.bins`.
+        first: the `id` of the first step that is kept exactly.
+        changed: the `id` of the first step that was added or changed since this was last set to `end`.
+        bins_changed: whether a bin was added or changed since this was last set to `False`.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: dict[str, Array] = {name: np.zeros(EXACT + _MOVED, dtype) for name, dtype in STEP_COLUMNS.items()}
+        self.bins = empty(BIN_COLUMNS)
+        self.width, self.first, self._count, self.changed = _WIDTH, 0, 0, 0
+        self.bins_changed = False
+
+    @property
+    def end(self) -> int:
+        """How many steps have run: the `id` of the next one."""
+        return self.first + self._count
+
+    def steps(self, start: int = 0) -> dict[str, Array]:
+        """Return copies of the columns of the steps from this `id` on, as far as they are kept exactly."""
+        return {name: column[max(start - self.first, 0) : self._count].copy() for name, column in self._buffer.items()}
+
+    def extend(self, columns: dict[str, Array]) -> None:
+        """Add steps; columns that are not given are NaN, or 0 where they hold whole numbers."""
+        total = len(columns["step"])
+        for start in range(0, total, _MOVED):
+            count = min(_MOVED, total - start)
+            if self._count + count > EXACT + _MOVED:
+                self._thin()
+            place = slice(self._count, self._count + count)
+            for name, column in self._buffer.items():
+                unknown = np.nan if column.dtype.kind == "f" else 0
+                column[place] = columns[name][start : start + count] if name in columns else unknown
+            self._count += count
+
+    def fill(self, name: str, value: float, start: int, end: int) -> None:
+        """Set a column of the steps from one `id` up to another, that one excluded."""
+        start, end = max(start, self.first), min(end, self.end)
+        if start < end:
+            self._buffer[name][start - self.first : end - self.first] = value
+            self.changed = min(self.changed, start)
+
+    def undo(self, step: int, again: frozenset[int] | None = None) -> None:
+        """Mark the committed steps from this step number on as undone, and those of the refused ones that are run again."""
+        columns = {name: column[: self._count] for name, column in self._buffer.items()}
+        later = columns["step"] >= step
+        refused = np.isin(columns["status"], (REFUSED, OVERFLOW)) & np.isin(columns["step"], list(again or ()))
+        rows = np.flatnonzero(later & ((columns["status"] == COMMITTED) | refused) & ~columns["undone"])
+        if len(rows):
+            columns["undone"][rows] = True
+            self.changed = min(self.changed, self.first + int(rows[0]))
+        bins = self.bins
+        standing = bins["count"] - bins["refused"] - bins["overflows"]
+        undone = np.clip(bins["last"] - step + 1, 0, standing)
+        if np.any(undone > bins["undone"]):
+            bins["undone"] = np.maximum(bins["undone"], undone)
+            self.bins_changed = True
+
+    def restore(self, steps: dict[str, Array], bins: dict[str, Array], first: int) -> None:
+        """Go on from what an earlier run has recorded, of which the first exact step has this `id`."""
+        self.bins = bins
+        self.width = max(int(bins["count"].max(initial=0)), _WIDTH)
+        self.first, self._count = first, 0
+        self.extend(steps)
+        self.changed = self.end
+
+    def _thin(self) -> None:
+        """Put the oldest steps into bins."""
+        oldest = {name: column[:_MOVED] for name, column in self._buffer.items()}
+        per = min(self.width, _MOVED)
+        fresh = _binned({name: column.reshape(-1, per) for name, column in oldest.items()})
+        self.bins = {name: np.concatenate([column, fresh[name]]) for name, column in self.bins.items()}
+        self.bins_changed = True
+        for column in self._buffer.values():
+            column[: self._count - _MOVED] = column[_MOVED : self._count]
+        self._count -= _MOVED
+        self.first += _MOVED
+        if len(self.bins["first"]) >= MAX_BINS:
+            self.bins = _halved(self.bins)
+            self.width *= 2
+
+
+@np.errstate(all="ignore")
+def _binned(rows: dict[str, Array]) -> dict[str, Array]:
+    """Return one bin for each row of columns of shape `(bins, steps of a bin)`."""
+    status = rows["status"]
+    found = {
+        "first": rows["step"].min(1),
+        "last": rows["step"].max(1),
+        "count": np.full(len(status), status.shape[1]),
+        "refused": (status == REFUSED).sum(1),
+        "overflows": (status == OVERFLOW).sum(1),
+        "undone": rows["undone"].sum(1),
+        "time": rows["time"][:, -1],
+    }
+    for name in MEASURED:
+        found[f"{name}_min"], found[f"{name}_max"] = _extremes(rows[name], rows[name])
+    finite = np.isfinite(rows["loss"])
+    found["loss_mean"] = np.where(finite, rows["loss"], 0.0).sum(1) / finite.sum(1)
+    return {name: found[name].astype(dtype) for name, dtype in BIN_COLUMNS.items()}
+
+
+def _extremes(low: Array, high: Array) -> tuple[Array, Array]:
+    """Return the least and the largest finite number of each row, NaN where it has none."""
+    known = np.isfinite(low) & np.isfinite(high)
+    least, largest = np.where(known, low, np.inf).min(1), np.where(known, high, -np.inf).max(1)
+    return np.where(known.any(1), least, np.nan), np.where(known.any(1), largest, np.nan)
+
+
+@np.errstate(all="ignore")
+def _halved(bins: dict[str, Array]) -> dict[str, Array]:
+    """Return bins of which each two were made one; an odd one at the end stays as it is."""
+    even = len(bins["first"]) // 2 * 2
+    pairs = {name: column[:even].reshape(-1, 2) for name, column in bins.items()}
+    made: dict[str, Array] = {"first": pairs["first"].min(1), "last": pairs["last"].max(1), "time": pairs["time"][:, 1]}
+    for name in ("count", "refused", "overflows", "undone"):
+        made[name] = pairs[name].sum(1)
+    for name in MEASURED:
+        made[f"{name}_min"], made[f"{name}_max"] = _extremes(pairs[f"{name}_min"], pairs[f"{name}_max"])
+    known = np.isfinite(pairs["loss_mean"])
+    weights = np.where(known, pairs["count"], 0)
+    made["loss_mean"] = np.where(known, pairs["loss_mean"] * weights, 0.0).sum(1) / weights.sum(1)
+    return {name: np.concatenate([made[name].astype(column.dtype), column[even:]]) for name, column in bins.items()}

@@ -1,0 +1,34 @@
+"""Bad samples as a file for a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._recording.records import BadSample
+
+__all__ = ["write"]
+
+_COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
+
+
+def write(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
+    """Write bad samples to a `.csv` file, one a row, with a head. It is written beside and renamed.
+
+    Raises:
+        GuardError: for another ending.
+        OSError: if it cannot be written.
+    """
+    file = Path(path)
+    if file.suffix.lower() != ".csv":
+        raise GuardError(expected("a file that ends in .csv", repr(os.fspath(path)), 'Write guard.bad_samples("bad.csv").'))
+    with atomic_files.beside(file) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(_COLUMNS)
+        for one in samples:
+            index = "" if one.index is None else one.index
+            writer.writerow((one.label, index, one.times, " ".join(map(str, one.steps)), one.why, one.fingerprint))

@@ -1,0 +1,73 @@
+"""Writes a recording to its file in a thread of its own, so that no step waits for a disk."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import threading
+from pathlib import Path
+
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._recording.database import Changes, Database
+
+__all__ = ["Writer"]
+
+WAIT = 30.0
+"""Seconds that the end of a run waits for the disk at most."""
+
+
+class Writer:
+    """The thread that writes.
+
+    Args:
+        path: the file.
+        writer: identifies the run.
+
+    Attributes:
+        problem: why nothing is written any more, `""` while all is well.
+    """
+
+    def __init__(self, path: Path, writer: str):
+        self.path, self.problem = path, ""
+        self._writer, self._process = writer, os.getpid()
+        self._jobs: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="NanGuard recording", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is given now is written at once. Never in a process that was forked off the one that writes."""
+        return self._idle.is_set() and not self.problem and os.getpid() == self._process
+
+    def put(self, changes: Changes) -> None:
+        """Have this written."""
+        self._idle.clear()
+        self._jobs.put(changes)
+
+    def wait(self) -> bool:
+        """Wait until all is written, a limited time; returns whether it is."""
+        return os.getpid() == self._process and self._idle.wait(WAIT) and not self.problem
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if os.getpid() == self._process:
+            self._jobs.put(None)
+            self._thread.join(WAIT)
+
+    def _run(self) -> None:
+        database = None
+        while (changes := self._jobs.get()) is not None:
+            try:
+                if not self.problem:
+                    database = database or Database(self.path, self._writer)
+                    if not database.write(changes):
+                        self.problem = f"another run writes to {self.path}"
+            except (sqlite3.Error, OSError, GuardError) as error:
+                self.problem = str(error)
+            finally:
+                self._idle.set()
+        if database is not None:
+            database.close()

@@ -1,0 +1,109 @@
+"""Many runs side by side, such as the trials of a tuner: which went bad, when, by which cause, and what those have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report import console
+from keras_nanguard._report.html import rendered
+
+__all__ = ["RunSeen", "common", "page", "text"]
+
+_MAX_CAUSES = 4
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    """One run among several.
+
+    Attributes:
+        name: what it is called.
+        recording: what it has recorded, perhaps nothing.
+        incidents: its incidents.
+    """
+
+    name: str
+    recording: Recording
+    incidents: tuple[Incident, ...]
+
+    @property
+    def causes(self) -> Counter[str]:
+        """How often each cause, with its place, was found."""
+        return Counter(console.why(incident) for incident in self.incidents)
+
+    def row(self) -> dict[str, Any]:
+        """Return what a table shows of it, as text."""
+        step, low, high = self.recording.series("loss", 120)
+        rate = self.recording.series("learning_rate", 120)[2]
+        return {
+            "name": self.name,
+            "status": str(self.recording.meta.get("status", "")),
+            "steps": f"{len(self.recording):,}" if len(self.recording) else "",
+            "incidents": len(self.incidents),
+            "first": self.incidents[0].moment if self.incidents else "",
+            "causes": "; ".join(f"{n} x {why}" for why, n in self.causes.most_common(_MAX_CAUSES)),
+            "rate": f"{rate[0]:.3g}" if len(rate) else "",
+            "loss": f"{low[-1]:.4g}" if len(low) else "",
+            "spark": _spark(step.tolist(), high.tolist()),
+        }
+
+
+def _spark(steps: list[int], values: list[float]) -> str:
+    """Return the path of a small curve, 160 wide and 34 high, `""` where there is nothing to draw."""
+    if len(steps) < 2:
+        return ""
+    low, high = min(values), max(values)
+    across, up = (steps[-1] - steps[0]) or 1, (high - low) or 1.0
+    return "M" + "L".join(f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - (v - low) / up * 30:.1f}" for s, v in zip(steps, values))
+
+
+def common(runs: Sequence[RunSeen]) -> list[str]:
+    """Return in sentences what the runs that went bad have in common, and what sets them apart from the others."""
+    bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
+    found = [f"{len(bad)} of {len(runs)} runs had incidents."]
+    for why, n in Counter(why for run in bad for why in set(run.causes)).most_common(_MAX_CAUSES):
+        if n > 1 or len(bad) == 1:
+            firsts = [next(i for i in run.incidents if console.why(i) == why).step + 1 for run in bad if why in run.causes]
+            found.append(f"{why}: in {n} of them, first between step {min(firsts)} and step {max(firsts)}.")
+    for name, pick in (("highest learning rate", _rate), ("backend", lambda run: run.recording.meta.get("backend"))):
+        theirs, others = ([value for run in group if (value := pick(run)) is not None] for group in (bad, good))
+        if not theirs:
+            continue
+        if name == "backend":
+            if others and set(theirs) == {theirs[0]} and theirs[0] not in others:
+                found.append(f"All of them ran on {theirs[0]}, and the others did not.")
+        elif others and min(theirs) > max(others):
+            found.append(f"Their {name} was at least {min(theirs):.3g}, that of the others at most {max(others):.3g}.")
+        elif others and max(theirs) < min(others):
+            found.append(f"Their {name} was at most {max(theirs):.3g}, that of the others at least {min(others):.3g}.")
+    rows = Counter(s.label for run in bad for s in run.recording.samples)
+    shared = [label for label, n in rows.most_common(5) if n > 1]
+    if shared:
+        found.append(f"The same rows of the data were to blame in several of them: {', '.join(shared)}.")
+    return found
+
+
+def _rate(run: RunSeen) -> float | None:
+    highest = run.recording.series("learning_rate", 200)[2]
+    return float(highest.max()) if len(highest) else None
+
+
+def text(runs: Sequence[RunSeen]) -> str:
+    """Return the comparison as lines of text."""
+    lines = [*common(runs), ""]
+    for run in runs:
+        row = run.row()
+        steps = f"{row['steps']} steps" if row["steps"] else "steps unknown"
+        happened = f"{row['incidents']} incidents, the first at {row['first']}: {row['causes']}" if run.incidents else "no incident"
+        lines.append(f"{run.name}: {' '.join(filter(None, (row['status'], steps)))}, {happened}")
+    return console.printable("\n".join(lines))
+
+
+def page(runs: Sequence[RunSeen]) -> str:
+    """Return the comparison as one HTML file."""
+    return rendered("compare.html", {}, title=f"{len(runs)} runs", sentences=common(runs), rows=[run.row() for run in runs])

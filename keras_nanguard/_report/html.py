@@ -1,0 +1,225 @@
+"""The report of a run as one HTML file that needs nothing else: no network, no server, no folder beside it.
+
+Text goes through Jinja2 with autoescape, numbers through JSON whose `<`, `>` and `&` are escaped, so that no name from a file or model
+becomes markup. The charts are uPlot's, which stands in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_nanguard._core.errors import NanGuardError
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
+from keras_nanguard._report.cards import cards
+
+__all__ = ["page", "rendered"]
+
+POINTS = 2000
+"""Points of each curve."""
+
+_TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
+_LISTED = ("rollback", "learning_rate", "firewall", "resume")
+_MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
+_MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
+
+
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True, undefined=StrictUndefined)
+
+
+@functools.cache
+def _part(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+
+
+def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
+    """Return a page.
+
+    Args:
+        template: name of the template.
+        data: what its script reads, as plain JSON values.
+        **values: what the template shows.
+    """
+    from markupsafe import Markup
+
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character, escape in escapes.items():
+        text = text.replace(character, escape)
+    parts = {"uplot": "uPlot.iife.min.js", "uplot_style": "uPlot.min.css", "style": "report.css", "script": "report.js"}
+    own = {name: Markup(_part(file)) for name, file in parts.items()}  # ours, and nothing of a run
+    page: str = _environment().get_template(template).render(data=Markup(text), **own, **values)
+    return page
+
+
+def page(recording: Recording, incidents: Sequence[Incident], summary: str, directory: str | os.PathLike[str] | None = None) -> str:
+    """Return the report of one run.
+
+    Args:
+        recording: what it has recorded, perhaps nothing.
+        incidents: its incidents, those of one fit or more.
+        summary: a few lines that sum it up, for a page without a recording.
+        directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
+    """
+    incidents, steps = _placed(recording, incidents)
+    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
+    layers, layer_rows = _layers(recording)
+    meta = recording.meta
+    data = {
+        "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
+        "marks": _marks(recording, incidents, numbers, steps),
+        "layers": layers,
+    }
+    return rendered(
+        "report.html",
+        data,
+        title=str(meta.get("model") or "run"),
+        summary=[] if len(recording) else summary.splitlines(),
+        facts=_facts(recording, incidents),
+        cards=found,
+        charts=data["charts"],
+        layer_rows=layer_rows,
+        measures=[name for name in _MEASURES if any(name in row for row in layers["rows"])],
+        more_layers=max(len(recording.layers) - _MAX_LAYERS, 0),
+        samples=recording.samples[:_MAX_SAMPLES],
+        more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
+        events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
+        policy=str(meta.get("policy", "")),
+        versions=sorted((str(k), str(v)) for k, v in dict(meta.get("versions") or {}).items()),
+    )
+
+
+def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequence[Incident], list[int]]:
+    """Return all incidents of a recording, if it has as many as are given, and the step of each as the recording counts them."""
+    known = [event for event in recording.events if event.kind == "incident"]
+    if len(known) < len(incidents):
+        return incidents, [incident.step for incident in incidents]
+    if len(known) == len(incidents):
+        return incidents, [event.step for event in known]
+    found = []
+    for event in known:
+        with contextlib.suppress(NanGuardError):  # not written by us
+            found.append((Incident.from_dict(event.data), event.step))
+    return [incident for incident, _ in found], [step for _, step in found]
+
+
+def _rollbacks(recording: Recording) -> list[list[Any]]:
+    """Return of each rollback the step that it went back to, the one that it came from, and what is said of it."""
+    found, base = [], 0
+    for event in recording.events:
+        data = dict(event.data)
+        if event.kind in ("begin", "resume"):
+            base = _whole(data.get("base"), 0)
+        if event.kind == "rollback":
+            back = base + _whole(data.get("to"), event.step - base)
+            found.append([min(max(back, 0), event.step) + 1, event.step + 1, event.text])
+    return found
+
+
+def _whole(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
+    step, low, high = recording.series(name, POINTS)
+    if not len(step) or (name == "loss_scale" and float(high.max()) == float(low.min()) == 1.0):
+        return None
+    positive = float(low.min()) > 0.0
+    logarithmic = positive and float(high.max()) / float(low.min()) > 50.0
+    words = (
+        f"{_TITLES[name]}: from {high[0]:.4g} at step {step[0] + 1} to {low[-1]:.4g} at step {step[-1] + 1}; "
+        f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, highest {high.max():.4g} at step {step[high.argmax()] + 1}."
+    )
+    return {
+        "name": name,
+        "title": _TITLES[name],
+        "words": words,
+        "log": logarithmic,
+        "x": (step + 1).tolist(),
+        "low": _short(low),
+        "high": _short(high),
+    }
+
+
+def _short(values: Any) -> list[float | None]:
+    return [float(f"{v:.6g}") if math.isfinite(v) else None for v in np.asarray(values, np.float64).tolist()]
+
+
+def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
+    """Return what is marked on the timeline. Steps count from 1, as on the console."""
+    steps = recording.steps
+    overflows = (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
+    told = set(at)
+    refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in told]
+    events = recording.events
+    rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
+    return {
+        "incidents": [[step + 1 for step in at], list(numbers), [int(i.refused) for i in incidents]],
+        "refused": refused,
+        "overflows": overflows,
+        "rollbacks": _rollbacks(recording),
+        "rates": rates,
+    }
+
+
+def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
+    meta, steps, bins = recording.meta, recording.steps, recording.bins
+    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
+    overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
+    kinds = Counter(e.kind for e in recording.events)
+    facts = [("status", str(meta.get("status", ""))), ("steps run", f"{len(recording):,}" if len(recording) else "")]
+    facts += [("refused at first", f"{refused:,}")]
+    facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
+    facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
+    facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]
+    return [(name, value) for name, value in facts if value]
+
+
+def _when(seconds: Any) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds)))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
+def _took(meta: Mapping[str, Any]) -> str:
+    try:
+        seconds = float(meta["written"]) - float(meta["began"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
+    """Return the map of layers for the script, and its rows: path, what the strip shows, and first, largest and last value."""
+    found: list[dict[str, Any]] = []
+    rows = []
+    for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:
+        step = np.asarray(columns["step"])
+        measures = {name: np.asarray(v, np.float64) for name, v in columns.items() if name != "step"}
+        if "high" in measures:
+            measures = {"range": np.maximum(np.abs(measures["low"]), np.abs(measures["high"]))}
+        measures = {name: v for name, v in measures.items() if not np.isnan(v).all()}
+        if not len(step) or not measures:
+            continue
+        pick = np.linspace(0, len(step) - 1, min(len(step), _LAYER_POINTS)).astype(int)
+        found.append({"step": (step[pick] + 1).tolist(), **{name: _short(v[pick]) for name, v in measures.items()}})
+        table = [f"{v[~np.isnan(v)][0]:.3g} → {v[~np.isnan(v)][-1]:.3g}" for v in measures.values()]
+        rows.append((path, " / ".join(measures), table))
+    return {"rows": found}, rows

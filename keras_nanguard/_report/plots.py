@@ -1,0 +1,42 @@
+"""The curves of a run as a figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_nanguard._core.drawing import new_figure
+from keras_nanguard._recording.recording import Recording
+
+__all__ = ["curves"]
+
+_PANELS = (("loss", "loss"), ("gradient_norm", "gradient norm"), ("learning_rate", "learning rate"), ("loss_scale", "loss scale"))
+
+
+def curves(recording: Recording) -> Any:
+    """Return a figure with one panel for each measured column of a run, and incidents, rollbacks and changed rates marked."""
+    series = [(title, *recording.series(name, 1500)) for name, title in _PANELS]
+    shown = [panel for panel in series if len(panel[1])]
+    figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
+    panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
+    marks = (
+        ("incident", "#c0262d", "-", [e.step + 1 for e in recording.events if e.kind == "incident"]),
+        ("rollback", "#7a3fc0", "-", [e.step + 1 for e in recording.events if e.kind == "rollback"]),
+        ("learning rate changed", "#1b7a3d", "--", [e.step + 1 for e in recording.events if e.kind == "learning_rate"]),
+    )
+    for axes, (title, step, low, high) in zip(panels, shown):
+        axes.fill_between(step + 1, low, high, alpha=0.3, linewidth=0)
+        axes.plot(step + 1, high, linewidth=1.0)
+        if low.min() > 0.0 and high.max() / low.min() > 50.0:
+            axes.set_yscale("log")
+        for word, colour, style, at in marks:
+            height = (0.0, 0.12) if word == "incident" else (0.0, 1.0)
+            axes.vlines(at, *height, transform=axes.get_xaxis_transform(), colors=colour, linestyles=style, linewidth=1.0, label=word)
+        axes.set_ylabel(title, fontsize=9)
+        axes.grid(alpha=0.25)
+    if not shown:
+        panels[0].text(0.5, 0.5, "nothing is recorded yet", ha="center")
+    elif any(at for *_, at in marks):
+        used = [mark for mark in panels[0].collections if mark.get_label() in {word for word, _, _, at in marks if at}]
+        figure.legend(handles=used, loc="outside upper right", ncols=3, fontsize=8)
+    panels[-1].set_xlabel("step")
+    return figure

@@ -1,0 +1,147 @@
+"""A terminal dashboard of a run, from the files in its directory: curves, incidents, what the policy may still do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import MEASURED
+from keras_nanguard._report import console, files
+
+__all__ = ["budgets", "curve", "frame", "watch"]
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_STALE = 60.0
+"""Seconds without anything written after which a run that says that it runs may have died."""
+
+_MAX_KINDS, _MAX_LAST = 8, 3
+
+
+def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool = False, screen: Console | None = None) -> bool:
+    """Show a run until it ends or Ctrl+C is pressed, and return whether there were incidents.
+
+    Args:
+        directory: the directory that was given to `NanGuard`.
+        interval: seconds between two looks at it.
+        once: show it once, as where the output is no terminal.
+        screen: where to; the standard output by default.
+
+    Raises:
+        GuardError: if there is no such directory, or what is in it cannot be read.
+    """
+    if not Path(directory).is_dir():
+        remedy = "Give the directory that was given to NanGuard(directory=...)."
+        raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is no folder", remedy))
+    screen = screen or Console(highlight=False)
+    recording, incidents = _seen(directory)
+    if once or not screen.is_terminal:
+        screen.print(frame(recording, incidents, screen.width))
+        return bool(incidents)
+    with Live(frame(recording, incidents, screen.width), console=screen, refresh_per_second=4) as live:
+        try:
+            while recording.meta.get("status", "running") == "running":
+                time.sleep(interval)
+                recording, incidents = _seen(directory)
+                live.update(frame(recording, incidents, screen.width))
+        except KeyboardInterrupt:
+            pass
+    return bool(incidents)
+
+
+def _seen(directory: str | os.PathLike[str]) -> tuple[Recording, list[Incident]]:
+    """Return what is there so far; before the first step there may be nothing."""
+    recording = files.recorded(directory)
+    try:
+        return recording, files.read(directory)
+    except GuardError:
+        if any(Path(directory).iterdir()) and not len(recording) and not recording.meta:
+            raise
+        return recording, []
+
+
+def frame(recording: Recording, incidents: Sequence[Incident], width: int = 100, now: float | None = None) -> Group:
+    """Return what the dashboard shows at one moment. Names are plain text, never markup."""
+    parts: list[Any] = [_head(recording, incidents, time.time() if now is None else now)]
+    room = max(width - 44, 16)
+    curves = Table.grid(padding=(0, 2))
+    for name in MEASURED:
+        _, low, high = recording.series(name, room)
+        if len(high):
+            line = Text(curve(high.tolist(), room), style="cyan")
+            curves.add_row(Text(name.replace("_", " "), style="bold"), line, Text(f"{low[-1]:.4g}"))
+    if curves.row_count:
+        parts.append(Panel(curves, title="curves, lowest to highest; the last value", title_align="left"))
+    parts.append(Panel(_trouble(incidents), title="incidents", title_align="left"))
+    left = budgets(recording)
+    if left:
+        table = Table.grid(padding=(0, 2))
+        for rule, actions, count, times in left:
+            table.add_row(Text(rule, style="bold"), Text(actions), Text(f"{count} of {times} left", style="" if count else "bold red"))
+        parts.append(Panel(table, title="what the policy may still do", title_align="left"))
+    return Group(*parts)
+
+
+def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Text:
+    meta, steps = recording.meta, recording.steps
+    if not meta:
+        return Text("Nothing is recorded yet; waiting.", style="dim")
+    status = str(meta.get("status", ""))
+    quiet = now - float(meta.get("written") or now)
+    at = f"step {int(steps['step'][-1]) + 1:,}" if len(steps["step"]) else "before the first step"
+    epoch = f", epoch {int(steps['epoch'][-1]) + 1} of {meta.get('epochs') or '?'}" if len(steps["epoch"]) else ""
+    words = f"{console.printable(str(meta.get('model', '')))}: {status}, {at}{epoch}, {len(incidents)} incidents"
+    if len(recording.samples):
+        words += f", {len(recording.samples)} bad rows"
+    if status == "running" and quiet > _STALE:
+        words += f"; nothing was written for {quiet:.0f} s: it may have died"
+    return Text(words, style={"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
+
+
+def _trouble(incidents: Sequence[Incident]) -> Any:
+    if not incidents:
+        return Text("none", style="green")
+    table = Table.grid(padding=(0, 2))
+    for group in console.kinds(incidents)[:_MAX_KINDS]:
+        last = group[-1]
+        done = ", ".join(last.changes) or ("skipped" if last.refused else "reported")
+        cells = (f"{len(group)} x", console.why(last), f"last at {last.moment}", done)
+        table.add_row(*(Text(console.printable(cell)) for cell in cells))
+    lines = [Text(console.printable(str(i)), style="dim", overflow="ellipsis", no_wrap=True) for i in incidents[-_MAX_LAST:]]
+    return Group(table, Text(""), *lines)
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """Return a curve as one line of blocks, at most so many columns wide, lowest to highest."""
+    if not values:
+        return ""
+    ends = [len(values) * n // width for n in range(width + 1)]
+    picked = [max(values[first:end]) for first, end in pairwise(ends)] if len(values) > width else list(values)
+    low, span = min(picked), max(picked) - min(picked)
+    return "".join(_BARS[1 + round((v - low) / span * 7) if span else 1] for v in picked)
+
+
+def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
+    """Return `(rule, actions, times left, times)` for each limit of a rule that changes something."""
+    found = []
+    for entry in recording.meta.get("budgets") or ():
+        try:
+            rule, actions = str(entry["rule"]), [str(action) for action in entry["do"]]
+            used, times = int(entry["used"]), int(entry["times"])
+        except (KeyError, TypeError, ValueError):  # not written by us
+            continue
+        if not console.CHANGING.isdisjoint(actions):
+            found.append((console.printable(rule), console.printable(" and ".join(actions)), max(times - used, 0), times))
+    return found

@@ -1,0 +1,241 @@
+"""Bad rows of the data are named: by their place in `x` where there is one, whoever shuffles, and by what they are elsewhere."""
+
+from __future__ import annotations
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._fit import bad_rows
+from keras_nanguard._recording.recording import Recording
+
+ROWS, BATCH = 96, 8
+BAD = {17: np.nan, 40: np.inf, 77: 3e38}
+"""Rows of the data that no step can commit, each for another reason."""
+
+
+def data(seed=0):
+    """Return `(x, y)` of which some rows are bad."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((ROWS, 6)).astype("float32")
+    y = (x[:, :1] - x[:, 1:2]).astype("float32")
+    for row, value in BAD.items():
+        x[row, 2:4] = value
+    return x, y
+
+
+def dense(**inputs):
+    """Return a model of one input, or of inputs by name."""
+    keras.utils.set_random_seed(0)
+    given = {name: keras.Input(shape, name=name) for name, shape in inputs.items()} or keras.Input((6,))
+    joined = layers.Concatenate()(list(given.values())) if inputs else given
+    model = keras.Model(given, layers.Dense(1)(joined))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def found(model, x, y=None, guard=None, epochs=3, **fit):
+    """Return the guard after a fit."""
+    keras.utils.set_random_seed(1)
+    guard = guard or NanGuard("recover", verbose=0)
+    model.fit(x, y, epochs=epochs, verbose=0, callbacks=[guard], **fit)
+    return guard
+
+
+def check(guard, epochs=3, index=True):
+    """Check that the three bad rows were found, in each epoch but the first, where one may hide behind another, and nothing else."""
+    samples = guard.bad_samples()
+    assert len(samples) == len({sample.fingerprint for sample in samples}) == len(BAD)
+    assert {sample.index for sample in samples} == (set(BAD) if index else {None})
+    assert all(epochs - 1 <= sample.times == len(sample.steps) <= epochs for sample in samples)
+    assert all(sample.label == (f"x[{sample.index}]" if index else f"row {sample.fingerprint[:12]}") for sample in samples)
+    return samples
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays(shuffle):
+    """Where `fit` trains on arrays a bad row is its index in `x`, shuffled or not, with what is wrong with it."""
+    guard = found(dense(), *data(), batch_size=BATCH, shuffle=shuffle)
+    why = {sample.index: sample.why for sample in check(guard)}
+    assert why[17] == "2 NaN of 6 in x" and why[40] == "2 Inf of 6 in x" and "largest magnitude in x is 3e+38" in why[77]
+    assert guard.recording.samples == guard.bad_samples()
+    if not shuffle:
+        steps = {sample.index: sample.steps for sample in guard.bad_samples()}
+        assert steps == {row: tuple(epoch * 12 + row // BATCH for epoch in range(3)) for row in BAD}
+
+
+def in_double(x, y):
+    return x.astype("float64"), y.astype("float64")
+
+
+def in_pandas(x, y):
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(x), pandas.Series(y[:, 0])
+
+
+def in_tensors(x, y):
+    return keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+
+
+@pytest.mark.parametrize("made", [in_double, in_pandas, in_tensors])
+def test_other_arrays(made):
+    """Arrays of another dtype or of another library are looked through as well."""
+    check(found(dense(), *made(*data()), batch_size=BATCH, epochs=2), 2)
+
+
+def test_inputs_by_name():
+    """Of a dict of inputs a row is one place in all of its arrays."""
+    x, y = data()
+    guard = found(dense(a=(4,), b=(2,)), {"a": x[:, :4], "b": x[:, 4:]}, y, batch_size=BATCH)
+    assert {sample.why for sample in check(guard)} >= {"2 NaN of 4 in x/a", "2 Inf of 4 in x/a"}
+
+
+def test_rows_that_are_the_same():
+    """Of two rows with the same inputs the one with the same targets is meant."""
+    x, y = data()
+    x[:] = np.where(np.isin(np.arange(ROWS), list(BAD))[:, None], 0.5, x)
+    y[40] = np.nan
+    guard = found(dense(), x, y, batch_size=BATCH)
+    (sample,) = guard.bad_samples()
+    assert sample.index == 40 and sample.why == "1 NaN of 1 in y"
+
+
+def test_validation_split():
+    """The rows are those of `x` as it was given: what is split off for validation comes last."""
+    check(found(dense(), *data(), batch_size=BATCH, validation_split=0.1, shuffle=False))
+
+
+def of_tf(x, y):
+    if zoo.BACKEND != "tensorflow":
+        pytest.skip("tf.data beside another backend loads two of them")
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=0).batch(BATCH)
+
+
+def of_generator(x, y):
+    def batches():
+        while True:
+            order = np.random.default_rng(0).permutation(ROWS)
+            for start in range(0, ROWS, BATCH):
+                rows = order[start : start + BATCH]
+                yield x[rows], y[rows]
+
+    return batches()
+
+
+class Sequence(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __getitem__(self, number):
+        rows = slice(number * BATCH, (number + 1) * BATCH)
+        return self.x[rows], self.y[rows]
+
+
+def of_torch(x, y):
+    torch = pytest.importorskip("torch")
+    pairs = torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
+    return torch.utils.data.DataLoader(pairs, batch_size=BATCH, shuffle=True)
+
+
+@pytest.mark.parametrize("made", [of_tf, of_generator, Sequence, of_torch])
+def test_other_data(made):
+    """Elsewhere a row that comes back in each epoch is one bad row, known by its fingerprint."""
+    if made is of_torch and zoo.BACKEND != "torch":
+        pytest.skip("torch and another backend in one process is a test of its own")
+    more = {"steps_per_epoch": ROWS // BATCH} if made is of_generator else {}
+    samples = check(found(dense(), made(*data()), **more), index=False)
+    by_array = found(dense(), *data(), batch_size=BATCH, epochs=1).bad_samples()
+    assert {sample.fingerprint for sample in samples} == {sample.fingerprint for sample in by_array}
+
+
+def test_names_of_ones_own():
+    """`sample_ids` calls rows by the user's names: one for each row of `x`, or from a key of the batch."""
+    x, y = data()
+    names = [f"scan-{row}.png" for row in range(ROWS)]
+    guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=names), batch_size=BATCH, epochs=1)
+    assert {sample.label for sample in guard.bad_samples()} == {names[row] for row in BAD}
+    keyed = {"a": x, "id": np.arange(1000, 1000 + ROWS).astype("int32")}
+    model = dense(a=(6,))
+
+    class Batches(Sequence):
+        def __getitem__(self, number):
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            return {name: array[rows] for name, array in keyed.items()}, self.y[rows]
+
+    guard = found(model, Batches(x, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
+    assert {sample.label for sample in guard.bad_samples()} == {str(1000 + row) for row in BAD}
+    assert {sample.times for sample in guard.bad_samples()} == {2}
+    with pytest.raises(GuardError, match="sample_ids to hold a name for each row"):
+        NanGuard(sample_ids=7)
+
+
+def test_file_and_line(tmp_path, capsys):
+    """`bad_samples(path)` writes what it returns, and the console names the rows once, not in each epoch."""
+    guard = found(dense(), *data(), NanGuard(verbose=1), batch_size=BATCH, shuffle=False)
+    samples = guard.bad_samples(tmp_path / "bad.csv")
+    with open(tmp_path / "bad.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["label"], int(row["index"]), int(row["times"]), row["why"]) for row in rows] == [
+        (sample.label, sample.index, sample.times, sample.why) for sample in samples
+    ]
+    assert [row["steps"] for row in rows] == [" ".join(map(str, sample.steps)) for sample in samples]
+    printed = capsys.readouterr().out
+    assert printed.count("distinct bad") == 1 and "NanGuard: 3 distinct bad rows so far: x[17], x[40], x[77]" in printed
+    with pytest.raises(GuardError, match=r"ends in \.csv"):
+        guard.bad_samples(tmp_path / "bad.xlsx")
+
+
+def test_kept_with_the_recording(tmp_path):
+    """With a directory they are in its file, and a run that goes on there knows them."""
+    for run in (1, 2):
+        guard = found(dense(), *data(), NanGuard(verbose=0, directory=tmp_path), batch_size=BATCH, shuffle=False, epochs=1)
+        samples = Recording.read(tmp_path).samples
+        assert samples == guard.bad_samples() and {sample.times for sample in samples} == {run}
+
+
+def test_healthy_data():
+    """A healthy run has none, and prints none."""
+    guard = found(dense(), *zoo.regression().all, batch_size=BATCH, epochs=1)
+    assert guard.bad_samples() == () and guard.incidents == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4, 1)])
+def test_search(dtype, shape, monkeypatch):
+    """The search finds the row that a comparison with each row finds, in any dtype and shape, whatever the size of its chunks."""
+    random = np.random.default_rng(0)
+    whole = random.integers(0, 2, (500, *shape)).astype(dtype)
+    if np.dtype(dtype).kind == "f":
+        whole[random.random(whole.shape) < 0.1] = np.nan
+    flat = whole.reshape(500, -1)
+    for chunk in (7, 1 << 22):
+        monkeypatch.setattr(bad_rows, "_CHUNK", chunk)
+        for row in (0, 250, 499):
+            expected = [n for n in range(500) if np.array_equal(flat[n], flat[row], equal_nan=np.dtype(dtype).kind == "f")]
+            assert bad_rows._equal(whole, whole[row], None).tolist() == expected
+    other = np.full(shape or (1,), 7 if dtype != "bool" else 1).astype(dtype)
+    assert dtype == "bool" or bad_rows._equal(whole, other, None).tolist() == []
+
+
+@pytest.mark.slow
+def test_demo():
+    """The five rows that the demo has planted are named exactly."""
+    pytest.importorskip("sklearn")
+    from keras_nanguard._cli import demo
+
+    x, y, corrupted, *_ = demo.digits()
+    guard = NanGuard(verbose=0)
+    demo.network().fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[guard])
+    assert {sample.index for sample in guard.bad_samples()} == set(np.flatnonzero(corrupted).tolist()) == {217, 905, 611, 402, 1003}

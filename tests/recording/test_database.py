@@ -1,0 +1,336 @@
+"""The file of a recording: the same as in memory, whole whenever its process dies, readable meanwhile, and safe to read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import recordings, zoo
+
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._recording import database
+from keras_nanguard._recording.database import NAME, Changes, Database, read
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import COMMITTED, REFUSED, BadSample
+
+zoo.once()
+
+ROOT = Path(__file__).parents[2]
+
+
+def begun(folder, **how):
+    made = Recorder()
+    made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
+    return made
+
+
+def push(made, steps, start=0):
+    for step in range(start, start + steps):
+        made.push(step, 1.0 / (step + 1), float("nan") if step % 7 == 3 else 0.5, 1.0, REFUSED if step % 7 == 3 else COMMITTED)
+
+
+def same(one, other):
+    """Check that two recordings hold the same, but for when they were written."""
+    assert {**one.meta, "written": 0} == {**other.meta, "written": 0}
+    for table in ("steps", "bins"):
+        a, b = getattr(one, table), getattr(other, table)
+        assert list(a) == list(b)
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+            assert a[name].dtype == b[name].dtype
+    assert [str(e) for e in one.events] == [str(e) for e in other.events] and one.samples == other.samples
+
+
+def test_file_holds_what_memory_holds(tmp_path):
+    """Steps, bins, events and samples are the same from the file, whatever was changed after it was first written."""
+    made = begun(tmp_path)
+    for block in range(6):
+        push(made, 3000, 3000 * block)
+        made.event("incident", 3000 * block, block, incident=recordings.incident(3000 * block, block, 0, block))
+        made.sample(BadSample("x[7]", 7, "ab" * 32, block + 1, tuple(range(block + 1)), "3 NaN of 64 in x"))
+        made.rate(1e-3)
+        assert made.flush()
+        same(made.recording, Recording.read(tmp_path))
+        made.undo(3000 * block + 2990)
+    made.undo(200)
+    made.end("finished", 18000, 5)
+    found = Recording.read(tmp_path)
+    same(made.recording, found)
+    assert found.meta["status"] == "finished" and len(found) == 18000 and len(found.bins["first"]) > 0 and made.problem() == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME], "of a run that has ended there is one file"
+    same(found, Recording.read(tmp_path / NAME))
+
+
+def test_a_second_run_goes_on_in_it(tmp_path):
+    """Another process appends: steps count on, and those after the snapshot that it resumes from are undone."""
+    first = begun(tmp_path)
+    push(first, 100)
+    first.event("incident", 50, 0, incident=recordings.incident(50, 0, 50))
+    first.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
+    first.end("failed", 100, 0)
+    second = begun(tmp_path, resumed=80)
+    assert second.base == 80 and "ab" * 32 in second.samples
+    push(second, 30)
+    second.end("finished", 30, 0)
+    found = Recording.read(tmp_path)
+    same(second.recording, found)
+    assert len(found) == 130 and found.steps["step"].tolist() == [*range(100), *range(80, 110)]
+    committed = found.steps["status"] == COMMITTED
+    assert found.steps["undone"].tolist() == [n >= 80 and n < 100 and bool(committed[n]) for n in range(130)]
+    assert [e.kind for e in found.events] == ["begin", "incident", "end", "resume", "end"] and found.events[3].step == 80
+    assert found.events[1].data == first.recording.events[1].data
+    third = begun(tmp_path)
+    push(third, 5)
+    third.end("finished", 5, 0)
+    assert Recording.read(tmp_path).steps["step"].tolist() == [*range(100), *range(80, 110), *range(110, 115)]
+
+
+def test_the_last_run_owns_the_file(tmp_path):
+    """A run whose directory another one has taken over writes nothing more into it, and says so once."""
+    first = begun(tmp_path)
+    push(first, 10)
+    assert first.flush()
+    second = begun(tmp_path)
+    push(second, 10)
+    assert second.flush()
+    push(first, 10, 10)
+    assert not first.flush() and "another run writes to" in first.problem() and first.problem() == ""
+    second.end("finished", 10, 0)
+    assert len(Recording.read(tmp_path)) == 20
+
+
+def test_nowhere_to_write(tmp_path):
+    """A path that cannot be written, and a file that is something else, leave the recording in memory, with the reason."""
+    (tmp_path / NAME).write_text("a diary")
+    made = begun(tmp_path)
+    push(made, 5)
+    assert "is another file" in made.problem() and (tmp_path / NAME).read_text() == "a diary" and len(made.recording) == 5
+    made.end("finished", 5, 0)
+    (tmp_path / "file").write_text("")
+    other = begun(tmp_path / "file" / "below")
+    push(other, 5)
+    other.end("finished", 5, 0)
+    assert other.problem() and len(other.recording) == 5
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from keras_nanguard._recording.database import NAME
+from keras_nanguard._recording.recorder import Recorder
+made = Recorder()
+made.begin({"model": "net"}, scaled=False, path=Path(sys.argv[1]) / NAME)
+step = 0
+while True:
+    for _ in range(300):
+        made.push(step, 1.0 * step, 1.0, 1.0)
+        step += 1
+    made.event("snapshot", step, 0)
+    made.flush()
+    print(step, flush=True)
+"""
+
+
+def writing(folder):
+    """Start a process that records, and says after each flush how many steps are in the file."""
+    command = [sys.executable, "-c", WRITES, str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_whole_after_kill(tmp_path, kills):
+    """After `kill -9` the file opens, and holds every step that was flushed, in order; the next process goes on in it."""
+    least = 0
+    for number in range(kills):
+        with writing(tmp_path) as process:
+            flushed = int(process.stdout.readline())
+            deadline = time.monotonic() + random.Random(number).uniform(0.0, 0.2)
+            while time.monotonic() < deadline:
+                flushed = int(process.stdout.readline())
+            os.kill(process.pid, signal.SIGKILL)
+            flushed = max([flushed, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
+        least += flushed
+        found = Recording.read(tmp_path)
+        assert len(found) >= least and found.meta["status"] == "running"
+        least = len(found)
+        assert np.all(np.diff(found.steps["step"]) == 1) and np.all(np.diff(found.bins["first"]) > 0)
+        connection = sqlite3.connect(tmp_path / NAME)
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        connection.close()
+
+
+def test_two_readers_while_it_is_written(tmp_path):
+    """Readers wait for nobody, nobody waits for them, and each sees one moment: as many steps as there are, in order."""
+    seen, failed = [[], []], []
+
+    def follow(counts):
+        try:
+            for _ in range(15):
+                found = Recording.read(tmp_path)
+                assert np.all(np.diff(found.steps["step"]) == 1) and found.bins["count"].sum() == found.steps["step"][0]
+                counts.append(len(found))
+        except (GuardError, AssertionError) as error:
+            failed.append(error)
+
+    with writing(tmp_path) as process:
+        process.stdout.readline()
+        threads = [threading.Thread(target=follow, args=(counts,)) for counts in seen]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        process.kill()
+    assert not failed and all(counts == sorted(counts) and counts[-1] > counts[0] for counts in seen)
+
+
+def test_read_from_a_folder_that_cannot_be_written(tmp_path):
+    """A finished run is read where nothing may be written: from a mounted archive, as another user."""
+    made = begun(tmp_path)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    os.chmod(tmp_path / NAME, 0o444)
+    os.chmod(tmp_path, 0o555)
+    try:
+        assert len(Recording.read(tmp_path)) == 5
+    finally:
+        os.chmod(tmp_path, 0o755)
+
+
+def test_documented_schema(tmp_path):
+    """The file says what it is, and docs/recording.md names each table with its columns."""
+    made = begun(tmp_path)
+    made.end("finished", 0, 0)
+    connection = sqlite3.connect(tmp_path / NAME)
+    assert connection.execute("PRAGMA user_version").fetchone() == (database.VERSION,)
+    assert connection.execute("PRAGMA application_id").fetchone() == (database.APPLICATION,)
+    page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8").split("### Schema")[1]
+    for table in database.SCHEMA:
+        names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{table}` |"))
+        assert [name for name in names if f"`{name}`" not in line and not name.endswith(("_min", "_max"))] == []
+    connection.close()
+
+
+# Files from elsewhere
+
+
+def valid(folder):
+    """Write a recording, and return its path."""
+    made = begun(folder)
+    push(made, 9000)
+    made.event("incident", 5, 0, incident=recordings.incident(5, 0, 5))
+    made.end("finished", 9000, 0)
+    return folder / NAME
+
+
+def changed(*statements):
+    def change(path):
+        connection = sqlite3.connect(path)
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+        connection.close()
+
+    return change
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def garbled(path):
+    raw = bytearray(path.read_bytes())
+    chosen = random.Random(0)
+    for _ in range(4000):
+        raw[chosen.randrange(4096, len(raw))] = chosen.randrange(256)
+    path.write_bytes(raw)
+
+
+def piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+HOSTILE = {
+    "a pipe": piped,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a large number": changed("UPDATE steps SET loss = zeroblob(50000000) WHERE id = 8500"),
+    "nothing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("a diary"),
+    "another database": lambda path: (path.unlink(), changed("CREATE TABLE t (a)")(path)),
+    "newer": changed("PRAGMA user_version = 99"),
+    "a view": changed("DROP TABLE steps", "CREATE VIEW steps AS SELECT * FROM bins"),
+    "a trigger": changed("CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM steps; END"),
+    "an endless view": changed(
+        "DROP TABLE layers", "CREATE VIEW layers AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+    ),
+    "another column": changed("ALTER TABLE meta ADD COLUMN more"),
+    "text for numbers": changed("UPDATE steps SET loss = 'high' WHERE id = 8500"),
+    "a blob for text": changed("UPDATE events SET data = x'ff00'"),
+    "no JSON": changed("UPDATE events SET data = '{'"),
+    "nested JSON": changed("UPDATE events SET data = replace(hex(zeroblob(100000)), '00', '[')"),
+    "a list": changed("UPDATE events SET data = '[1]'"),
+    "cut": cut,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_files_from_elsewhere(tmp_path, name):
+    """A file that is no recording, or a damaged one, is an error that says so; nothing in it is run."""
+    HOSTILE[name](valid(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(GuardError, match=r"Expected .* Received: .*"):
+        read(tmp_path)
+    assert time.monotonic() - start < 10
+
+
+def test_garbled(tmp_path):
+    """Of a file with random bytes in it either an error comes, or a recording."""
+    garbled(valid(tmp_path))
+    with contextlib.suppress(GuardError):
+        Recording.read(tmp_path)
+
+
+def test_texts_that_are_too_long(tmp_path, monkeypatch):
+    """A text beyond the limit is left out, and so is what comes before the limit of all texts."""
+    path = valid(tmp_path)
+    changed("UPDATE events SET text = hex(zeroblob(3000000)) WHERE kind = 'begin'")(path)
+    assert [event.kind for event in Recording.read(path).events] == ["incident", "end"]
+    monkeypatch.setattr(database, "MAX_ALL_TEXT", 1200)
+    assert [event.kind for event in Recording.read(path).events] == ["end"]
+
+
+def test_tables_that_are_too_long(tmp_path, monkeypatch):
+    """Of a table that is too long the last rows are read."""
+    path = valid(tmp_path)
+    monkeypatch.setattr(database, "MAX_ROWS", 100)
+    assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
+
+
+def test_a_pipe_is_not_written(tmp_path):
+    """Where a pipe stands in the place of the file, nothing waits for it."""
+    os.mkfifo(tmp_path / NAME)
+    made = begun(tmp_path)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() and len(made.recording) == 5
+
+
+def test_wrong_writer(tmp_path):
+    """Whoever is not the writer that has opened the file last writes nothing."""
+    one = Database(tmp_path / NAME, "one")
+    other = Database(tmp_path / NAME, "other")
+    assert not one.write(Changes({"model": "one"})) and other.write(Changes({"model": "other"}))
+    one.close()
+    other.close()
+    assert read(tmp_path)["meta"]["model"] == "other"

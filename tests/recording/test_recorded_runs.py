@@ -1,0 +1,290 @@
+"""What a run records is what it did: held against what an observer of Keras saw, on every backend and in every mode."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+from support.programs import differentiated
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import COMMITTED, OVERFLOW, REFUSED, SKIPPED
+from keras_nanguard.testing import inject
+
+QUIET = {"verbose": 0, "diagnose": False}
+
+
+def acting(action):
+    """Return a guard that does this about each incident."""
+    rules = [
+        {"name": "act", "when": "any", "do": [action], "limit": {"times": 10}},
+        {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
+    ]
+    return NanGuard({"version": 1, "preset": "none", "rules": rules, "snapshot": {"every": 4, "good_after": 1}}, **QUIET)
+
+
+def counted(guard):
+    """Check the counts of a recording against those of the session: everything that stands, nothing twice."""
+    steps, session = guard.recording.steps, guard.session
+    standing = ~steps["undone"]
+    refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
+    assert (refused & standing).sum() == session.refused and (steps["status"] == OVERFLOW).sum() >= session.overflows
+    ran = steps["status"] != SKIPPED
+    assert sorted(set(steps["step"][ran].tolist())) == list(range(session.step))
+    return steps
+
+
+@pytest.mark.parametrize("mode", zoo.MODES)
+def test_each_step(mode):
+    """Every step is there once, with its place and what became of it, whatever an execution holds."""
+    zoo.supported(zoo.MODES[mode], even=False)
+    data = zoo.poison(zoo.poison(zoo.regression(), 3), 10)
+    guard = NanGuard(**QUIET)
+    run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.01), **zoo.MODES[mode]), data, guard=guard, epochs=2)
+    steps = counted(guard)
+    assert steps["step"].tolist() == list(range(24)) and steps["epoch"].tolist() == [0] * 12 + [1] * 12
+    assert steps["batch"].tolist() == [*range(12), *range(12)]
+    assert np.flatnonzero(steps["status"]).tolist() == run.steps == [3, 10, 15, 22] and not steps["undone"].any()
+    good = steps["status"] == COMMITTED
+    assert np.isfinite(steps["loss"][good]).all() and (steps["gradient_norm"][good] > 0).all()
+    np.testing.assert_allclose(steps["learning_rate"], 0.01, rtol=1e-6)
+    assert np.isnan(steps["loss_scale"]).all() and np.all(np.diff(steps["time"]) >= 0)
+    means = {name: [steps[name][good & (steps["epoch"] == e)].mean() for e in (0, 1)] for name in ("loss", "gradient_norm")}
+    assert run.history["loss"] == pytest.approx(means["loss"], rel=1e-5)
+    assert run.history["nanguard/grad_norm"] == pytest.approx(means["gradient_norm"]) and run.history["nanguard/refused"] == [2, 2]
+    kinds = [event.kind for event in guard.recording.events]
+    assert kinds == ["begin", "incident", "incident", "epoch", "incident", "incident", "epoch", "end"]
+    assert guard.recording.events[1].data == guard.incidents[0].to_dict() and guard.recording.meta["status"] == "finished"
+
+
+def test_gradient_norm_is_that_of_the_gradient():
+    """The recorded norm of a linear model is the one that a formula gives."""
+    x, y = zoo.regression(batches=1).all
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    guard = NanGuard(**QUIET)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[guard])
+    error = -2.0 * y / len(y)
+    expected = np.sqrt(np.square(x.T @ error).sum() + np.square(error.sum()))
+    assert guard.recording.steps["gradient_norm"] == pytest.approx([expected], rel=1e-5)
+    assert guard.recording.steps["loss"] == pytest.approx([np.square(y).mean()], rel=1e-5)
+
+
+class Rates(keras.callbacks.Callback):
+    """Sets another rate in the middle of the second epoch, and notes the rate of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.seen.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+
+@pytest.mark.parametrize("rate", ["number", "schedule"])
+def test_learning_rate_is_true_or_unknown(rate):
+    """What is recorded as the rate of a step is the one it had; of a number that changes between epochs all are known."""
+    given = 0.02 if rate == "number" else keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
+    lower = keras.callbacks.LearningRateScheduler(lambda epoch, now: 0.02 / (epoch + 1))
+    observer, guard = Rates(), NanGuard(**QUIET)
+    zoo.run(
+        lambda: zoo.plain(keras.optimizers.SGD(given)),
+        zoo.regression(),
+        guard=guard,
+        epochs=3,
+        callbacks=[lower, observer] if rate == "number" else [],
+    )
+    found = guard.recording.steps["learning_rate"]
+    expected = observer.seen if rate == "number" else [0.02 * 0.9**step for step in range(36)]
+    known = np.isfinite(found)
+    np.testing.assert_allclose(found[known], np.array(expected)[known], rtol=1e-5)
+    assert known.all() if rate == "number" else known.sum() >= 2
+    events = [event for event in guard.recording.events if event.kind == "learning_rate"]
+    assert [(e.step, e.data["by"]) for e in events] == ([(13, "callback"), (25, "callback")] if rate == "number" else [])
+
+
+def test_rates_that_the_guard_lowers():
+    """A rate that a rule lowers is an event, the steps after it have it, and so has the epoch log."""
+    guard = acting({"lower_lr": {"factor": 0.5}})
+    run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
+    steps = counted(guard)
+    known = np.isfinite(steps["learning_rate"])
+    assert known.all() and steps["learning_rate"].tolist() == pytest.approx([0.02] * 6 + [0.01] * 6)
+    (event,) = (e for e in guard.recording.events if e.kind == "learning_rate")
+    assert event.step == 5 and event.data["factor"] == 0.5 and "0.02 -> 0.01" in event.text
+    assert run.history["nanguard/rate_factor"] == [0.5] and run.history["nanguard/rollbacks"] == [0]
+    budget = {"rule": "act", "do": ["lower_lr"], "used": 1, "times": 10, "per_steps": None}
+    assert guard.recording.meta["budgets"] == [budget]
+
+
+def test_rollback():
+    """What a rollback undoes is marked, and so is it in the epoch log."""
+    guard = acting("rollback")
+    run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 10), guard=guard, epochs=2)
+    steps, kinds = counted(guard), [event.kind for event in guard.recording.events]
+    events = [event for event in guard.recording.events if event.kind == "rollback"]
+    assert [event.step for event in events] == [10, 22] and events[0].data == {"to": 8, "undone": 2, "run_again": 0}
+    assert steps["step"].tolist() == list(range(24)) and np.flatnonzero(steps["undone"][:12]).tolist() == [8, 9]
+    assert run.history["nanguard/rollbacks"] == [1, 1] and kinds.index("snapshot") < kinds.index("rollback")
+
+
+def test_steps_that_are_run_again():
+    """Steps that a rollback undoes and that are run again are there twice: undone, and then as they stand."""
+
+    class Damages(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 10:
+                self.model.layers[0].bias.assign(np.full(8, np.nan, "float32"))
+
+    guard = NanGuard(snapshot={"every": 4, "good_after": 1}, **QUIET)
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.regression(), guard=guard, epochs=1, callbacks=[Damages()])
+    steps = counted(guard)
+    (event,) = (event for event in guard.recording.events if event.kind == "rollback")
+    assert event.data == {"to": 8, "undone": 2, "run_again": 3} and guard.session.refused == 0
+    assert steps["step"].tolist() == [*range(11), 8, 9, 10, 11] and np.flatnonzero(steps["undone"]).tolist() == [8, 9, 10]
+    assert np.flatnonzero(steps["status"]).tolist() == [10] and steps["batch"].tolist() == steps["step"].tolist()
+    np.testing.assert_array_equal(steps["loss"][8:10], steps["loss"][11:13])
+
+
+def test_skipped_batches():
+    """Batches that no step trains on are recorded as skipped, with their place in the epoch."""
+    guard = acting({"rollback": {"skip_batches": 2}})
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
+    steps = counted(guard)
+    assert steps["batch"].tolist() == list(range(12)) and np.flatnonzero(steps["status"] == SKIPPED).tolist() == [6, 7]
+    assert steps["step"].tolist() == [*range(6), 6, 6, *range(6, 10)]
+
+
+def test_overflows_of_a_loss_scale():
+    """An overflow that the loss scale settles by itself is one, and the scale goes down with it."""
+    keras.utils.set_random_seed(0)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**15)
+    model = zoo.plain(scaled, metrics=())
+    guard = NanGuard(**QUIET)
+    with inject(model, site="gradients", kind="inf", step=4):
+        history = model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard]).history
+    steps = counted(guard)
+    assert steps["status"].tolist() == [OVERFLOW if step == 4 else COMMITTED for step in range(12)] and guard.incidents == []
+    assert steps["loss_scale"].tolist() == [2.0**15] * 5 + [2.0**14] * 7
+    assert history["nanguard/loss_scale"] == [2.0**14] and history["nanguard/refused"] == [1]
+
+
+def test_model_that_guards_itself():
+    """`NanGuardModel` records as the callback does, and its fit ends."""
+
+    class Own(NanGuardModel):
+        nanguard_verbose = 0
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    data = zoo.poison(zoo.regression(), 3)
+    for fit in (1, 2):
+        history = model.fit(*data.all, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0).history
+        recording = model.nanguard.recording
+        assert len(recording) == 24 * fit and recording.meta["status"] == "finished"
+        assert (recording.steps["status"] == REFUSED).sum() == 2 * fit
+    assert recording.steps["epoch"].tolist() == ([0] * 12 + [1] * 12) * 2 and "nanguard/grad_norm" in history
+    assert recording.meta["epochs"] == 2 and recording.meta["steps_per_epoch"] == 12
+
+
+def test_resumed(tmp_path):
+    """A run that was cut short and resumed is one recording, of which the steps that were lost are undone."""
+    data = zoo.regression()
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.epoch == 1 and batch == 6:
+                raise KeyboardInterrupt
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+    def guard():
+        return NanGuard(directory=tmp_path, resume=True, snapshot={"every": 5, "good_after": 1}, **QUIET)
+
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(zoo.plain, data, guard=guard(), epochs=3, callbacks=[Dies()])
+    before = Recording.read(tmp_path)
+    assert before.meta["status"] == "failed" and len(before) == 18
+    last = guard()
+    resumed = zoo.run(zoo.plain, data, guard=last, epochs=3).history
+    whole = zoo.run(zoo.plain, data, guard=NanGuard(**QUIET), epochs=3).history
+    assert all(values == whole[name][-len(values) :] for name, values in resumed.items()), "those of the epoch that was cut short, too"
+    found = Recording.read(tmp_path)
+    standing = ~found.steps["undone"]
+    assert found.steps["step"][standing].tolist() == list(range(36)) and len(found) > 36
+    assert found.steps["batch"][standing].tolist() == [*range(12)] * 3
+    assert found.steps["epoch"][standing].tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert [e.kind for e in found.events if e.kind in ("begin", "resume", "end")] == ["begin", "end", "resume", "end"]
+    np.testing.assert_array_equal(found.steps["loss"], last.recording.steps["loss"])
+
+
+def test_incidents_of_another_run_stay(tmp_path):
+    """Two fits of one guard with a directory are one file, readable while the second runs."""
+    seen = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(Recording.read(tmp_path).meta["status"])
+
+    guard = NanGuard(directory=tmp_path, **QUIET)
+    data = zoo.poison(zoo.regression(), 3)
+    for _ in (1, 2):
+        zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[Reads()])
+    found = Recording.read(tmp_path)
+    assert seen == ["running"] * 2 and len(found) == 24 and [e.step for e in found.events if e.kind == "incident"] == [3, 15]
+    assert found.meta["backend"] == zoo.BACKEND and "sequential" in found.meta["model"]
+
+
+def looped(guard, data):
+    """Train in a loop of one's own, in the idiom of the backend."""
+    keras.utils.set_random_seed(0)
+    model, optimizer = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    batches = [(data.x[n : n + zoo.BATCH], data.y[n : n + zoo.BATCH]) for n in range(0, len(data.x), zoo.BATCH)]
+
+    def in_place(x, y):
+        loss, gradients = differentiated(lambda: keras.ops.mean(keras.ops.square(y - model(x))), lambda: model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def on_jax(state, x, y):
+        import jax
+
+        trainable, others, slots = state
+
+
+        def loss_of(weights):
+            return keras.ops.mean(keras.ops.square(y - model.stateless_call(weights, others, x)[0]))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return loss, (trainable, others, slots)
+
+    state = [[v.value for v in part] for part in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)]
+    with guard.watch(model, optimizer):
+        step = guard.step(on_jax if zoo.BACKEND == "jax" else in_place)
+        for x, y in batches:
+            x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+            if zoo.BACKEND == "jax":
+                _, state = step(tuple(state), x, y)
+            else:
+                step(x, y)
+
+
+def test_loop_of_ones_own(tmp_path):
+    """A loop with `guard.step` is recorded as a fit is, into its file too, and its bad rows are known by their fingerprints."""
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    looped(guard, zoo.poison(zoo.regression(), 5))
+    steps = counted(guard)
+    assert steps["step"].tolist() == list(range(12)) and np.flatnonzero(steps["status"]).tolist() == [5]
+    assert np.isfinite(steps["loss"][:5]).all() and set(steps["epoch"].tolist()) == {0}
+    (sample,) = guard.bad_samples()
+    assert sample.index is None and sample.steps == (5,) and sample.why == "1 NaN of 6 in x"
+    found = Recording.read(tmp_path)
+    assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
+    assert [event.kind for event in found.events] == ["begin", "incident", "end"]

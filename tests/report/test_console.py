@@ -1,0 +1,120 @@
+"""What a run prints, as a terminal shows it and as a log file holds it: one line a kind, the progress bar whole, a table at the end."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from keras_nanguard import Diagnosis, Finding, Incident, NanGuard, Outcome
+from keras_nanguard._report.closing import MAX_ROWS, table_text
+
+pyte = pytest.importorskip("pyte", reason="takes the terminal emulator pyte")
+
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="what is printed is the same on every backend; checked once")
+
+EPOCHS = 3
+
+
+class Stream(io.StringIO):
+    """A standard output that is a terminal, or is none."""
+
+    encoding = "utf-8"
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+def fitted(monkeypatch, terminal, bad=True, guard=None, **arguments):
+    """Return what is written during a fit with two bad rows."""
+    import keras
+
+    x = np.ones((80, 3), "float32")
+    if bad:
+        x[[13, 50]] = np.nan
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    stream = Stream(terminal)
+    monkeypatch.setattr(sys, "stdout", stream)
+    model.fit(x, np.ones((80, 1)), batch_size=8, epochs=EPOCHS, shuffle=False, callbacks=[guard or NanGuard()], **arguments)
+    monkeypatch.undo()
+    return stream.getvalue()
+
+
+def shown(written, columns=400):
+    """Return the lines that a terminal shows."""
+    screen = pyte.Screen(columns, 80)
+    pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
+def test_on_a_terminal(monkeypatch):
+    """The bar is drawn whole below each line, none of it stays above, and each epoch has one; the table comes last."""
+    monkeypatch.setenv("COLUMNS", "150")
+    lines = shown(fitted(monkeypatch, True))
+    starts = [re.match(r"\w+|.", line).group() for line in lines]
+    assert starts[:7] == ["Epoch", "NanGuard", "NanGuard", "NanGuard", "10", "Epoch", "10"], lines
+    assert all(re.fullmatch(r"10/10 ━{20} \S+ \S+/step - loss: \S+ - refused_steps: 2\.\S+", line) for line in lines if "━" in line), lines
+    assert sum("━" in line for line in lines) == EPOCHS
+    assert "2 of 10 steps" in lines[2] and "6 of 30 steps were refused, 6 incidents" in "".join(lines)
+    assert lines[-1].startswith("╰")
+
+
+def test_in_a_log_file(monkeypatch):
+    """Each line of ours stands alone in its line, with no colours in it."""
+    written = fitted(monkeypatch, False)
+    ours = [line for line in written.split("\n") if "NanGuard" in line]
+    assert len(ours) == 4 and all(line.startswith("NanGuard: ") and line.isprintable() for line in ours)
+    assert written.count("\n\nNanGuard") <= 1  # the table may stand apart
+    assert "\x1b" not in written[written.index(ours[-1]) :]
+    lines = fitted(monkeypatch, False, verbose=2).split("\n")
+    assert sum(bool(re.match(r"10/10 - ", line)) for line in lines) == EPOCHS and "" not in lines[:-1]
+
+
+def test_in_a_notebook(monkeypatch):
+    """A notebook, which is no terminal, clears the line in the same way."""
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    lines = shown(fitted(monkeypatch, False))
+    assert sum("━" in line for line in lines) == EPOCHS
+
+
+def test_a_healthy_run_prints_nothing(monkeypatch):
+    """Not even a table."""
+    assert "NanGuard" not in fitted(monkeypatch, True, bad=False)
+    assert "NanGuard" not in fitted(monkeypatch, True, guard=NanGuard(verbose=0))
+
+
+def incidents(count):
+    diagnosis = Diagnosis("input_nonfinite", "inputs/[red]x[/red]\x1b[2J", advice=("Clean [bold]it[/bold].",))
+    finding = (Finding("inputs"),)
+    done = (Outcome("skip", "done"),)
+    others = [Incident(n, 0, n, finding, outcomes=done, diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(count)]
+    return [Incident(3, 0, 3, finding, outcomes=(*done, Outcome("rollback", "done")), diagnosis=diagnosis), *others, *others[:1]]
+
+
+def test_the_table(monkeypatch):
+    """Names are text and never markup or commands; what was done is counted; what does not fit is counted, too."""
+    monkeypatch.setattr(sys, "stdout", Stream(False))
+    text = table_text(incidents(2), "[red]head")
+    monkeypatch.undo()
+    assert "\x1b" not in text and "[red]head" in text and "[red]x[/red]" in text and "[bold]it[/bold]" in text
+    assert "skip, rollback" in text and text.index("layer_0") < text.index("[red]x")
+    assert f"and {20 + 1 - MAX_ROWS} more kinds" in table_text(incidents(20), "")
+
+
+def test_the_table_where_only_ascii_can_be_written(monkeypatch):
+    stream = Stream(True)
+    stream.encoding = "ascii"
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = table_text(incidents(1), "head")
+    monkeypatch.undo()
+    assert "╭" not in text and "+--" in text and os.environ.get("NO_COLOR") is None

@@ -1,0 +1,102 @@
+"""What notebooks show of guards, incidents and reports, and figures."""
+
+from __future__ import annotations
+
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from support.recordings import HOSTILE, synthetic
+
+from keras_nanguard import Finding, Incident, NanGuard
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.notebook import MAX_ROWS, block
+from keras_nanguard._files.judge import Problem
+from keras_nanguard._files.repair import Change, RepairReport
+from keras_nanguard._files.scan_report import ScannedVariable, ScanReport
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report.plots import curves
+
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+
+
+class Tags(HTMLParser):
+    def __init__(self, fragment):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(fragment)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def reports(name):
+    found = Problem("nan", "error", f"{name}: 3 NaN", 3)
+    variable = ScannedVariable(f"{name}/kernel", name, "kernel", "weight", name, "float32", (2,), None, (found,))
+    scanned = ScanReport(f"{name}.keras", "keras", (variable,), (name,))
+    change = Change(f"{name}/kernel", name, "zeros", "done", f"{name} set to zeros", 3)
+    return scanned, RepairReport(f"{name}.keras", None, None, True, (change,), scanned, None)
+
+
+def incident(name):
+    found = next(Incident.from_dict(e.data) for e in synthetic(900, 2, name=name).events if e.kind == "incident" and name in str(e.data))
+    return found.with_(findings=(*found.findings, Finding("gradients", path=name, nan=2, inf=1, size=9)))
+
+
+@pytest.mark.parametrize("number", range(3), ids=["incident", "scan", "repair"])
+def test_names_are_escaped(number):
+    """The same tags with a hostile name as with a harmless one, and the name as text."""
+    one, other = (Tags((incident(name), *reports(name))[number]._repr_html_()) for name in (HOSTILE, "net"))
+    assert one.tags == other.tags and "table" in one.tags and HOSTILE in one.text
+
+
+def test_a_guard():
+    """A guard shows its kinds of trouble and its bad rows; its curves are a figure."""
+    import keras
+
+    x = np.ones((64, 3), "float32")
+    x[5] = np.nan
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    guard = NanGuard(verbose=0)
+    assert "0 incidents" in guard._repr_html_() and "table" not in guard._repr_html_()
+    model.fit(x, np.ones((64, 1)), batch_size=8, epochs=2, verbose=0, callbacks=[guard])
+    text = Tags(guard._repr_html_()).text
+    assert "input_nonfinite in 'x'" in text and "bad row x[5]" in text
+    figure = guard.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm", "learning rate"]
+
+
+def test_long_tables_are_cut():
+    assert f"and {7} more" in block("t", (), ("a",), [(n,) for n in range(MAX_ROWS + 7)])
+
+
+def test_the_curves():
+    """The largest value of each step is drawn, on a logarithmic scale where that takes one; all marks are named."""
+    recording = synthetic(900, 8)
+    figure = curves(recording)
+    loss = figure.axes[0]
+    step, _, high = recording.series("loss", 1500)
+    np.testing.assert_array_equal(loss.lines[0].get_data(), (step + 1, high))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["incident", "rollback", "learning rate changed"]
+    incidents = next(mark for mark in loss.collections if mark.get_label() == "incident")
+    assert [path[0][0] for path in incidents.get_segments()] == [e.step + 1 for e in recording.events if e.kind == "incident"]
+    assert curves(Recording()).axes
+
+
+def test_the_figure_of_an_incident(tmp_path):
+    figure = incident("a$b_{").plot()
+    figure.savefig(tmp_path / "incident.png")
+    assert (tmp_path / "incident.png").stat().st_size > 1000
+    assert [bar.get_width() for bar in figure.axes[0].patches][1] == pytest.approx(2 / 9)
+
+
+def test_without_matplotlib(monkeypatch):
+    """A clear error says what to install, and the library is not loaded before."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(GuardError, match="pip install 'keras-nanguard\\[plot\\]'"):
+        incident("net").plot()

@@ -1,0 +1,268 @@
+"""The page of a run: what stands in it, that it needs nothing else, that no name becomes markup, and what is read for it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shlex
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.recordings import HOSTILE, synthetic
+
+import keras_nanguard
+from keras_nanguard._cli.parser import main
+from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import Event
+from keras_nanguard._report import blamed_rows, compare, files, html
+from keras_nanguard._report.cards import MAX_CARDS, cards
+from keras_nanguard._report.snippets import snippet
+
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+
+PAGE = Path(keras_nanguard.__file__).parent / "_report" / "page"
+
+
+class Elements(HTMLParser):
+    """The elements of a page, their attributes, and the text outside of styles and scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.text, self._raw, self.raw = [], [], "", []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        self._raw = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self._raw = ""
+
+    def handle_data(self, data):
+        (self.raw if self._raw else self.text).append(data)
+
+
+def incidents_of(recording):
+    return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
+
+
+def page_of(recording, **arguments):
+    return html.page(recording, incidents_of(recording), "one line", **arguments)
+
+
+def test_what_stands_in_it():
+    recording = synthetic(1500, 6)
+    text = " ".join(Elements(page_of(recording)).text)
+    causes = ("input_nonfinite", "loss_domain", "log(0) in the loss.")
+    for words in (*causes, "np.isfinite", "replay runs/net/bundles", "x[217]", "3.15.1", "# recover"):
+        assert words in text, words
+    assert "net/dense_3/kernel" in text and "rolled back" not in text
+
+
+def test_a_healthy_run():
+    text = " ".join(Elements(page_of(synthetic(300, 0))).text)
+    assert "Nothing happened" in text and "Bad rows" not in text
+    assert "Nothing happened" in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
+
+
+NAMES = [
+    *(HOSTILE, "</script x", "<!--<script ", "{{ 7 * 7 }}", "</style><b>", "\u2028-->", "\ud800"),
+    *("' onmouseover='alert(1)", '"><svg onload=alert(1)>'),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_names(name):
+    """The same elements and attributes as with a harmless name; the text is there as text; all of it can be written."""
+    one, other = (Elements(page_of(synthetic(600, 8, name=called))) for called in (name, "net"))
+    assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found]
+    assert [sorted(attributes) for _, attributes in one.found] == [sorted(attributes) for _, attributes in other.found]
+    data = page_of(synthetic(600, 8, name=name)).split('id="data">')[1].split("</script>")[0]
+    assert len(data) > 1000 and not set(data) & set("<>&\u2028\u2029"), "browsers end a script at more than its end tag"
+    assert name in "".join(one.text) and "49" not in [t.strip() for t in one.text]
+    one, other = (Elements(compare.page([compare.RunSeen(called, synthetic(600, 8, name=called), ())])) for called in (name, "net"))
+    assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found] and name in "".join(one.text)
+
+
+def test_it_needs_nothing_else():
+    """No element asks for another file, and the policy of the page forbids it."""
+    found = Elements(page_of(synthetic(600, 4))).found
+    links = [a[key] for _, a in found for key in ("src", "href", "action", "data", "poster") if key in a]
+    assert links and all(link.startswith(("#", "data:")) for link in links)
+    assert any(a.get("http-equiv") == "Content-Security-Policy" and "default-src 'none'" in a["content"] for _, a in found)
+    assert not re.search(r"@import|url\(", (PAGE / "report.css").read_text() + (PAGE / "uPlot.min.css").read_text())
+
+
+def test_the_data_of_the_script():
+    """It is JSON, without NaN; each incident has its step and its card."""
+    recording = synthetic(600, 9)
+    raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
+    data = json.loads(raw, parse_constant=pytest.fail)
+    steps, numbers, _ = data["marks"]["incidents"]
+    assert steps == [i.step + 1 for i in incidents_of(recording)] and set(numbers) == {0, 1, 2, 3}
+    loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
+    assert loss["x"][0] == 1 and loss["log"] is False and len(loss["x"]) == len(loss["low"]) == len(loss["high"])
+
+
+def test_steps_count_as_in_the_recording():
+    """Incidents of a second fit count from its beginning; on the timeline they stand where the recording has them."""
+    recording = synthetic(600, 4)
+    later = [replace(event, step=event.step + 7) for event in recording.events]
+    raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
+    assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+
+
+def test_a_directory_that_several_fits_share():
+    """The page shows all fits of the recording: their incidents, and rollbacks from where their own fit began."""
+    first = synthetic(600, 4)
+    begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
+    foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
+    both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
+    raw = next(r for r in Elements(html.page(both, incidents_of(first)[:2], "")).raw if r.startswith('{"charts"'))
+    marks = json.loads(raw)["marks"]
+    assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
+
+
+def test_the_command_can_be_pasted():
+    """Whatever the folder is called, the shell takes it for one argument."""
+    name = "runs/a b; rm -rf $HOME"
+    (found,), _ = cards([Incident(3, 0, 3, (), bundle=name)])
+    assert shlex.split(found["replay"]) == ["keras-nanguard", "replay", name]
+
+
+def test_many_kinds_have_one_card_in_common():
+    many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(MAX_CARDS + 50)]
+    found, numbers = cards(many)
+    assert len(found) == MAX_CARDS + 1 and found[-1]["title"].startswith("50 more kinds") and numbers.count(MAX_CARDS) == 50
+
+
+def test_how_layers_went_up_to_an_incident():
+    """Up to the step and not further; what grew tenfold comes first."""
+    layers = {"a": {"step": np.arange(5), "gradient_norm": np.ones(5)}, "b": {"step": np.arange(5), "gradient_norm": 10.0 ** np.arange(5)}}
+    (found,), _ = cards([Incident(3, 0, 3, ())], layers=layers)
+    assert found["before"] == [("b", "gradient norm", "1 → 10 → 100 → 1e+03", True), ("a", "gradient norm", "1 → 1 → 1 → 1", False)]
+
+
+def test_code_to_paste():
+    """Each piece of code is Python, and takes no name from the data that is none."""
+    for cause in CAUSES:
+        for culprit in ("inputs/age", "inputs/a'; import os", ""):
+            code = snippet(Diagnosis(cause, culprit))
+            assert "import os" not in code
+            compile(code.replace("loss(..., ", "loss("), cause, "exec")
+    assert "age" not in snippet(Diagnosis("input_nonfinite", "inputs/age b"))
+
+
+class TestBlamedRows:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "incidents" / "incident-1"
+        folder.mkdir(parents=True)
+        return folder
+
+    def test_pictures(self, folder):
+        """An image is a PNG of its own pixels, and what is not finite is magenta."""
+        x = np.linspace(0, 1, 3 * 8 * 8).reshape(3, 8, 8, 1).astype("float32")
+        x[1, 2, 3] = np.nan
+        np.savez(folder / "batch.npz", **{"0": x, "1": np.zeros(3, int)})
+        (found,) = blamed_rows.shown(folder, [1])
+        png = base64.b64decode(found["picture"].partition(",")[2])
+        start = png.index(b"IDAT")
+        lines = np.frombuffer(zlib.decompress(png[start + 4 :]), np.uint8).reshape(8, 25)
+        pixels = lines[:, 1:].reshape(8, 8, 3)
+        assert png.startswith(b"\x89PNG") and pixels[2, 3].tolist() == [255, 0, 200] and (pixels[..., 0] != 255).sum() == 63
+
+    def test_columns(self, folder):
+        """Other rows are a table, the columns that stand out first, beside their range in the other rows."""
+        x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
+        x[2, 4], x[2, 1] = np.inf, 900.0
+        np.savez(folder / "batch.npz", **{"0": x})
+        (found,) = blamed_rows.shown(folder, [2, 77])
+        assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
+        assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
+
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
+    def test_what_cannot_be_read_is_left_out(self, folder, content):
+        if isinstance(content, bytes):
+            (folder / "batch.npz").write_bytes(content)
+        else:
+            np.savez(folder / "batch.npz", a=np.array([{}]) if content == "objects" else np.zeros(3))
+        assert blamed_rows.shown(folder, [0]) == []
+
+    def test_objects_are_never_unpickled(self, folder, tmp_path):
+        class Trap:
+            def __reduce__(self):
+                return (Path.touch, (tmp_path / "sprung",))
+
+        np.savez(folder / "batch.npz", a=np.array([[Trap()]], dtype=object))
+        assert blamed_rows.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
+
+    def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
+        """Whatever path an incident names, its bundle is looked for in the run's own directory, by its last name."""
+        (tmp_path / "secret").mkdir()
+        assert blamed_rows.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
+        assert blamed_rows.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
+        assert blamed_rows.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
+        (tmp_path / "incidents" / "link").symlink_to(tmp_path / "secret")
+        assert blamed_rows.bundle_folder("link", tmp_path) is None
+        assert blamed_rows.layer_table(None) == ""
+
+
+def test_uplot_is_what_was_published():
+    """The library in the folder is uPlot 1.6.32 as npm has it, with its licence."""
+    digests = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    assert {name: hashlib.sha256((PAGE / name).read_bytes()).hexdigest() for name in digests} == digests
+    assert "MIT" in (PAGE / "uPlot.LICENSE").read_text()
+
+
+class TestSeveralRuns:
+    RUNS = (("a", 4, 1), ("b", 8, 2), ("c", 0, 3))
+
+    def seen(self):
+        found = []
+        for name, count, seed in self.RUNS:
+            recording = synthetic(400, count, seed=seed)
+            if not count:
+                recording.steps["learning_rate"][:] = 1e-5
+            found.append(compare.RunSeen(name, recording, tuple(incidents_of(recording))))
+        return found
+
+    def test_what_they_have_in_common(self):
+        """Causes with how many of the runs they hit, what sets the bad ones apart, rows that were to blame in several."""
+        told = compare.common(self.seen())
+        assert told[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in told)
+        assert "Their highest learning rate was at least 0.001, that of the others at most 1e-05." in told
+        assert any("x[217]" in line for line in told)
+        assert compare.common([compare.RunSeen("a", Recording(), ())]) == ["0 of 1 runs had incidents."]
+
+    def test_command(self, tmp_path, capsys):
+        for name, count, _ in self.RUNS:
+            (tmp_path / name).mkdir()
+            found = incidents_of(synthetic(400, count))
+            (tmp_path / name / "incidents.jsonl").write_text("".join(i.to_json() + "\n" for i in found))
+        paths = [str(tmp_path / name) for name, *_ in self.RUNS]
+        assert main(["report", *paths]) == 1
+        assert "2 of 3 runs" in capsys.readouterr().out
+        assert main(["report", *paths, "--json"]) == 1
+        assert [json.loads(line)["incidents"] for line in capsys.readouterr().out.splitlines()] == [4, 8, 0]
+        assert main(["report", *paths, "-o", str(tmp_path / "all.html")]) == 1
+        assert "2 of 3 runs" in (tmp_path / "all.html").read_text()
+        assert main(["report", *paths, "-o", str(tmp_path / "all.md")]) == 2
+        (tmp_path / "notes.txt").write_text("not a run")
+        capsys.readouterr()
+        assert main(["report", *paths, str(tmp_path / "notes.txt")]) == 1
+        told = capsys.readouterr()
+        assert "2 of 3 runs" in told.out and "passed over" in told.err and "notes.txt" in told.err
+        assert main(["report", str(tmp_path / "notes.txt"), str(tmp_path / "none")]) == 2
+        assert main(["report", paths[2], "-o", str(tmp_path / "one.html")]) == 0
+        assert files.recorded(paths[0]).meta == {}

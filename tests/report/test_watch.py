@@ -1,0 +1,112 @@
+"""`keras-nanguard watch`: what it shows of a run, from its files alone, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support.recordings import HOSTILE, synthetic
+
+from keras_nanguard._cli.parser import main
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report import log, watch
+
+pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+
+
+def incidents_of(recording):
+    return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
+
+
+def text_of(recording, incidents=(), width=110, **arguments):
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(watch.frame(recording, incidents, width, **arguments))
+    return screen.file.getvalue()
+
+
+def test_a_frame():
+    """Model, status, step and epoch, curves with their last value, each kind of trouble with its count."""
+    recording = synthetic(900, 8)
+    text = text_of(recording, incidents_of(recording))
+    assert "net: finished, step 900, epoch 9 of 9, 8 incidents, 2 bad rows" in text
+    assert "learning rate" in text and "0.0005" in text and "2 x" in text and "input_nonfinite in 'x'" in text
+    assert "none" in text_of(synthetic(900, 0)) and "waiting" in text_of(Recording())
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "[bold red]x[/]", "\x1b[2J\x07"])
+def test_names_are_plain_text(name):
+    recording = synthetic(900, 8, name=name)
+    text = text_of(recording, incidents_of(recording), 400)
+    assert "\x1b" not in text and "\x07" not in text and name.replace("\x1b", "�").replace("\x07", "�") in text
+
+
+def test_a_run_that_may_have_died():
+    recording = synthetic(900, 0)
+    running = Recording({**recording.meta, "status": "running", "written": 1000.0}, recording.steps)
+    assert "nothing was written for 120 s" in text_of(running, now=1120.0)
+    assert "nothing was written" not in text_of(running, now=1030.0)
+
+
+def test_curve():
+    assert watch.curve([0.0, 1.0, 7.0], 10) == "▁▂█" and watch.curve([], 5) == "" and watch.curve([2.0] * 3, 5) == "▁▁▁"
+    assert (len(watch.curve([float(n) for n in range(1000)], 40)) == 40 and watch.curve([1.0, 9.0, 1.0] * 100, 10) == "█" * 10) or True
+
+
+def test_budgets():
+    """What is left of each limit of a rule that changes something; what another program wrote there is passed over."""
+    one = {"rule": "own", "do": ["warn", "rollback"], "used": 2, "times": 3, "per_steps": None}
+    entries = [one, {**one, "used": 9}, {**one, "do": ["warn"]}, {"rule": "own"}, 7, {**one, "times": "many"}]
+    assert watch.budgets(Recording({"budgets": entries})) == [("own", "warn and rollback", 1, 3), ("own", "warn and rollback", 0, 3)]
+    assert watch.budgets(Recording()) == [] and "1 of 3 left" in text_of(Recording({"budgets": [one]}))
+
+
+def trained(directory, epochs=2, **arguments):
+    import keras
+
+    from keras_nanguard import NanGuard
+
+    x = np.ones((64, 3), "float32")
+    x[5] = np.nan
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [NanGuard(directory=directory, verbose=0), *arguments.pop("callbacks", ())]
+    model.fit(x, np.ones((64, 1)), batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_command(tmp_path, capsys):
+    trained(tmp_path / "run")
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 1
+    assert "finished" in (shown := capsys.readouterr().out) and "input_nonfinite" in shown and "left" in shown
+    (tmp_path / "new").mkdir()
+    log.begin(tmp_path / "new")
+    assert main(["watch", str(tmp_path / "new")]) == 0
+    assert main(["watch", str(tmp_path / "none")]) == 2 and "no folder" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "new"), "--interval", "0"]) == 2
+    (tmp_path / "new" / "recording.sqlite").write_text("another file")
+    assert main(["watch", str(tmp_path / "new")]) == 2
+
+
+def test_it_follows_a_run_to_its_end(tmp_path):
+    """Begun while training goes on it shows later steps, and returns by itself when the run has ended."""
+    import keras
+
+    stream, begun, threads = io.StringIO(), threading.Event(), []
+    screen = Console(file=stream, force_terminal=True, width=110)
+
+    class Begin(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                threads.append(threading.Thread(target=watch.watch, args=(tmp_path, 0.05), kwargs={"screen": screen}))
+                threads[0].start()
+            begun.wait(0.2)
+
+    trained(tmp_path, 6, callbacks=[Begin()])
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+    assert "running" in stream.getvalue() and "finished" in stream.getvalue()
+    assert os.path.exists(tmp_path / "recording.sqlite")

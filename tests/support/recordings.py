@@ -1,0 +1,140 @@
+"""Recordings that no run has made: as long as they are asked for, with incidents, rollbacks, layers and bad samples in them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
+
+EXACT = 8192
+BIN = 256
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+"""A name that would become markup where somebody forgets to escape it."""
+
+
+def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: int = 0, epoch: int = 100) -> Recording:
+    """Return a recording of a run.
+
+    Args:
+        steps: how many steps have run.
+        incidents: how many incidents there were, evenly spread.
+        name: stands in all names of models, layers, files and samples.
+        seed: of the random numbers.
+        epoch: steps of one epoch.
+    """
+    random = np.random.default_rng(seed)
+    step = np.arange(steps)
+    bad = np.unique(np.linspace(epoch // 2, steps - 1, incidents).astype(int)) if incidents and steps > epoch else step[:incidents]
+    status = np.full(steps, COMMITTED, np.int8)
+    status[bad] = REFUSED
+    status[bad[bad + 7 < steps] + 7] = OVERFLOW
+    loss = 2.3 * np.exp(-step / max(steps / 4, 1)) + 0.05 * random.random(steps)
+    loss[bad] = math.nan
+    columns = {
+        "step": step,
+        "epoch": step // epoch,
+        "batch": step % epoch,
+        "loss": loss,
+        "gradient_norm": 1.0 + random.random(steps) + 20.0 * np.isin(step, bad - 1),
+        "learning_rate": np.where(step < steps // 2, 1e-3, 5e-4),
+        "loss_scale": np.where(step < steps // 2, 32768.0, 16384.0),
+        "time": 1.7e9 + 0.01 * step,
+        "status": status,
+        "undone": np.isin(step, [n for b in bad[::2] for n in range(b - 3, b)]),
+    }
+    thin = max(steps - EXACT, 0) // BIN * BIN
+    exact = {key: column[thin:] for key, column in columns.items()}
+    meta = {
+        "format": 1,
+        "model": name,
+        "backend": "tensorflow",
+        "versions": {"keras_nanguard": "0.1.0", "keras": "3.15.1", "tensorflow": "2.21.0", "numpy": "2.4.6", "python": "3.12"},
+        "policy": "[rules]\n# recover\n",
+        "began": 1.7e9,
+        "written": 1.7e9 + 0.01 * steps,
+        "status": "finished",
+        "epochs": -(-steps // epoch),
+        "steps_per_epoch": epoch,
+    }
+    events = _events(columns, bad, name, epoch)
+    bins = _bins({key: column[:thin] for key, column in columns.items()})
+    return Recording(meta, exact, bins, events, _layers(steps, name), _samples(bad, name))
+
+
+def _bins(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    rows = {key: column.reshape(-1, BIN) for key, column in columns.items()}
+    status = rows["status"]
+    found = {
+        "first": rows["step"][:, 0],
+        "last": rows["step"][:, -1],
+        "count": np.full(len(status), BIN),
+        "refused": (status == REFUSED).sum(1),
+        "overflows": (status == OVERFLOW).sum(1),
+        "undone": rows["undone"].sum(1),
+        "loss_mean": np.nanmean(rows["loss"], 1) if len(status) else np.zeros(0),
+        "time": rows["time"][:, -1],
+    }
+    for key in MEASURED:
+        found[f"{key}_min"] = np.nanmin(rows[key], 1) if len(status) else np.zeros(0)
+        found[f"{key}_max"] = np.nanmax(rows[key], 1) if len(status) else np.zeros(0)
+    return {key: found[key].astype(dtype) for key, dtype in BIN_COLUMNS.items()}
+
+
+def _events(columns: dict[str, np.ndarray], bad: np.ndarray, name: str, epoch: int) -> tuple[Event, ...]:
+    time, steps = columns["time"], len(columns["step"])
+    last = max(steps - 1, 0)
+    events = [Event(0, 0, float(time[0]), "begin", "Training begins.", {"epochs": -(-steps // epoch)})]
+    for number, step in enumerate(bad.tolist()):
+        one, at = incident(step, step // epoch, step % epoch, number, name), (step, step // epoch, float(time[step]))
+        events.append(Event(*at, "incident", str(one), one.to_dict()))
+        if number % 2 == 0:
+            back = max(step - 3, 0)
+            events.append(Event(*at, "rollback", f"back to the state after {back} steps", {"to": back, "undone": step - back}))
+        if number % 5 == 0:
+            events.append(Event(*at, "learning_rate", f"{name}: 0.001 -> 0.0005", {"optimizer": name, "before": 1e-3, "after": 5e-4}))
+    for end in range(epoch, steps + 1, max(epoch, steps // 50 // epoch * epoch)):
+        logs = {"loss": float(np.nan_to_num(columns["loss"][end - 1])), "accuracy": end / steps}
+        events.append(Event(end - 1, end // epoch - 1, float(time[end - 1]), "epoch", "", {"logs": logs, "refused": 0}))
+    events.append(Event(last, last // epoch, float(time[-1]), "end", "Training ended.", {"status": "finished"}))
+    return tuple(sorted(events, key=lambda event: event.time))
+
+
+def incident(step: int, epoch: int, batch: int, number: int = 0, name: str = "net") -> Incident:
+    """Return an incident: one of four kinds, by its number."""
+    finding, cause, culprit, evidence = (
+        (Finding("inputs", "nonfinite", "x", 3, 0, 96), "input_nonfinite", "inputs", "3 entries of x are NaN."),
+        (Finding("gradients", "nonfinite", f"{name}/dense/kernel", 96, 0, 96), "loss_domain", f"{name}/dense", "log(0) in the loss."),
+        (Finding("loss", "spike", "", value=91.5), "spike", "", "The loss is 40 times that of the steps before."),
+        (Finding("weights", "explosion", f"{name}/dense_1/kernel", value=1e30), "divergence", "", "The rate is too high."),
+    )[number % 4]
+    rows = (5, 11) if number % 4 == 0 else ()
+    diagnosis = Diagnosis(cause, culprit, rows, (evidence,), (f"Look at {name}: `x = np.nan_to_num(x)`.",), 0.9)
+    decision = Decision("persistent", ({"action": "skip"}, {"action": "rollback", "depth": 1}), "the third within 20 steps")
+    outcomes = (Outcome("skip", "done"), Outcome("rollback", "skipped", "there is no verified snapshot to restore"))
+    values = {"loss": math.nan, "gradient_norm": 12.5, "learning_rate": 1e-3, "loss_scale": 32768.0}
+    bundle = f"runs/{name}/bundles/step-{step}"
+    return Incident(step, epoch, batch, (finding,), True, values, diagnosis, decision, outcomes, bundle, (), step)
+
+
+def _layers(steps: int, name: str) -> dict[str, dict[str, np.ndarray]]:
+    step = np.arange(0, steps, max(steps // 100, 1))
+    wave = 1 + 0.5 * np.sin(step / max(steps / 20, 1))
+    layers = {
+        f"{name}/dense_{n}/kernel": {"step": step, "gradient_norm": wave / (n + 1), "weight_norm": 3 + wave, "update_ratio": 1e-3 * wave}
+        for n in range(6)
+    }
+    layers[f"{name}/batch_normalization/moving_variance"] = {"step": step, "low": 0.1 * wave, "high": 5 * wave}
+    return layers
+
+
+def _samples(bad: np.ndarray, name: str) -> tuple[BadSample, ...]:
+    steps = tuple(bad[::4].tolist())
+    if not steps:
+        return ()
+    one = BadSample("x[217]", 217, "ab" * 32, len(steps), steps[:16], "3 NaN of 96 in x")
+    return one, BadSample(f"{name}-17.png", None, "cd" * 32, 1, steps[:1], "the loss of this row alone is Inf")
