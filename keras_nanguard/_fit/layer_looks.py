@@ -1,6 +1,7 @@
-"""Looks at the weights of each layer now and then, between two steps: their norm, how far one update moves them, ranges of statistics.
+"""Looks at each layer now and then, between two steps: norms of weights and gradients, how far one update moves the weights, statistics.
 
-A look copies the weights, and the next one, after the following execution, compares. Nothing of it is in the step. How often depends on
+A look copies the weights, and of the optimizer what tells their gradients (see `gradient_slots`). The next one, after the following
+execution, compares. Nothing of it is in the step. How often depends on
 what it takes: all looks together take no more than a small share of the time that training takes.
 """
 
@@ -16,6 +17,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots
 
 __all__ = ["LayerLooks"]
 
@@ -23,7 +25,7 @@ SHARE = 0.005
 """Share of the time of training that looks may take."""
 
 MAX_COPIED = 256 << 20
-"""Bytes of weights that are copied at most; of weights beyond that only the norm is measured."""
+"""Bytes of weights and slots that are copied at most; of weights beyond that only the norm is measured."""
 
 MIN_STEPS = 50
 """Steps between two looks at least, but for the first."""
@@ -42,6 +44,7 @@ class LayerLooks:
     def __init__(self) -> None:
         self._next_time, self._next_step, self._cost = 0.0, 1, 0.0
         self._copies: dict[int, np.ndarray[Any, Any]] = {}
+        self._slots: dict[int, tuple[GradientSlot, np.ndarray[Any, Any]]] = {}
         self._at: tuple[int, int, int] = (0, 0, 0)
         self.half = self._ended = False
 
@@ -60,18 +63,21 @@ class LayerLooks:
             self._next_step, self.half, self._ended = 0, False, True
         self._cost += time.monotonic() - began
         if not self.half:
-            self._copies = {}
+            self._copies, self._slots = {}, {}
             self._next_time = time.monotonic() + self._cost / SHARE
             self._next_step, self._cost = run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER), 0.0
 
     def _copy(self, run: Run) -> None:
-        left = MAX_COPIED
-        for variable in sorted(run.train_state().trainable, key=lambda v: int(np.prod(v.shape))):
-            value = keras_variables.view(variable)
-            left -= value.nbytes
+        left, train_state = MAX_COPIED, run.train_state()
+        slots = gradient_slots(train_state.optimizers)
+        for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
+            value, slot = keras_variables.view(variable), slots.get(id(variable))
+            left -= 2 * value.nbytes
             if left < 0:
                 break
-            self._copies[id(variable)] = np.array(value)
+            copied = self._copies[id(variable)] = np.array(value)
+            if slot is not None:
+                self._slots[id(variable)] = slot, copied if slot.variable is variable else keras_variables.read(slot.variable)
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self.half = True
 
@@ -88,7 +94,9 @@ class LayerLooks:
             norm = sizes(value)[0]
             moved = np.nan if before is None else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
             variables.append((str(getattr(variable, "path", "")), "trainable"))
-            values.append((np.nan, norm, moved / norm if norm else np.nan))
+            slot, of_slot = self._slots.get(id(variable), (None, None)) if steps == 1 else (None, None)
+            gradient = np.nan if slot is None or of_slot is None else slot.norm(of_slot, keras_variables.view(slot.variable))
+            values.append((gradient, norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():
                 value = finiteness.widen(keras_variables.view(variable))

@@ -12,6 +12,7 @@ from keras.src.utils import io_utils
 from support import zoo
 
 from keras_nanguard._keras import fitting, layers as keras_layers, optimizers as keras_optimizers, structure, variables as keras_variables
+from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +304,13 @@ def test_the_state_of_the_trainer_of_jax():
     state.sync_variables()
     assert model._jax_state_synced and model.layers[0].kernel.numpy().tolist() == [[1.0], [1.0]]
     assert len(taken) == 4 and hasattr(model, "_get_state_sharding_spec")
+
+
+def test_slots_that_tell_gradients():
+    """Each optimizer that `gradient_slots` knows keeps, for each weight, the array that it names."""
+    for kind in SLOTS:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = kind(0.1, momentum=0.9) if kind is keras.optimizers.SGD else kind(0.1)
+        optimizer.build(model.trainable_variables)
+        found = gradient_slots([optimizer])
+        assert [found[id(v)].variable.shape for v in model.trainable_variables] == [v.shape for v in model.trainable_variables], kind

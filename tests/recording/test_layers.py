@@ -25,6 +25,54 @@ def often(monkeypatch):
     monkeypatch.setattr(layer_looks, "MIN_STEPS", 1)
 
 
+OPTIMIZERS = [
+    pytest.param(lambda: keras.optimizers.SGD(0.05), id="SGD"),
+    pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9), id="momentum"),
+    pytest.param(lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01), id="nesterov"),
+    pytest.param(lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), id="schedule"),
+    pytest.param(lambda: keras.optimizers.Adam(0.01), id="Adam"),
+    pytest.param(lambda: keras.optimizers.AdamW(0.01), id="AdamW"),
+    pytest.param(lambda: keras.optimizers.Nadam(0.01), id="Nadam"),
+    pytest.param(lambda: keras.optimizers.Adamax(0.01), id="Adamax"),
+    pytest.param(lambda: keras.optimizers.Lion(0.001), id="Lion"),
+    pytest.param(lambda: keras.optimizers.Lamb(0.01), id="Lamb"),
+    pytest.param(lambda: keras.optimizers.RMSprop(0.001), id="RMSprop"),
+    pytest.param(lambda: keras.optimizers.Adagrad(0.01), id="Adagrad"),
+    pytest.param(lambda: keras.optimizers.Adadelta(0.1), id="Adadelta"),
+    pytest.param(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0), id="loss scale"),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
+    """Told from the slots, the norms of all variables together are the norm that the step itself has measured."""
+    guard = NanGuard(**QUIET)
+    zoo.run(lambda: zoo.plain(optimizer()), zoo.regression(), guard=guard, epochs=1)
+    recording = guard.recording
+    measured = dict(zip(recording.steps["step"].tolist(), recording.steps["gradient_norm"].tolist()))
+    trained = [found for found in recording.layers.values() if "gradient_norm" in found]
+    steps = trained[0]["step"].tolist()
+    assert len(steps) >= 2
+    for place, step in enumerate(steps):
+        told = np.sqrt(np.nansum([found["gradient_norm"][place] ** 2 for found in trained]))  # a bias before BatchNorm has next to none
+        np.testing.assert_allclose(told, measured[step], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(lambda: keras.optimizers.Adafactor(0.01), id="keeps none"),
+        pytest.param(lambda: type("Mine", (keras.optimizers.SGD,), {})(0.05), id="a class of the user's"),
+        pytest.param(lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), id="accumulated"),
+    ],
+)
+def test_gradients_that_cannot_be_told(optimizer, often):
+    guard = NanGuard(**QUIET)
+    zoo.run(lambda: zoo.plain(optimizer()), zoo.regression(), guard=guard, epochs=1)
+    trained = [found for found in guard.recording.layers.values() if "gradient_norm" in found]
+    assert trained and all(np.isnan(found["gradient_norm"]).all() and np.isfinite(found["weight_norm"]).all() for found in trained)
+
+
 class Weights(keras.callbacks.Callback):
     """Keeps all variables after each execution."""
 
@@ -58,7 +106,7 @@ def test_looks_say_what_the_weights_say(mode, often):
             norm, moved = np.linalg.norm(now), np.linalg.norm(now - weights.seen[step - width][path]) / width
             np.testing.assert_allclose(found["weight_norm"][place], norm, rtol=1e-5)
             np.testing.assert_allclose(found["update_ratio"][place], moved / norm, rtol=1e-3)
-            assert np.isnan(found["gradient_norm"][place])
+            assert width == 1 or np.isnan(found["gradient_norm"][place]), "several steps tell no single gradient"
 
 
 def test_nothing_where_a_step_was_refused(often):

@@ -1,0 +1,111 @@
+"""The gradient that an optimizer has used in its last step, from an array of its own before and after that step.
+
+Most optimizers add the gradient, or its square, to an array that they keep::
+
+    after = kept * before + scale * gradient
+
+so its norm can be told between two steps, on every backend, from what is there anyway: after clipping, without the loss scale.
+
+Names private to Keras that are used here, because there is no public way: the lists of slots of each optimizer
+(``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``), one for each variable that it trains.
+``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.history import sizes
+from keras_nanguard._keras import optimizers as keras_optimizers
+
+__all__ = ["SLOTS", "GradientSlot", "gradient_slots"]
+
+LEAST = 20.0
+"""Multiple of what rounding may come to from which on a difference says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSlot:
+    """An array to which an optimizer adds the gradient of one weight.
+
+    Attributes:
+        variable: the array.
+        kept: the share of it that a step leaves.
+        scale: what the gradient is multiplied by.
+        squared: whether its square is added.
+    """
+
+    variable: Any
+    kept: float
+    scale: float
+    squared: bool = False
+
+    def norm(self, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> float:
+        """Return the norm of the gradient of the step between; NaN where rounding hides it."""
+        old, new = finiteness.widen(before).astype("float64"), finiteness.widen(after).astype("float64")
+        added = new - self.kept * old
+        rounding = float(np.finfo("float32").eps) * (sizes(old)[0] + sizes(new)[0])
+        if not sizes(added)[0] > LEAST * rounding or not self.scale:
+            return 0.0 if not np.any(added) else math.nan
+        return math.sqrt(max(float(added.sum()) / self.scale, 0.0)) if self.squared else sizes(added)[0] / abs(self.scale)
+
+
+def _first_moment(name: str, decay: str) -> Callable[[Any, int, Any], GradientSlot]:
+    def slot(optimizer: Any, number: int, weight: Any) -> GradientSlot:
+        kept = float(getattr(optimizer, decay))
+        return GradientSlot(getattr(optimizer, name)[number], kept, 1.0 - kept)
+
+    return slot
+
+
+def _second_moment(name: str, decay: str) -> Callable[[Any, int, Any], GradientSlot]:
+    def slot(optimizer: Any, number: int, weight: Any) -> GradientSlot:
+        kept = float(getattr(optimizer, decay)) if decay else 1.0
+        return GradientSlot(getattr(optimizer, name)[number], kept, 1.0 - kept if decay else 1.0, True)
+
+    return slot
+
+
+def _sgd(optimizer: Any, number: int, weight: Any) -> GradientSlot | None:
+    rate = keras_optimizers.learning_rate(optimizer)
+    if optimizer.momentum:
+        return GradientSlot(optimizer.momentums[number], float(optimizer.momentum), -rate)
+    changed = optimizer.weight_decay or getattr(weight, "constraint", None) is not None
+    return None if changed else GradientSlot(weight, 1.0, -rate)
+
+
+SLOTS: dict[type, Callable[[Any, int, Any], GradientSlot | None]] = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adam: _first_moment("_momentums", "beta_1"),
+    keras.optimizers.AdamW: _first_moment("_momentums", "beta_1"),
+    keras.optimizers.Nadam: _first_moment("_momentums", "beta_1"),
+    keras.optimizers.Lamb: _first_moment("_momentums", "beta_1"),
+    keras.optimizers.Adamax: _first_moment("_m", "beta_1"),
+    keras.optimizers.Lion: _first_moment("_momentums", "beta_2"),
+    keras.optimizers.RMSprop: _second_moment("_velocities", "rho"),
+    keras.optimizers.Adagrad: _second_moment("_accumulators", ""),
+    keras.optimizers.Adadelta: _second_moment("_accumulated_grads", "rho"),
+}
+"""How each optimizer of Keras keeps its gradients; those that are not here keep no array from which they can be told."""
+
+
+def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
+    """Return where the gradient of each weight can be told, by `id` of the weight. The variables hold the state before a step."""
+    found: dict[int, GradientSlot] = {}
+    for outer in optimizers:
+        optimizer = keras_optimizers.inner(outer)
+        kind = next((c for c in type(optimizer).__mro__ if c in SLOTS or not c.__module__.startswith("keras.")), None)
+        if kind not in SLOTS or not optimizer.built or getattr(optimizer, "gradient_accumulation_steps", None):
+            continue  # a class of the user's own may update as it likes
+        for number, weight in enumerate(keras_optimizers.trained_by(optimizer)):
+            slot = SLOTS[kind](optimizer, number, weight)
+            if slot is not None:
+                found[id(weight)] = slot
+    return found
