@@ -97,14 +97,14 @@ class TrendCheck:
         spike_factor: a jump to this multiple of the robust level is a spike.
         explosion_factor: growth to this multiple of the initial level is an explosion.
         patience: steps in a row for which the growth has to last.
-        warmup: values to collect before a jump by less than a factor of a million is reported as a spike.
+        warmup: values to collect before a jump by less than a factor of a thousand is reported as a spike.
     """
 
     enabled: bool = field(default=True, metadata=spec("whether loss and gradient norm are monitored"))
     spike_factor: float = field(default=1e4, metadata=spec("a jump to this multiple of the robust level", ge=2))
     explosion_factor: float = field(default=1e6, metadata=spec("growth to this multiple of the initial level", ge=10))
     patience: int = field(default=3, metadata=spec("steps in a row for which growth lasts", unit="steps", ge=1, le=1000))
-    warmup: int = field(default=20, metadata=spec("values collected before the first spike below 1e6", unit="steps", ge=5, le=1000))
+    warmup: int = field(default=20, metadata=spec("values collected before the first spike below 1e3", unit="steps", ge=5, le=1000))
 
     def __post_init__(self) -> None:
         check(self)

@@ -9,7 +9,8 @@ and is refused then. With `v` the magnitude of the loss or of the gradient norm:
                than a factor of 20
     spread     running mean of the amount by which log v exceeds the level
     spike      v > 10 * start  and  v > floor  and  log v > level + max(log spike_factor, min(20 * spread, log 1e9))
-    early      v > 1e6 * median of the values so far  and  v > floor, from the fourth value to the end of the warm-up: a spike
+    early      v > 1e3 * largest loss so far, where all are positive, or v > 1e6 * median of the values so far,  and  v > floor, from the
+               fourth value to the end of the warm-up: a spike
     explosion  v > explosion_factor * max(start, 1), and the last `patience` values exceeded a hundredth of that
 
 Values that are not finite, and exact zeros, have no useful magnitude and are ignored. A spike enters the means as a
@@ -48,6 +49,9 @@ MAX_MARGIN = math.log(1e9)
 EARLY_JUMP, EARLY_MIN_VALUES = math.log(1e6), 3
 """A jump by this factor is a spike even during the warm-up, once this many values precede it."""
 
+EARLY_RISE = math.log(1e3)
+"""The same for a loss that is positive, compared with the largest one so far."""
+
 REPORT_AGAIN_GROWTH = math.log(1000.0)
 """An explosion is reported again when it has grown by this much more."""
 
@@ -72,11 +76,13 @@ class _Series:
         "_spread",
         "_sustained",
         "_threshold",
+        "early",
     )
 
     def __init__(self, site: str, check: TrendCheck):
         self._check, self._floor, self._margin = check, FLOORS[site], math.log(check.spike_factor)
         self._first: list[float] | None = []
+        self.early = EARLY_RISE if site == "loss" else math.inf
         self._level = self._spread = 0.0
         self._limit = self._lowest = -math.inf
         self._threshold = self._sustained = math.inf
@@ -122,7 +128,7 @@ class _Series:
         first = self._first
         if first is None:
             return ""
-        leap = len(first) >= EARLY_MIN_VALUES and size >= max(median_low(first) + EARLY_JUMP, self._floor)
+        leap = len(first) >= EARLY_MIN_VALUES and size >= max(min(median_low(first) + EARLY_JUMP, max(first) + self.early), self._floor)
         first.append(size)
         if len(first) == START_VALUES:
             start = median_low(first)
@@ -185,6 +191,8 @@ class Trend:
         self.step = step
         found: tuple[Finding, ...] = ()
         if loss and -math.inf < loss < math.inf:  # not NaN, not zero
+            if loss < 0.0:
+                self._loss.early = math.inf
             kind = self._loss.push(math.log(abs(loss)))
             if kind:
                 found = (Finding("loss", kind, value=loss),)

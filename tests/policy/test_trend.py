@@ -139,9 +139,19 @@ def test_thresholds_come_from_the_policy():
     assert reported([1.0] * 100 + [30.0], trend=Trend(TrendCheck(spike_factor=20.0))) == [(100, "loss", "spike")]
     low = TrendCheck(explosion_factor=100.0, patience=2)
     assert reported([1.0] * 100 + [200.0] * 5, trend=Trend(low)) == [(101, "loss", "explosion")]
-    late = TrendCheck(warmup=50)
-    assert reported([1.0] * 40 + [1e5], trend=Trend(late)) == []
-    assert reported([1.0] * 60 + [1e5], trend=Trend(late)) == [(60, "loss", "spike")]
+    late = TrendCheck(warmup=50, spike_factor=100.0)
+    assert reported([1.0] * 40 + [500.0], trend=Trend(late)) == []
+    assert reported([1.0] * 60 + [500.0], trend=Trend(late)) == [(60, "loss", "spike")]
+
+
+@pytest.mark.parametrize("step", [3, 10, 19])
+def test_a_jump_by_orders_of_magnitude_before_a_level_is_known(step):
+    """A positive loss is compared with the largest one so far; one of both signs, or a gradient norm, has to jump a millionfold."""
+    start = [2.3, 0.9, 1.7, *noise(1, 0.3, 30)][:step]
+    assert reported([*start, 5e3]) == [(step, "loss", "spike")]
+    assert reported([*start, 1e3]) == []
+    assert reported([-2.3, *start[1:], 5e3]) == []
+    assert reported(start, [*start[:-1], 5e3]) == []
 
 
 @settings(max_examples=100, deadline=None)
