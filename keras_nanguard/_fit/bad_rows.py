@@ -151,7 +151,7 @@ def _index(arrays: Mapping[tuple[str, str], Array], row: int, x: Any, y: Any) ->
     """Return which row of the arrays that `fit` trains on this one is, the first of several; `None` where it is none."""
     if x is None:
         return None
-    inputs, targets = dict(_leaves("inputs", x)), dict(_leaves("targets", y))
+    inputs, targets = dict(batches.leaves("inputs", x)), dict(batches.leaves("targets", y))
     wanted = [(inputs[path], array[row]) for path, array in _inputs(arrays) if path in inputs]
     if not wanted or len(wanted) != len(list(_inputs(arrays))):
         return None
@@ -164,18 +164,6 @@ def _index(arrays: Mapping[tuple[str, str], Array], row: int, x: Any, y: Any) ->
             narrowed = _equal(targets[path], array[row], found)
             found = narrowed if len(narrowed) else found
     return int(found[0]) if len(found) else None
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of an argument of `fit` by the paths that its batches have."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{path}/{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for key, item in enumerate(value):
-            yield from _leaves(f"{path}/{key}" if len(value) > 1 else path, item)
-    elif value is not None:
-        yield path, value
 
 
 def _equal(whole: Any, one: Array, among: Array | None) -> Array:

@@ -14,7 +14,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Constant, Spread
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["Part", "bad", "mapped", "parts", "row_count", "spreads", "without"]
+__all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
 
 ROLES = ("inputs", "targets", "sample_weight")
 
@@ -45,9 +45,9 @@ def _parts(args: Any) -> Iterator[tuple[str, str, Any]]:
     args, kwargs = _positional(args)
     data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
     for role, value in zip(ROLES, data[: len(ROLES)]):
-        yield from ((role, path, v) for path, v in _leaves(role, value))
+        yield from ((role, path, v) for path, v in leaves(role, value))
     for value in (*data[len(ROLES) :], kwargs):
-        yield from (("inputs", path, v) for path, v in _leaves("inputs", value))
+        yield from (("inputs", path, v) for path, v in leaves("inputs", value))
 
 
 def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -58,13 +58,14 @@ def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {}
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of an argument of a step, or of `fit`, with the paths that incidents name them by."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(f"{path}/{key}", item)
+            yield from leaves(f"{path}/{key}", item)
     elif isinstance(value, (list, tuple)):
         for key, item in enumerate(value):
-            yield from _leaves(f"{path}/{key}" if len(value) > 1 else path, item)
+            yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
     elif value is not None:
         yield path, value
 
