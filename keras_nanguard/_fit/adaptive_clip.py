@@ -92,22 +92,22 @@ class AdaptiveClip:
 
     def _install(self) -> None:
         if self._written is None:
-            self._written = keras.Variable(np.zeros(2), trainable=False, dtype="float32", name="nanguard_gradient_norm")
             keras_optimizers.set_clipping(self.optimizer, self._clipped, self._overrides)
+            self._written = keras.Variable(np.zeros(2), trainable=False, dtype="float32", name="nanguard_gradient_norm")
         self._write()
 
-    def _clipped(self, grads: list[Any]) -> list[Any]:
+    def _clipped(self, grads: list[Any], clipped: list[Any]) -> list[Any]:
         known = [g for g in grads if g is not None]
         if not known:
-            return grads
+            return clipped
         squares = [keras.ops.sum(keras.ops.square(keras.ops.cast(g, "float32"))) for g in known]
         norm = keras.ops.sqrt(sum(squares[1:], start=squares[0]))
         read = keras.ops.convert_to_tensor(self._written if self.given is None else self.given, "float32")
         mean, width = read[0], read[1]
-        beyond = norm > mean + width
+        beyond = keras.ops.logical_and(norm > mean + width, mean + width > 0.0)
         target = mean + width * width / keras.ops.where(beyond, norm - mean, keras.ops.ones_like(norm))
         factor = keras.ops.where(beyond, target / norm, keras.ops.ones_like(norm))
-        return [g if g is None else keras.ops.multiply(g, keras.ops.cast(factor, g.dtype)) for g in grads]
+        return [g if g is None else keras.ops.multiply(g, keras.ops.cast(factor, g.dtype)) for g in clipped]
 
     def release(self) -> None:
         """Clip no longer."""

@@ -75,7 +75,7 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
         batches = f"{len(steps)} batches from that of step {min(steps) + 1} on"
         note = f"Tried again without {batches}, the steps since then end at a loss of {without.value:.3g}."
         found = (Finding("loss", "lasting_spike", value=now),)
-        return replace(suspicion, onset=first, findings=found, notes=(*suspicion.notes, note), without=steps)
+        return replace(suspicion, onset=min(first, min(steps)), findings=found, notes=(*suspicion.notes, note), without=steps)
     if lower is not None and lower.value < enough:
         note = f"Tried again with a tenth of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
         return replace(suspicion, onset=max(onset, suspicion.onset), notes=(*suspicion.notes, note))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 __all__ = ["Counts"]
@@ -43,11 +44,12 @@ class Counts:
         self.refused += steps
         self.epoch_refused += steps
 
-    def return_to(self, step: int, committed: int, refused: int) -> None:
-        """Count from an earlier step on again; so many of the refused ones since are run again."""
+    def return_to(self, step: int, committed: int, again: Set[int] = frozenset(), left_out: Set[int] = frozenset()) -> None:
+        """Count from an earlier step on again: these of the refused ones since are run again, these of the committed ones left out."""
         self.step, self.committed = step, committed
-        self.refused -= refused
-        self.epoch_refused = max(self.epoch_refused - refused, 0)
+        self.refused += len(left_out) - len(again)
+        here = sum(number >= self.epoch_start for number in left_out) - sum(number >= self.epoch_start for number in again)
+        self.epoch_refused = max(self.epoch_refused + here, 0)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if some are to be skipped."""

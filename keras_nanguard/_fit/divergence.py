@@ -57,6 +57,9 @@ EXTREME = 30.0
 AGAIN = 0.5
 """Factor of what counts as lost, and as growth, once the run has diverged before."""
 
+CLEARLY = 3.0
+"""Spreads of the present level by which it has to exceed the best one for a snapshot to be doubtful: losses of few rows scatter."""
+
 LASTING = 20
 """Steps for which a divergence has to last."""
 
@@ -142,12 +145,15 @@ class Divergence:
         progress = run.progress
         if math.isnan(progress.update) and 0 < run.counts.committed <= MEASURED_UNTIL and not run.counts.rollbacks:
             progress.update = relative_update(run)
+        if progress.start is None:
+            progress.start = next((m.loss for m in run.history.first(run.step)), None)
         now = progress.note(run.history.last(WINDOW))
         if now is None or progress.signed or not self.check.enabled or processes.count() > 1:
             return []  # of several processes each sees a loss of its own, and they have to decide the same
         self._outliers.add(run.history.since(self._outliers.seen + 1))
         look = self._look(run, now)
-        self.doubtful = look.grown or (look.high and not look.flat) or look.now.value >= self.check.rise * (progress.start or math.inf)
+        best = progress.best or now
+        self.doubtful = look.grown or (look.high and now.value - best.value >= CLEARLY * now.spread)
         signs = (self._shown, self._violent, self._stalled, self._lasting, self._outlier)
         suspicion = next((found for sign in signs if (found := sign(run, look)) is not None), None)
         if suspicion is None or suspicion.jumped or not suspicion.sure:

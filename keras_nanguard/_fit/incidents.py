@@ -157,6 +157,7 @@ class Incidents:
         run.ring.note()
         incident = incident.with_(outcomes=outcomes)
         self._report(incident)
+        run.progress.begins_at, run.progress.left_out, run.progress.notes = None, frozenset(), ()
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident

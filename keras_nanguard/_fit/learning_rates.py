@@ -67,8 +67,8 @@ class Rate:
 
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:
-        """Multiply the rate, and the limit with it, inside the context; a plain rate is left to the caller to write back."""
-        before = self.factor, self.lowest, self.limit, self._left, self._absolute
+        """Multiply the rate, and the limit with it, inside the context."""
+        before, value = (self.factor, self.lowest, self.limit, self._left, self._absolute), self.value
         self.limit *= min(factor, 1.0)
         if self.plain:
             self._assign(self.value * factor)
@@ -79,7 +79,9 @@ class Rate:
             yield
         finally:
             self.factor, self.lowest, self.limit, self._left, self._absolute = before
-            if not self.plain:
+            if self.plain:
+                keras_optimizers.rate_variable(self.optimizer).assign(value)
+            else:
                 self._scale.assign(self.factor)
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
@@ -172,6 +174,7 @@ class Rate:
         self.limit = math.inf if done.get("limit") is None else float(done["limit"])
         if self.plain != (rate is not None):
             return
+        self.limit_to(self.limit)
         if self.plain and write:
             self._assign(rate)
         elif self.plain and not math.isclose(self.value, rate, rel_tol=1e-6):

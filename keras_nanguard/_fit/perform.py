@@ -143,10 +143,10 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
 
 def _clip_adaptively(run: Run, onset: int, deviations: float, smoothing: float) -> Answer:
     optimizers = run.train_state().optimizers
-    if len(optimizers) != 1 or not hasattr(keras_optimizers.inner(optimizers[0]), "global_clipnorm"):
-        return "skipped", "the gradient norm of a step belongs to all optimizers together, and clipping needs that of one of Keras"
+    if len(optimizers) != 1 or not keras_optimizers.can_clip(optimizers[0]):
+        return "skipped", "clipping needs one optimizer of Keras that updates in each step: a step measures one gradient norm for all"
     measured = run.history.last_measured(FIRST_NORMS, onset) or run.history.before(onset)
-    norms = [m.norm for m in measured if m.norm < math.inf]
+    norms = [m.norm for m in measured if 0.0 < m.norm < math.inf]
     if len(norms) < FEWEST_NORMS:
         return "skipped", f"only {times(len(norms), 'step')} have been measured, and it takes {FEWEST_NORMS} to know what is usual"
     clip = run.recovery.clip(optimizers[0], deviations, smoothing)

@@ -40,13 +40,13 @@ class Rerun:
     Attributes:
         snapshot: that snapshot.
         batches: the arguments of each step since then, `None` for one that is to be skipped.
-        refused: how many of those that are run again had been refused.
+        refused: those that are run again and had been refused.
         left_out: those that are skipped and had not been.
     """
 
     snapshot: Snapshot
     batches: tuple[Any, ...]
-    refused: int = 0
+    refused: frozenset[int] = frozenset()
     left_out: frozenset[int] = frozenset()
 
 
@@ -90,7 +90,7 @@ class Recent:
         if any(args is None and not skipped for args, skipped in found):
             return None
         run = [args is not None and number not in without for number, (args, _) in zip(numbers, found)]
-        again = sum(runs and number in self._refused for number, runs in zip(numbers, run))
+        again = frozenset(number for number, runs in zip(numbers, run) if runs and number in self._refused)
         left_out = frozenset(number for number in numbers if number in without and number not in self._refused)
         return Rerun(snapshot, tuple(args if runs else None for (args, _), runs in zip(found, run)), again, left_out)
 

@@ -17,7 +17,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot, left_as_they_are
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.progress import Level, level_of
 from keras_nanguard._recording.records import REFUSED
@@ -76,7 +76,7 @@ class RunsAgain(Run):
     def _return_to(self, plan: Rerun) -> None:
         """Count from a snapshot on again."""
         step, good = plan.snapshot.step, plan.snapshot.good
-        self.counts.return_to(step, good, plan.refused - len(plan.left_out))
+        self.counts.return_to(step, good, plan.refused, plan.left_out)
         self.recovery.pending.return_to(step, good)
         self.recovery.ledger = self.recovery.ledger.rewound()
 
@@ -100,16 +100,24 @@ class RunsAgain(Run):
         """
         access, train_state = self.state.access, self.train_state()
         plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch, without) if access.can_run_again else None
-        rates = [self.recovery.rates.get(id(o)) or Rate(o) for o in train_state.optimizers] if factor != 1.0 else []
-        if plan is None or not self.ring.at_hand(snapshot) or not all(rate.adjustable for rate in rates):
+        rates = list(self.recovery.rates.values())
+        if factor != 1.0:
+            rates = [self.recovery.rates.get(id(o)) or Rate(o) for o in train_state.optimizers]
+        able = factor == 1.0 or all(rate.adjustable for rate in rates)
+        if plan is None or not self.policy.refuse or not self.ring.at_hand(snapshot) or not able:
             return None
         drawn = current.host().generator_state()
         with ExitStack() as ending:
-            ending.enter_context(left_as_they_are([*train_state.everything, *train_state.metrics]))
+            if drawn is not None:
+                ending.callback(current.host().set_generator_state, drawn)
+            past_keras = (*train_state.unlisted, *self.transaction.untracked.values())
+            for variable in keras_variables.unique([*train_state.everything, *train_state.metrics, *past_keras]):
+                ending.callback(keras_variables.restorer(variable))
             snapshot.write(train_state.kept)
             snapshot.draw_again()
             for rate in rates:
-                ending.enter_context(rate.tried(factor))
+                if rate.adjustable:
+                    ending.enter_context(rate.tried(factor))
             verdicts = []
             for step, args in enumerate(plan.batches, snapshot.step):
                 if args is not None:
@@ -117,7 +125,5 @@ class RunsAgain(Run):
                     verdicts.append((step, access.run_again(args)))
             self.transaction.report_queue.take()
             access.sync_variables()
-        if drawn is not None:
-            current.host().set_generator_state(drawn)
         committed = [(step, verdict.loss) for step, verdict in verdicts if not verdict.refused]
         return level_of(committed) if all(verdict.finite for _, verdict in verdicts if not verdict.refused) else None

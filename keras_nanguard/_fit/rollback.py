@@ -34,7 +34,8 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
     """Return the newest snapshot from before the onset, an older one where the last that was restored has brought no progress."""
     run.ring.promote(run.counts.committed)
     onset, progress = int(incident.values.get("onset", incident.step)), run.progress
-    if progress.restored is not None and not progress.improved:
+    of_batches = any(f.kind == "lasting_spike" for f in incident.findings)  # shown to end well from this very snapshot
+    if progress.restored is not None and not progress.improved and not of_batches:
         onset = min(onset, max(progress.restored - 1, 0))
     snapshot = run.ring.before(onset)
     return snapshot if snapshot is not None and run.ring.at_hand(snapshot) else run.ring.newest()

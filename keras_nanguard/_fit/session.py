@@ -349,7 +349,7 @@ class Session(RunsAgain):
                 if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
                     recorded.note_rate(self)
                 findings = self.monitors.look(self)
-            findings = findings or self.monitors.tried(self)
+            findings = self.monitors.tried(self) or findings
             if findings:
                 self.incidents.between_steps(findings)
                 step, committed = self.counts.step, self.counts.committed

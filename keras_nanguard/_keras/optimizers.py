@@ -28,7 +28,7 @@ from keras_nanguard._keras import layers as keras_layers, native_variables, vari
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate", "momentum"),
+    *("averages_of", "can_clip", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate", "momentum"),
     *("rate_before", "rate_variable", "register_twins", "scales_of", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
 ]
 
@@ -62,7 +62,8 @@ def is_loss_scaled(optimizer: Any) -> bool:
 
 def shrinks_updates(optimizer: Any) -> bool:
     """Whether the updates of this optimizer shrink with the gradient: those of SGD, with momentum or without."""
-    return isinstance(inner(optimizer), keras.optimizers.SGD)
+    of_torch = type(getattr(inner(optimizer), "of", None))
+    return isinstance(inner(optimizer), keras.optimizers.SGD) or (of_torch.__module__, of_torch.__name__) == ("torch.optim.sgd", "SGD")
 
 
 def momentum(optimizer: Any) -> float:
@@ -102,10 +103,16 @@ def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overri
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
 
 
-def set_clipping(optimizer: Any, changed: Callable[[list[Any]], list[Any]], overrides: Overrides) -> None:
-    """Make an optimizer use `changed(gradients)`, clipped as it was told to clip, for its updates."""
+def can_clip(optimizer: Any) -> bool:
+    """Whether the gradients of each step of an optimizer can be clipped: it is one of Keras, and accumulates none."""
+    optimizer = inner(optimizer)
+    return hasattr(optimizer, "_clip_gradients") and not getattr(optimizer, "gradient_accumulation_steps", None)
+
+
+def set_clipping(optimizer: Any, changed: Callable[[list[Any], list[Any]], list[Any]], overrides: Overrides) -> None:
+    """Make an optimizer use `changed(gradients, clipped)` for its updates, where the second is what it would use itself."""
     real = inner(optimizer)._clip_gradients
-    overrides.set(inner(optimizer), "_clip_gradients", lambda grads: changed(real(grads)))
+    overrides.set(inner(optimizer), "_clip_gradients", lambda grads: changed(grads, real(grads)))
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -95,6 +95,18 @@ def is_statistic(variable: Any) -> bool:
 def write(variable: Any, array: Any) -> None:
     """Assign a copy of the array to the variable, outside of any step; some backends modify the array that they are given."""
     variable.assign(np.array(array))
+
+
+def restorer(variable: Any) -> Callable[[], Any]:
+    """Return a function that gives a variable, of Keras or of the backend's own, the value back that it has now."""
+    if is_variable(variable):
+        array = read(variable)
+        return lambda: write(variable, array)
+    if hasattr(variable, "untyped_storage"):  # of torch
+        kept = variable.detach().clone()
+        return lambda: variable.data.copy_(kept)
+    value = variable.read_value()
+    return lambda: variable.assign(value)
 
 
 def seeds(variables: Iterable[Any]) -> list[Any]:

@@ -125,7 +125,7 @@ def test_several_optimizers_are_left_alone():
     model.another = optimizers.SGD(0.01)
     train(model, spiked(40), guard)
     outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "clip"]
-    assert outcomes and all(o.status == "skipped" and "all optimizers together" in o.detail for o in outcomes)
+    assert outcomes and all(o.status == "skipped" and "clipping needs one optimizer" in o.detail for o in outcomes)
 
 
 def test_statistics():

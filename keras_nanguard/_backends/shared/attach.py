@@ -148,16 +148,21 @@ class Attachment(StateAccess):
     def _cached_step(self, *modes: Any) -> Any:
         """Return the step of an earlier fit, traced in these modes, where it can serve this one, too; else `None`."""
         self._modes = modes
-        if self._before or self._changed or self.session.transaction is not None:
+        if self._before or self._changed or self._adjusted or self.session.transaction is not None:
             return None
         return step_cache.take(self.model, self._key())
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
         transaction = self.session.transaction
-        if self._modes and transaction is not None and not (self._before or self._changed or transaction.tolerated):
+        if self._modes and transaction is not None and not (self._before or self._changed or self._adjusted or transaction.tolerated):
             transaction.release_run()
             step_cache.keep(self.model, self._key(), self._made())
+
+    @property
+    def _adjusted(self) -> bool:
+        """Whether what the policy has changed is part of the step."""
+        return bool(self.session.adjustments())
 
     def _made(self) -> Any:
         """Return what the next fit needs of the step that was made for this one."""
