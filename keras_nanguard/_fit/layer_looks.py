@@ -45,6 +45,7 @@ class LayerLooks:
         self._next_time, self._next_step, self._cost = 0.0, 1, 0.0
         self._copies: dict[int, np.ndarray[Any, Any]] = {}
         self._slots: dict[int, tuple[GradientSlot, np.ndarray[Any, Any]]] = {}
+        self._updates: dict[int, int] = {}
         self._at: tuple[int, int, int] = (0, 0, 0)
         self.half = self._ended = False
 
@@ -78,6 +79,7 @@ class LayerLooks:
             copied = self._copies[id(variable)] = np.array(value)
             if slot is not None:
                 self._slots[id(variable)] = slot, copied if slot.variable is variable else keras_variables.read(slot.variable)
+        self._updates = {id(slot.updates): int(keras_variables.read(slot.updates)) for slot, _ in self._slots.values()}
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self.half = True
 
@@ -89,13 +91,16 @@ class LayerLooks:
         if steps < 1 or run.counts.committed - committed != steps or run.counts.rollbacks != rollbacks:
             return  # a step in between was refused or undone
         variables, values = [], []
+        counters = {id(slot.updates): slot.updates for slot, _ in self._slots.values()}
+        once = {of for of, counter in counters.items() if int(keras_variables.read(counter)) == self._updates[of] + 1}
         for variable in run.train_state().trainable:
             value, before = keras_variables.view(variable), self._copies.get(id(variable))
             norm = sizes(value)[0]
             moved = np.nan if before is None else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
             variables.append((str(getattr(variable, "path", "")), "trainable"))
-            slot, of_slot = self._slots.get(id(variable), (None, None)) if steps == 1 else (None, None)
-            gradient = np.nan if slot is None or of_slot is None else slot.norm(of_slot, keras_variables.view(slot.variable))
+            told = self._slots.get(id(variable))
+            updated_once = told is not None and id(told[0].updates) in once
+            gradient = told[0].norm(told[1], keras_variables.view(told[0].variable)) if told and updated_once else np.nan
             values.append((gradient, norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():

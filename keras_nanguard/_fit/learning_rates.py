@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Rate"]
@@ -68,7 +68,9 @@ class Rate:
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:
         """Multiply the rate, and the limit with it, inside the context."""
-        before, value = (self.factor, self.lowest, self.limit, self._left, self._absolute), self.value
+        before = self.factor, self.lowest, self.limit, self._left, self._absolute
+        variable = keras_optimizers.rate_variable(self.optimizer)
+        restore = keras_variables.restorer(self._scale if variable is None else variable)
         self.limit *= min(factor, 1.0)
         if self.plain:
             self._assign(self.value * factor)
@@ -79,10 +81,7 @@ class Rate:
             yield
         finally:
             self.factor, self.lowest, self.limit, self._left, self._absolute = before
-            if self.plain:
-                keras_optimizers.rate_variable(self.optimizer).assign(value)
-            else:
-                self._scale.assign(self.factor)
+            restore()
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
         """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""

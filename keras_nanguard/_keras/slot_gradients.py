@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 
 from keras_nanguard._core import finiteness
@@ -40,18 +41,20 @@ class GradientSlot:
         kept: the share of it that a step leaves.
         scale: what the gradient is multiplied by.
         squared: whether its square is added.
+        updates: the variable that counts the updates of the optimizer: the gradient can be told where there was one.
     """
 
     variable: Any
     kept: float
     scale: float
     squared: bool = False
+    updates: Any = None
 
     def norm(self, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> float:
         """Return the norm of the gradient of the step between; NaN where rounding hides it."""
         old, new = finiteness.widen(before).astype("float64"), finiteness.widen(after).astype("float64")
         added = new - self.kept * old
-        rounding = float(np.finfo("float32").eps) * (sizes(old)[0] + sizes(new)[0])
+        rounding = float(ml_dtypes.finfo(after.dtype).eps) * (sizes(old)[0] + sizes(new)[0])
         if not sizes(added)[0] > LEAST * rounding or not self.scale:
             return 0.0 if not np.any(added) else math.nan
         return math.sqrt(max(float(added.sum()) / self.scale, 0.0)) if self.squared else sizes(added)[0] / abs(self.scale)
@@ -107,5 +110,5 @@ def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
         for number, weight in enumerate(keras_optimizers.trained_by(optimizer)):
             slot = SLOTS[kind](optimizer, number, weight)
             if slot is not None:
-                found[id(weight)] = slot
+                found[id(weight)] = replace(slot, updates=optimizer.iterations)
     return found

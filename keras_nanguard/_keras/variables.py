@@ -99,6 +99,9 @@ def write(variable: Any, array: Any) -> None:
 
 def restorer(variable: Any) -> Callable[[], Any]:
     """Return a function that gives a variable, of Keras or of the backend's own, the value back that it has now."""
+    if hasattr(variable, "held"):  # the rates of an optimizer of torch
+        restore: Callable[[], Any] = variable.held()
+        return restore
     if is_variable(variable):
         array = read(variable)
         return lambda: write(variable, array)

@@ -11,6 +11,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._fit import layer_looks
+from keras_nanguard._keras import slot_gradients
 from keras_nanguard._recording import layer_table
 from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recording import Recording
@@ -71,6 +72,36 @@ def test_gradients_that_cannot_be_told(optimizer, often):
     zoo.run(lambda: zoo.plain(optimizer()), zoo.regression(), guard=guard, epochs=1)
     trained = [found for found in guard.recording.layers.values() if "gradient_norm" in found]
     assert trained and all(np.isnan(found["gradient_norm"]).all() and np.isfinite(found["weight_norm"]).all() for found in trained)
+
+
+class TwiceAStep(keras.optimizers.SGD):
+    """Updates twice in each step, as a critic does."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
+
+
+def test_none_where_a_step_updates_twice(often, monkeypatch):
+    """The slots of an optimizer that has made two updates do not tell the gradient of either."""
+    monkeypatch.setitem(slot_gradients.SLOTS, TwiceAStep, slot_gradients.SLOTS[keras.optimizers.SGD])
+    guard = NanGuard(**QUIET)
+    zoo.run(lambda: zoo.plain(TwiceAStep(0.05)), zoo.regression(), guard=guard, epochs=1)
+    trained = [found for found in guard.recording.layers.values() if "gradient_norm" in found]
+    assert trained and all(np.isnan(found["gradient_norm"]).all() for found in trained)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_norm_of_one_slot(dtype):
+    """The norm is that of the gradient, or unknown where the dtype of the slot hides it."""
+    rng = np.random.default_rng(0)
+    before, gradient = (rng.standard_normal(1000).astype(dtype) for _ in range(2))
+    slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
+    for size in (1.0, 1e-3, 1e-6):
+        after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
+        told = slot.norm(before, after)
+        assert np.isnan(told) or told == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
+        assert size < 1.0 or dtype != "float32" or not np.isnan(told)
 
 
 class Weights(keras.callbacks.Callback):

@@ -146,3 +146,38 @@ def test_statistics():
     assert other.to_dict() == clip.to_dict() and other.limit == clip.limit
     clip.release()
     other.release()
+
+
+def test_a_norm_of_zero_clips_nothing():
+    """Where gradients were exactly zero there is nothing usual, and nothing to divide by."""
+    clip = AdaptiveClip(optimizers.SGD(0.1))
+    clip.deviations = 3.0
+    clip.given = np.zeros(2, "float32")
+    gradient = keras.ops.ones((3,))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(clip._clipped([gradient], [gradient])[0]), np.ones(3))
+
+
+def test_an_optimizer_that_accumulates_is_left_alone():
+    guard = NanGuard(POLICY, verbose=0)
+    train(linear(optimizers.SGD(0.01, gradient_accumulation_steps=2)), spiked(40), guard)
+    outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "clip"]
+    assert outcomes and all(o.status == "skipped" for o in outcomes)
+
+
+def test_the_next_fit_does_not_clip(tmp_path):
+    """A step that clips from its trace on, as that of a run that goes on from a snapshot, is not kept for the next fit."""
+    y, ends = spiked(60), []
+    for clipped in (False, True):
+        model = linear()
+        start = model.get_weights()
+        if clipped:
+            for epochs in (1, 2):
+                policy = {**POLICY, "snapshot": {"every": 10, "good_after": 1}}
+                guard = NanGuard(policy, verbose=0, directory=tmp_path, resume=epochs == 2)
+                model.fit(X, spiked(40), batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard])
+            assert guard.session.adjustments() and not any(o.action == "clip" for i in guard.incidents[1:] for o in i.outcomes)
+            model.set_weights(start)
+            model.optimizer.iterations.assign(0)
+        ends.append(train(model, y, NanGuard({**POLICY, "rules": []}, verbose=0)))
+    for one, other in zip(*ends):
+        np.testing.assert_array_equal(one, other)

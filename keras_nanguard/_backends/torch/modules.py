@@ -89,7 +89,7 @@ class TorchModule:
 
 
 class Rate:
-    """The learning rate of an optimizer: that of its first group. The others keep their ratio to it."""
+    """The learning rate of an optimizer: the largest of its groups. The others keep their ratio to it."""
 
     def __init__(self, optimizer: Any):
         self.of = optimizer
@@ -97,17 +97,30 @@ class Rate:
     @property
     def value(self) -> float:
         """The rate now."""
-        return float(self.of.param_groups[0]["lr"])
+        return max(float(group["lr"]) for group in self.of.param_groups)
+
+    def held(self) -> Callable[[], None]:
+        """Return what gives each group the rate back that it has now."""
+        before = [float(group["lr"]) for group in self.of.param_groups]
+
+        def restore() -> None:
+            for group, value in zip(self.of.param_groups, before):
+                self._write(group, value)
+
+        return restore
 
     def assign(self, value: float) -> None:
         """Set it."""
         before = self.value
         for group in self.of.param_groups:
-            new = value if not before else float(group["lr"]) * value / before
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(new)
-            else:
-                group["lr"] = new
+            self._write(group, value if not before else float(group["lr"]) * value / before)
+
+    @staticmethod
+    def _write(group: dict[str, Any], value: float) -> None:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
 
 
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
