@@ -178,6 +178,6 @@ def test_the_next_fit_does_not_clip(tmp_path):
             assert guard.session.adjustments() and not any(o.action == "clip" for i in guard.incidents[1:] for o in i.outcomes)
             model.set_weights(start)
             model.optimizer.iterations.assign(0)
-        ends.append(train(model, y, NanGuard({**POLICY, "rules": []}, verbose=0)))
+        ends.append(train(model, y, NanGuard(POLICY, verbose=0)))
     for one, other in zip(*ends):
         np.testing.assert_array_equal(one, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras import layers, optimizers
+from keras import optimizers
 from support import zoo
 from support.programs import PROGRAMS
 
@@ -33,7 +33,7 @@ class Trial(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("model-unlisted-state", marks=pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step writes no other state")),
+        pytest.param("model-unlisted-state", marks=pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step cannot")),
         "precision-mixed_float16",
         "optimizer-adam",
     ],
