@@ -69,7 +69,8 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
     now = suspicion.now.value
     enough = _enough(run, suspicion.now, check) if suspicion.enough is None else suspicion.enough
     without, steps, first = _without_batches(run, suspicion, enough) if suspicion.jumped else (None, frozenset(), 0)
-    known = suspicion.findings and not suspicion.sure and len(run.train_state().optimizers) == 1
+    rated = bool(suspicion.findings) or (suspicion.enough is not None and without is not None)
+    known = rated and not suspicion.sure and len(run.train_state().optimizers) == 1
     lower, onset = _lower_rate(run, suspicion.onset) if known else (None, 0)
     if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
         batches = f"{len(steps)} batches from that of step {min(steps) + 1} on"

@@ -293,7 +293,10 @@ class Divergence:
         return near or ((onset,) if run.progress.jumps_at(onset, run.history.series) else ())
 
     def explained(self, run: Run, findings: Sequence[Finding], loss: float) -> Sequence[Finding]:
-        """Return findings of an explosion with what explains them: a few batches, where the steps go on as before without them."""
+        """Return findings of an explosion with what explains them: a few batches, where the steps go on as before without them.
+
+        Not where they do better at a lower rate: then it was the rate.
+        """
         self._outliers.add(run.history.since(self._outliers.seen + 1))
         jumped = self._outliers.since(run.step - NEAR)
         best = run.progress.best
@@ -306,7 +309,7 @@ class Divergence:
         note = f"The loss has exploded after step {jumped[0] + 1}, which stood out from all steps before."
         suspicion = Suspicion(Level(run.step, loss, 0.0), jumped[0], (), (note,), jumped=jumped, enough=enough)
         shown = another_way.tried(run, suspicion, self.check)
-        return findings if shown is None else [*self._blamed(run, shown), *findings]
+        return [*self._blamed(run, shown), *findings] if shown is not None and shown.without else findings
 
 
 def _suspicion(look: _Look, onset: int, *notes: str, **more: Any) -> Suspicion:
