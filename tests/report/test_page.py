@@ -18,7 +18,9 @@ from support.recordings import HOSTILE, synthetic
 
 import keras_nanguard
 from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
+from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import Event
 from keras_nanguard._report import blamed_rows, compare, files, html
@@ -69,7 +71,13 @@ def test_what_stands_in_it():
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
     assert "Nothing happened" in text and "Bad rows" not in text
-    assert "Nothing happened" in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
+    assert "There are no incidents." in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
+
+
+def test_before_the_first_step():
+    """A guard that has not been used says so, and claims nothing."""
+    text = " ".join(Elements(html.page(Recorder().recording, [], "")).text)
+    assert "No step has run yet." in text and "running" not in text and "Nothing happened" not in text
 
 
 NAMES = [
@@ -117,6 +125,53 @@ def test_steps_count_as_in_the_recording():
     later = [replace(event, step=event.step + 7) for event in recording.events]
     raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
     assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+
+
+def test_a_log_that_is_ahead_of_the_recording():
+    """What the recording knows stands where it has it; what is only in the log belongs to the fit that runs."""
+    recording = synthetic(600, 4)
+    incidents = incidents_of(recording)
+    moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
+    behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
+    raw = next(r for r in Elements(html.page(behind, incidents, "")).raw if r.startswith('{"charts"'))
+    assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
+
+
+ODD = ("nan", 7, -1, 10**400, None, True, [], {}, "x" * 9, ["a"], {"a": 1})
+
+
+@pytest.mark.parametrize("field", ["step", "batch", "findings", "values", "diagnosis", "outcomes", "bundle", "replicas", "refused"])
+def test_a_damaged_incident_is_passed_over(field):
+    """Whatever a field of an incident in a recording holds, the page is made, or the error is one of ours."""
+    recording = synthetic(300, 3)
+    at = next(n for n, event in enumerate(recording.events) if event.kind == "incident")
+    for value in ODD:
+        event = recording.events[at]
+        damaged = replace(event, data={**event.data, field: value})
+        both = replace(recording, events=(*recording.events[:at], damaged, *recording.events[at + 1 :]))
+        assert "</html>" in html.page(both, [], "")
+        try:
+            assert "</html>" in html.page(both, [Incident.from_dict(damaged.data)], "")
+        except NanGuardError:
+            continue
+
+
+def test_a_damaged_description_of_the_run():
+    """Whatever stands in `meta`, the page is made."""
+    recording = synthetic(300, 0)
+    for key in (*recording.meta, "base", "budgets"):
+        for value in ODD:
+            assert "</html>" in html.page(replace(recording, meta={**recording.meta, key: value}), [], ""), (key, value)
+
+
+def test_overflows_of_all_steps_are_marked():
+    """Those that are only known by their bin, too: one mark each bin, and the legend counts them all."""
+    recording = synthetic(30_000, 0)
+    recording.bins["overflows"][3] = 5
+    raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
+    marks = json.loads(raw)["marks"]
+    first, last = recording.bins["first"][3], recording.bins["last"][3]
+    assert marks["overflow_count"] == 5 and len(marks["overflows"]) == 1 and first < marks["overflows"][0] <= last
 
 
 def test_a_directory_that_several_fits_share():
@@ -187,6 +242,31 @@ class TestBlamedRows:
         (found,) = blamed_rows.shown(folder, [2, 77])
         assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
         assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
+
+    def test_of_several_arrays_the_one_to_blame(self, folder):
+        """What is not finite in that row, else what the diagnosis names; by the name that the user knows, bfloat16 included."""
+        image, age, weight = np.zeros((3, 8, 8, 1), "float32"), np.zeros((3, 2), "float32"), np.ones((3, 1), "float32")
+        age[1, 0], weight[2] = np.nan, np.inf
+        bits = (weight.view("uint32") >> 16).astype("uint16")
+        np.savez(folder / "batch.npz", **{"0": image, "1": age, "2": bits, "3": np.zeros(3, "float32")})
+        about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
+        (folder / "bundle.json").write_text(json.dumps(about))
+        assert [(f["row"], f["of"]) for f in blamed_rows.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
+        layers = [[name, 0, 0] for name in ("image", "age", "keras_tensor_7")]
+        (folder / "model.json").write_text(json.dumps({"config": {"input_layers": layers}}))
+        assert [f["of"] for f in blamed_rows.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
+        assert blamed_rows.shown(folder, [2])[0]["columns"][0][1] == "inf" and blamed_rows.shown(folder, [0])[0]["picture"]
+        (found,), _ = cards(
+            [Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")], folder.parents[1]
+        )
+        assert found["rows"][0]["of"] == "x/age"
+
+    @pytest.mark.parametrize("told", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
+    def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, told):
+        np.savez(folder / "batch.npz", **{"0": np.ones((3, 2))})
+        (folder / "bundle.json").write_text(told)
+        (found,) = blamed_rows.shown(folder, [0])
+        assert found["of"] == ""
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
     def test_what_cannot_be_read_is_left_out(self, folder, content):

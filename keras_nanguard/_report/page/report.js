@@ -119,7 +119,7 @@ function legend() {
   const list = document.getElementById("legend");
   if (!list) return;
   list.textContent = "";
-  for (const [name, text, count] of [["bad", "refused or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", (marks.overflows || []).length],
+  for (const [name, text, count] of [["bad", "refused or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", marks.overflow_count],
     ["roll", "rolled back", (marks.rollbacks || []).length], ["good", "learning rate changed", (marks.rates || []).length]]) {
     if (!count) continue;
     const item = document.createElement("li"), square = document.createElement("i");
