@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,12 @@ def _whole(value: Any, default: int) -> int:
 
 
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
+    recording = _without_what_ran_again(recording)
     step, low, high = recording.series(name, POINTS)
     if not len(step) or (name == "loss_scale" and float(high.max()) == float(low.min()) == 1.0):
         return None
     positive = float(low.min()) > 0.0
-    logarithmic = positive and float(high.max()) / float(low.min()) > 50.0
+    decades = math.log10(float(high.max())) - math.log10(float(low.min())) if positive else 0.0
     words = (
         f"{_TITLES[name]}: from {high[0]:.4g} at step {step[0] + 1} to {low[-1]:.4g} at step {step[-1] + 1}; "
         f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, highest {high.max():.4g} at step {step[high.argmax()] + 1}."
@@ -157,11 +159,35 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
         "name": name,
         "title": _TITLES[name],
         "words": words,
-        "log": logarithmic,
-        "x": (step + 1).tolist(),
-        "low": _short(low),
-        "high": _short(high),
+        "log": decades > math.log10(50.0),
+        "decades": decades,
+        **_courses(recording, name, step),
     }
+
+
+def _without_what_ran_again(recording: Recording) -> Recording:
+    """Return a recording without the refused steps that a rollback has gone back over: they are of no course, and not undone."""
+    steps = recording.steps
+    later = np.minimum.accumulate(np.r_[steps["step"], np.iinfo(np.int64).max][:0:-1])[::-1]
+    keep = steps["undone"] | (later > steps["step"])
+    return replace(recording, steps={key: column[keep] for key, column in steps.items()})
+
+
+def _courses(recording: Recording, name: str, at: Any) -> dict[str, Any]:
+    """Return the least and the largest value about each of some steps, and apart from these the largest that a rollback has undone."""
+    steps = recording.steps
+    parts = [{key: column[mask] for key, column in steps.items()} for mask in (~steps["undone"], steps["undone"])]
+    kept, undone = replace(recording, steps=parts[0]).series(name, POINTS), Recording(steps=parts[1]).series(name, POINTS)
+
+    def placed(step: Any, values: Any, pick: Any) -> Any:
+        """Return values at the last of `at` that is not after their steps, NaN where there is none."""
+        found = np.full(len(at), np.nan)
+        pick.at(found, np.searchsorted(at, step, side="right") - 1, values)
+        return found
+
+    low, high = placed(kept[0], kept[1], np.fmin), placed(kept[0], kept[2], np.fmax)
+    values = {"x": (at + 1).tolist(), "low": _short(low), "high": _short(high)}
+    return values | ({"undone": _short(placed(undone[0], undone[2], np.fmax))} if len(undone[0]) else {})
 
 
 def _short(values: Any) -> list[float | None]:
@@ -209,7 +235,7 @@ def _overflows(recording: Recording) -> int:
 
 def _when(seconds: Any) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds)))
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds))).replace("-", "\N{NON-BREAKING HYPHEN}")
     except (TypeError, ValueError, OverflowError, OSError):
         return ""
 

@@ -22,7 +22,7 @@ from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import Event
+from keras_nanguard._recording.records import REFUSED, STEP_COLUMNS, Event
 from keras_nanguard._report import blamed_rows, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, cards
 from keras_nanguard._report.snippets import snippet
@@ -135,6 +135,34 @@ def test_a_log_that_is_ahead_of_the_recording():
     behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
     raw = next(r for r in Elements(html.page(behind, incidents, "")).raw if r.startswith('{"charts"'))
     assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
+
+
+def test_what_was_undone_has_a_line_of_its_own():
+    """Of steps that ran again the curve shows the last run, and no refused step from before the rollback; the first run is apart."""
+    back, again = 40, 10
+    count = back + again
+    columns = {name: np.zeros(count, dtype) for name, dtype in STEP_COLUMNS.items()}
+    columns["step"] = np.r_[np.arange(back), np.arange(back - again, back)]
+    columns["loss"] = np.r_[np.full(back, 9.0), np.full(again, 2.0)]
+    columns["undone"][back - again : back] = True
+    columns["status"][back - 2], columns["undone"][back - 2], columns["loss"][back - 2] = REFUSED, False, 777.0
+    chart = html._chart(Recording(steps=columns), "loss")
+    assert chart["x"] == list(range(1, back + 1))
+    assert chart["high"] == chart["low"] == [9.0] * (back - again) + [2.0] * again
+    assert chart["undone"] == [None] * (back - again) + [9.0] * (again - 2) + [None, 9.0]
+    columns["undone"][:] = False
+    columns["step"] = np.arange(count)
+    assert "undone" not in html._chart(Recording(steps=columns), "loss")
+
+
+def test_what_was_undone_in_a_long_run():
+    """Both courses of a run that is longer than the points of a curve lie on the same steps, without holes where there are none."""
+    recording = synthetic(8000, 0)
+    recording.steps["undone"][3000:5000] = True
+    chart = html._chart(recording, "loss")
+    kept, undone = ([n for n, value in enumerate(chart[name]) if value is not None] for name in ("high", "undone"))
+    assert len(chart["x"]) == html.POINTS and sorted({*kept, *undone}) == list(range(html.POINTS))
+    assert undone == list(range(750, 1250)) and kept == [*range(750), *range(1250, 2000)]
 
 
 ODD = ("nan", 7, -1, 10**400, None, True, [], {}, "x" * 9, ["a"], {"a": 1})
