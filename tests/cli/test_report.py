@@ -104,6 +104,7 @@ def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
     assert (tmp_path / log.NAME).read_bytes() == whole
 
 
+@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 def test_a_recording_is_enough(tmp_path, capsys):
     """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are told from its events."""
     run, healthy = synthetic(300, 2), synthetic(300, 0)
@@ -125,6 +126,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
 ODD = {"step": "7", "findings": ["x"], "diagnosis": "d", "values": {"loss": []}, "bundle": 3, "outcomes": [{"action": "skip", "status": 1}]}
 
 
+@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 @pytest.mark.parametrize("field", ODD)
 def test_a_field_of_another_type(tmp_path, capsys, field):
     """It is an error that names the file and the field's content, and no traceback."""
