@@ -94,7 +94,7 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         summary=[] if len(recording) else summary.splitlines(),
         facts=_facts(recording, incidents),
         cards=found,
-        healthy="Nothing happened: every step was finite and committed." if len(recording) else "",
+        healthy=_healthy(recording),
         nothing="No step has run yet." if meta else "There are no incidents.",
         charts=data["charts"],
         layer_rows=layer_rows,
@@ -227,6 +227,13 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
     facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]
     return [(name, value) for name, value in facts if value]
+
+
+def _healthy(recording: Recording) -> str:
+    """Return what is said of a run without incidents, `""` before its first step."""
+    if _overflows(recording):
+        return "No incidents: the only steps that were refused are ordinary float16 overflows, which loss scaling settles."
+    return "Nothing happened: every step was finite and committed." if len(recording) else ""
 
 
 def _overflows(recording: Recording) -> int:

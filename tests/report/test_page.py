@@ -199,6 +199,7 @@ def test_overflows_of_all_steps_are_marked():
     raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
     first, last = recording.bins["first"][3], recording.bins["last"][3]
+    assert "Nothing happened" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
     assert marks["overflow_count"] == 5 and len(marks["overflows"]) == 1 and first < marks["overflows"][0] <= last
 
 
