@@ -1,4 +1,6 @@
-"""Make the pictures of the README, from the data of the demonstration: what a run prints, and its report in a browser.
+"""Make the pictures of the README: what a run prints, and its report in a browser.
+
+It trains on the digits of the demonstration, three of them with NaN or Inf in them, at a learning rate that is too high.
 
     python examples/pictures.py [folder]
 
@@ -16,6 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import keras
 import pyte
 from rich.console import Console
 from rich.text import Text
@@ -25,6 +28,7 @@ from keras_nanguard import NanGuard
 from keras_nanguard._cli import demo
 
 COLUMNS, LINES = 118, 60
+EPOCHS = 4
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 
@@ -37,14 +41,25 @@ class Terminal(io.StringIO):
         return True
 
 
+def network() -> keras.Model:
+    """Return a small network at a learning rate ten times too high."""
+    keras.utils.set_random_seed(0)
+    hidden = [keras.layers.Dense(64, activation="relu", name=f"hidden_{number}") for number in (1, 2)]
+    stack = [keras.Input((8, 8, 1)), keras.layers.Flatten(), *hidden, keras.layers.Dense(10, name="head")]
+    model = keras.Sequential(stack, name="digits")
+    model.compile(keras.optimizers.SGD(1.0, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def train(directory: str) -> tuple[NanGuard, str]:
-    """Train on the digits of the demonstration; return the guard and what was written to the terminal."""
+    """Train on the digits of the demonstration, three of them broken; return the guard and what was written to the terminal."""
     x, y, *_ = demo.digits()
-    model, guard, real = demo.network(), NanGuard(directory=directory), sys.stdout
+    x[list(demo.UNSCALED)] /= 65535.0
+    model, guard, real = network(), NanGuard(directory=directory), sys.stdout
     os.environ["COLUMNS"] = str(COLUMNS)
     sys.stdout = Terminal()
     try:
-        model.fit(x, y, batch_size=32, epochs=demo.EPOCHS, callbacks=[guard])
+        model.fit(x, y, batch_size=32, epochs=EPOCHS, callbacks=[guard])
         return guard, sys.stdout.getvalue()
     finally:
         sys.stdout = real
@@ -104,7 +119,7 @@ def main() -> None:
         svg(on_screen(written), drawn)
         width, height = (round(float(n)) for n in drawn.read_text().split('viewBox="0 0 ')[1].split('"')[0].split())
         photograph(drawn, folder / "console.png", width, height)
-        photograph(page, folder / "report.png", 1180, 900)
+        photograph(page, folder / "report.png", 1180, 1190)
         unfold = "document.documentElement.style.scrollBehavior = 'auto'; const c = document.querySelector('#card-0'); c.open = true;"
         photograph(page, folder / "card.png", 1180, 980, dark=True, script=f"{unfold} c.scrollIntoView()")
         os.chdir(folder)

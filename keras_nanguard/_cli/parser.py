@@ -9,6 +9,7 @@ imports Keras.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 clean, 1 found, 2 misuse. Errors are printed to stderr in one sentence.
     """
     words: dict[str, str] = {}
+    _print_what_can_be_encoded()
     try:
         given = parser().parse_args(arguments)
         words = given.words = option_words(given.command)
@@ -55,6 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("keras-nanguard: interrupted; no partial file was left.", file=sys.stderr)
         return 130
+
+
+def _print_what_can_be_encoded() -> None:
+    """Let names that the output cannot encode (a pipe in ASCII) be printed with question marks, and not end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _one_line(error: Exception) -> str:

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["argument_path", "input_names", "named"]
+__all__ = ["ARGUMENTS", "GENERATED_PREFIXES", "argument_path", "arguments", "input_names", "leaves", "named"]
 
 GENERATED_PREFIXES = ("keras_tensor", "input_layer")
 """Prefixes of the names that Keras generates for inputs without a name."""
 
 ROLES = {"inputs": "x", "targets": "y"}
 """Arguments of `fit`, by the role of their arrays."""
+
+ARGUMENTS = ("inputs", "targets", "sample_weight")
+"""The roles of the arguments of a step, in their order."""
+
+
+def arguments(args: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield role, path and value of each array of a batch, given the arguments of the step: `(data,)` in Keras, anything in a loop."""
+    args, kwargs = _positional(args)
+    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
+    for role, value in zip(ARGUMENTS, data[: len(ARGUMENTS)]):
+        yield from ((role, path, v) for path, v in leaves(role, value))
+    for value in (*data[len(ARGUMENTS) :], kwargs):
+        yield from (("inputs", path, v) for path, v in leaves("inputs", value))
+
+
+def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments; a step of a loop has both as `(args, kwargs)`."""
+    args = tuple(args) if isinstance(args, (list, tuple)) else (args,)
+    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
+        return args[0], args[1]
+    return args, {}
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of an argument of a step, or of `fit`, with the paths that incidents name them by."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(f"{path}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
+    elif value is not None:
+        yield path, value
 
 
 def input_names(model: Any) -> tuple[str, ...]:

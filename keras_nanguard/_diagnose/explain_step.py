@@ -16,6 +16,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._core.data_names import ARGUMENTS
 from keras_nanguard._core.evidence import Evidence
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
@@ -107,7 +108,7 @@ class Explainer:
         """Return an earlier diagnosis for one more incident with the same findings; bad rows are counted anew."""
         rows: tuple[int, ...] = ()
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
-            found = batches.bad(report.batch, batches.ROLES)
+            found = batches.bad(report.batch, ARGUMENTS)
             rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
         note = "Taken over from an earlier step with the same findings, of which there have been many."
         return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))

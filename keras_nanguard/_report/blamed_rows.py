@@ -6,6 +6,7 @@ Reads only fixed names within the run's own directory, without pickle, and only 
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import zipfile
 import zlib
@@ -15,10 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
+
 __all__ = ["bundle_folder", "layer_table", "shown"]
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
+MAX_JSON_BYTES = 4 << 20
 MAX_ROWS, MAX_COLUMNS, MAX_SIDE = 4, 24, 96
 
 Array = np.ndarray[Any, Any]
@@ -42,41 +46,102 @@ def layer_table(folder: Path | None) -> str:
         return ""
 
 
-def shown(folder: Path | None, rows: Sequence[int]) -> list[dict[str, Any]]:
+def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[dict[str, Any]]:
     """Return what is shown of some rows of the batch of a bundle.
 
+    Args:
+        folder: the bundle.
+        rows: indices within the batch.
+        culprit: the array to blame, as a diagnosis names it, if it names one.
+
     Returns:
-        For each row `{"row", "picture", "columns"}`: a data URI of a PNG or `""`, and `(column, value, low, high, unusual)` with the
-        range that this column has in the other rows.
+        For each row `{"row", "of", "picture", "columns"}`: the array that it is shown of, as the user names it (`x/age`, `""` where that
+        is not known), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)` with the range that this column has in the
+        other rows. It is the array that is not finite in that row, else the culprit, else the first of the inputs.
     """
-    inputs = _inputs(folder) if rows else None
-    if inputs is None:
-        return []
-    others = np.delete(inputs, [r for r in rows if r < len(inputs)], axis=0).astype(np.float64)
-    found = []
-    for row in [r for r in rows if r < len(inputs)][:MAX_ROWS]:
-        picture = _picture(inputs[row], others)
-        columns = [] if picture else _columns(inputs[row].reshape(-1).astype(np.float64), others.reshape(len(others), -1))
-        found.append({"row": row, "picture": picture, "columns": columns})
+    parts = _parts(folder) if folder is not None and rows else []
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        chosen = _chosen(parts, row, culprit)
+        if chosen is None or len(found) == MAX_ROWS:
+            continue
+        path, array = chosen
+        others = np.delete(array, [r for r in rows if 0 <= r < len(array)], axis=0).astype(np.float64)
+        picture = _picture(array[row], others)
+        columns = [] if picture else _columns(array[row].reshape(-1).astype(np.float64), others.reshape(len(others), array[row].size))
+        found.append({"row": row, "of": argument_path(path), "picture": picture, "columns": columns})
     return found
 
 
-def _inputs(folder: Path | None) -> Array | None:
-    """Return the first array of numbers of a batch with at least two dimensions."""
-    if folder is None:
-        return None
+def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple[str, Array] | None:
+    known = [(path, array) for path, array in parts if 0 <= row < len(array)]
+    bad = [(path, array) for path, array in known if not np.isfinite(array[row]).all()]
+    blamed = [(path, array) for path, array in bad or known if culprit and path == culprit]
+    usual = [(path, array) for path, array in known if array.ndim > 1 and not path.startswith(("targets", "sample_weight"))]
+    return next(iter((*blamed, *bad, *usual)), None)
+
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
+
+
+def _parts(folder: Path) -> list[tuple[str, Array]]:
+    """Return the arrays of numbers of a batch that have rows, with the paths that a diagnosis names them by (`""` if unknown)."""
     try:
         with zipfile.ZipFile(folder / "batch.npz") as archive:
             if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
-                return None
-        with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
-            for name in sorted(arrays.files):
-                array: Array = arrays[name]
-                if array.ndim >= 2 and array.size and array.dtype.kind in "fiu":
-                    return array
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return None
-    return None
+                return []
+        with np.load(folder / "batch.npz", allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in sorted(stored.files, key=lambda name: (len(name), name))}
+    except _UNREADABLE:
+        return []
+    paths, dtypes = _told(folder)
+    typed = [(paths.get(name, ""), _widened(array, dtypes.get(name, ""))) for name, array in arrays.items()]
+    return [(path, array) for path, array in typed if array.ndim and array.size and array.dtype.kind in "fiu"]
+
+
+def _told(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what a bundle says of its arrays, by their names in the file: their paths, and their dtypes."""
+    try:
+        about = _document(folder / "bundle.json")
+        found = list(arguments(_packed(about["batch"])))
+        dtypes = {str(number): str(name) for number, name in enumerate(about["dtypes"])}
+    except _UNREADABLE:
+        return {}, {}
+    names = _input_names(folder)
+    return {number: named(path, names) for _, path, number in found}, dtypes
+
+
+def _packed(structure: Any) -> Any:
+    """Return the arguments of the step, with the name of each array in its place."""
+    if isinstance(structure, int):
+        return str(structure)
+    (kind, content), *_ = (structure or {"left_out": ""}).items()
+    if kind == "dict":
+        return {str(key): _packed(child) for key, child in content.items()}
+    return tuple(_packed(child) for child in content) if kind in ("tuple", "list") else None
+
+
+def _input_names(folder: Path) -> tuple[str, ...]:
+    """Return the name of each `keras.Input` of the model of a bundle where they stand in a list, as their arrays do."""
+    try:
+        told = _document(folder / "model.json")["config"]["input_layers"]
+        entries = [told] if told and isinstance(told[0], str) else [entry for entry in told if isinstance(entry, list)]
+        return tuple("" if str(entry[0]).startswith(GENERATED_PREFIXES) else str(entry[0]) for entry in entries)
+    except _UNREADABLE:
+        return ()
+
+
+def _document(path: Path) -> Any:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is too large to be looked into")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _widened(array: Array, dtype: str) -> Array:
+    """Return bfloat16, which a bundle has as its bits, as float32."""
+    if dtype == "bfloat16" and array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array if dtype in ("", array.dtype.name) else array[:0]
 
 
 def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]:

@@ -94,7 +94,7 @@ def card(
         "more_findings": max(len(first.findings) - _MAX_FINDINGS, 0),
         "layers": blamed_rows.layer_table(folder),
         "samples": diagnosis.samples[:20] if diagnosis is not None else (),
-        "rows": blamed_rows.shown(folder, diagnosis.samples if diagnosis is not None else ()),
+        "rows": blamed_rows.shown(folder, diagnosis.samples, diagnosis.culprit) if diagnosis is not None else [],
         "bundle": first.bundle or "",
         "replay": f"keras-nanguard replay {shlex.quote(console.printable(first.bundle))}" if first.bundle else "",
         "before": _before(layers or {}, at[id(first)]),

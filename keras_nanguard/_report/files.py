@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import console, html, log
+from keras_nanguard._report import console, html, log, told
 
 __all__ = ["read", "recorded", "save", "write"]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
+
+_RECORDING = Path(database.NAME).suffix
 
 
 def write(
@@ -68,16 +70,28 @@ def save(text: str, path: Path) -> Path:
 
 
 def recorded(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording in the directory of a run, an empty one where there is none.
+    """Return the recording in the directory of a run, or in a file `.sqlite`; an empty one where there is none, or not yet.
 
     Raises:
         GuardError: if it is damaged or of a newer version.
     """
-    return Recording.read(path) if (Path(path) / database.NAME).is_file() else Recording()
+    file = database.path_of(path)
+    return Recording.read(file) if file.suffix == _RECORDING and _is_made(file) else Recording()
+
+
+def _is_made(file: Path) -> bool:
+    """Whether a recording has its tables, which a run makes as it begins."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(100)
+    except OSError:
+        return file.exists()  # reading it says why
+    application, version = head[68:72], head[60:64]
+    return bool(head) and not (application == database.APPLICATION.to_bytes(4, "big") and not any(version))
 
 
 def read(path: str | os.PathLike[str]) -> list[Incident]:
-    """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, or a folder of bundles.
+    """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, a folder of bundles, or a recording.
 
     Raises:
         GuardError: if there is no such file, or it contains something else.
@@ -87,6 +101,8 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
         return _of_folder(path)
     if path.suffix == ".jsonl":
         return _lines(path)
+    if path.suffix == _RECORDING:
+        return _of_recording(path)
     document = _document(_text(path), path)
     if isinstance(document, dict) and isinstance(document.get("incidents"), list):
         return [_incident(entry, path) for entry in document["incidents"]]
@@ -94,8 +110,12 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
 
 
 def _of_folder(path: Path) -> list[Incident]:
-    """Return the incidents in the directory of a run: those of its log, and of bundles that the log does not list."""
-    logged = _lines(path / log.NAME) if (path / log.NAME).is_file() else None
+    """Return the incidents in the directory of a run: those of its log, else of its recording, and of bundles that this does not list."""
+    logged = None
+    if (path / log.NAME).is_file():
+        logged = _lines(path / log.NAME)
+    elif (path / database.NAME).is_file():
+        logged = _of_recording(path / database.NAME)
     listed = {Path(incident.bundle).name for incident in logged or () if incident.bundle}
     patterns = ("incident.json", "*/incident.json", "incidents/*/incident.json")
     files = sorted({p for pattern in patterns for p in path.glob(pattern) if p.is_file() and p.parent.name not in listed})
@@ -103,6 +123,15 @@ def _of_folder(path: Path) -> list[Incident]:
         raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which contains neither", _REMEDY))
     bundled = sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
     return [*bundled, *(logged or ())]
+
+
+def _of_recording(path: Path) -> list[Incident]:
+    if not path.exists():
+        raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
+    try:
+        return [incident for incident, _ in told.incidents(recorded(path))]
+    except FileFormatError as error:
+        raise GuardError(f"{path}: {error}") from error
 
 
 def _lines(path: Path) -> list[Incident]:
@@ -113,7 +142,7 @@ def _lines(path: Path) -> list[Incident]:
     return [_incident(_document(line, path), path) for line in lines if line.strip()]
 
 
-_REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, or the directory that was given to NanGuard."
+_REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, a recording (.sqlite), or the directory that was given to NanGuard."
 
 
 def _text(path: Path) -> str:

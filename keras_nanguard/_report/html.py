@@ -6,23 +6,23 @@ becomes markup. The charts are uPlot's, which stands in the file.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
+from keras_nanguard._report import told
 from keras_nanguard._report.cards import cards
 
 __all__ = ["page", "rendered"]
@@ -33,6 +33,7 @@ POINTS = 2000
 _TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
 _MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
+_MOMENT = ("step", "epoch", "batch")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
 
 
@@ -80,7 +81,7 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
     incidents, steps = _placed(recording, incidents)
     found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
     layers, layer_rows = _layers(recording)
-    meta = recording.meta
+    meta, versions = recording.meta, recording.meta.get("versions")
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
         "marks": _marks(recording, incidents, numbers, steps),
@@ -93,6 +94,8 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         summary=[] if len(recording) else summary.splitlines(),
         facts=_facts(recording, incidents),
         cards=found,
+        healthy=_healthy(recording),
+        nothing="No step has run yet." if meta else "There are no incidents.",
         charts=data["charts"],
         layer_rows=layer_rows,
         measures=[name for name in _MEASURES if any(name in row for row in layers["rows"])],
@@ -101,22 +104,27 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
         events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
         policy=str(meta.get("policy", "")),
-        versions=sorted((str(k), str(v)) for k, v in dict(meta.get("versions") or {}).items()),
+        versions=sorted((str(k), str(v)) for k, v in versions.items()) if isinstance(versions, Mapping) else [],
     )
 
 
 def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequence[Incident], list[int]]:
-    """Return all incidents of a recording, if it has as many as are given, and the step of each as the recording counts them."""
+    """Return all incidents of a recording, or those given where these are more, and the step of each as the recording counts them.
+
+    The log of a run may be ahead of its recording: what is not there yet belongs to the running fit.
+    """
     known = [event for event in recording.events if event.kind == "incident"]
-    if len(known) < len(incidents):
-        return incidents, [incident.step for incident in incidents]
-    if len(known) == len(incidents):
-        return incidents, [event.step for event in known]
-    found = []
+    if len(known) > len(incidents):
+        found = told.incidents(recording, strict=False)
+        return [incident for incident, _ in found], [step for _, step in found]
+    at: dict[str, deque[int]] = {}
     for event in known:
-        with contextlib.suppress(NanGuardError):  # not written by us
-            found.append((Incident.from_dict(event.data), event.step))
-    return [incident for incident, _ in found], [step for _, step in found]
+        at.setdefault(repr([event.data.get(name) for name in _MOMENT]), deque()).append(event.step)
+    base, steps = _whole(recording.meta.get("base"), 0), []
+    for incident in incidents:
+        same = at.get(repr([getattr(incident, name) for name in _MOMENT]))
+        steps.append(same.popleft() if same else base + incident.step)
+    return incidents, steps
 
 
 def _rollbacks(recording: Recording) -> list[list[Any]]:
@@ -137,11 +145,12 @@ def _whole(value: Any, default: int) -> int:
 
 
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
+    recording = _without_what_ran_again(recording)
     step, low, high = recording.series(name, POINTS)
     if not len(step) or (name == "loss_scale" and float(high.max()) == float(low.min()) == 1.0):
         return None
     positive = float(low.min()) > 0.0
-    logarithmic = positive and float(high.max()) / float(low.min()) > 50.0
+    decades = math.log10(float(high.max())) - math.log10(float(low.min())) if positive else 0.0
     words = (
         f"{_TITLES[name]}: from {high[0]:.4g} at step {step[0] + 1} to {low[-1]:.4g} at step {step[-1] + 1}; "
         f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, highest {high.max():.4g} at step {step[high.argmax()] + 1}."
@@ -150,11 +159,35 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
         "name": name,
         "title": _TITLES[name],
         "words": words,
-        "log": logarithmic,
-        "x": (step + 1).tolist(),
-        "low": _short(low),
-        "high": _short(high),
+        "log": decades > math.log10(50.0),
+        "decades": decades,
+        **_courses(recording, name, step),
     }
+
+
+def _without_what_ran_again(recording: Recording) -> Recording:
+    """Return a recording without the refused steps that a rollback has gone back over: they are of no course, and not undone."""
+    steps = recording.steps
+    later = np.minimum.accumulate(np.r_[steps["step"], np.iinfo(np.int64).max][:0:-1])[::-1]
+    keep = steps["undone"] | (later > steps["step"])
+    return replace(recording, steps={key: column[keep] for key, column in steps.items()})
+
+
+def _courses(recording: Recording, name: str, at: Any) -> dict[str, Any]:
+    """Return the least and the largest value about each of some steps, and apart from these the largest that a rollback has undone."""
+    steps = recording.steps
+    parts = [{key: column[mask] for key, column in steps.items()} for mask in (~steps["undone"], steps["undone"])]
+    kept, undone = replace(recording, steps=parts[0]).series(name, POINTS), Recording(steps=parts[1]).series(name, POINTS)
+
+    def placed(step: Any, values: Any, pick: Any) -> Any:
+        """Return values at the last of `at` that is not after their steps, NaN where there is none."""
+        found = np.full(len(at), np.nan)
+        pick.at(found, np.searchsorted(at, step, side="right") - 1, values)
+        return found
+
+    low, high = placed(kept[0], kept[1], np.fmin), placed(kept[0], kept[2], np.fmax)
+    values = {"x": (at + 1).tolist(), "low": _short(low), "high": _short(high)}
+    return values | ({"undone": _short(placed(undone[0], undone[2], np.fmax))} if len(undone[0]) else {})
 
 
 def _short(values: Any) -> list[float | None]:
@@ -163,16 +196,18 @@ def _short(values: Any) -> list[float | None]:
 
 def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
     """Return what is marked on the timeline. Steps count from 1, as on the console."""
-    steps = recording.steps
-    overflows = (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
-    told = set(at)
-    refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in told]
+    steps, bins = recording.steps, recording.bins
+    thinned = bins["overflows"] > 0
+    overflows = ((bins["first"] + bins["last"])[thinned] // 2 + 1).tolist() + (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
+    known = set(at)
+    refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     events = recording.events
     rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
     return {
         "incidents": [[step + 1 for step in at], list(numbers), [int(i.refused) for i in incidents]],
         "refused": refused,
         "overflows": overflows,
+        "overflow_count": _overflows(recording),
         "rollbacks": _rollbacks(recording),
         "rates": rates,
     }
@@ -181,9 +216,12 @@ def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequenc
 def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
     meta, steps, bins = recording.meta, recording.steps, recording.bins
     refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
-    overflows = int((steps["status"] == OVERFLOW).sum() + bins["overflows"].sum())
+    overflows = _overflows(recording)
     kinds = Counter(e.kind for e in recording.events)
-    facts = [("status", str(meta.get("status", ""))), ("steps run", f"{len(recording):,}" if len(recording) else "")]
+    facts = [
+        ("status", str(meta.get("status", "")) if "began" in meta else ""),
+        ("steps run", f"{len(recording):,}" if len(recording) else ""),
+    ]
     facts += [("refused at first", f"{refused:,}")]
     facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
     facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
@@ -191,9 +229,20 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     return [(name, value) for name, value in facts if value]
 
 
+def _healthy(recording: Recording) -> str:
+    """Return what is said of a run without incidents, `""` before its first step."""
+    if _overflows(recording):
+        return "No incidents: the only steps that were refused are ordinary float16 overflows, which loss scaling settles."
+    return "Nothing happened: every step was finite and committed." if len(recording) else ""
+
+
+def _overflows(recording: Recording) -> int:
+    return int((recording.steps["status"] == OVERFLOW).sum() + recording.bins["overflows"].sum())
+
+
 def _when(seconds: Any) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds)))
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds))).replace("-", "\N{NON-BREAKING HYPHEN}")
     except (TypeError, ValueError, OverflowError, OSError):
         return ""
 
@@ -201,7 +250,7 @@ def _when(seconds: Any) -> str:
 def _took(meta: Mapping[str, Any]) -> str:
     try:
         seconds = float(meta["written"]) - float(meta["began"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return ""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 

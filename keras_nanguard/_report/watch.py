@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED
-from keras_nanguard._report import console, files
+from keras_nanguard._report import console, files, told
 
 __all__ = ["budgets", "curve", "frame", "watch"]
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0
 """Seconds without anything written after which a run that says that it runs may have died."""
 
@@ -46,33 +47,59 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
         remedy = "Give the directory that was given to NanGuard(directory=...)."
         raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is no folder", remedy))
     screen = screen or Console(highlight=False)
-    recording, incidents = _seen(directory)
+    seen = _Seen.look(directory)
     if once or not screen.is_terminal:
-        screen.print(frame(recording, incidents, screen.width))
-        return bool(incidents)
-    with Live(frame(recording, incidents, screen.width), console=screen, refresh_per_second=4) as live:
+        screen.print(seen.shown(screen))
+        return bool(seen.incidents)
+    with Live(seen.shown(screen), console=screen, auto_refresh=False) as live:
         try:
-            while recording.meta.get("status", "running") == "running":
+            while seen.recording.meta.get("status", "running") == "running":
                 time.sleep(interval)
-                recording, incidents = _seen(directory)
-                live.update(frame(recording, incidents, screen.width))
+                seen = seen.next(directory)
+                live.update(seen.shown(screen), refresh=True)
         except KeyboardInterrupt:
             pass
-    return bool(incidents)
+    return bool(seen.incidents)
 
 
-def _seen(directory: str | os.PathLike[str]) -> tuple[Recording, list[Incident]]:
-    """Return what is there so far; before the first step there may be nothing."""
-    recording = files.recorded(directory)
-    try:
-        return recording, files.read(directory)
-    except GuardError:
-        if any(Path(directory).iterdir()) and not len(recording) and not recording.meta:
-            raise
-        return recording, []
+@dataclass(frozen=True)
+class _Seen:
+    """What is there so far, and what of it cannot be read."""
+
+    recording: Recording
+    incidents: Sequence[Incident]
+    problem: str = ""
+
+    @classmethod
+    def look(cls, directory: str | os.PathLike[str]) -> _Seen:
+        """Read it; before the first step there may be nothing, and a log that is damaged is told from the recording."""
+        recording = files.recorded(directory)
+        try:
+            return cls(recording, files.read(directory))
+        except GuardError as error:
+            if recording.meta:
+                return cls(recording, [incident for incident, _ in told.incidents(recording, strict=False)], str(error))
+            if any(Path(directory).iterdir()):
+                raise
+            return cls(recording, [])
+
+    def next(self, directory: str | os.PathLike[str]) -> _Seen:
+        """Look again; what cannot be read just now may be read later."""
+        try:
+            return self.look(directory)
+        except GuardError as error:
+            return replace(self, problem=str(error))
+
+    def shown(self, screen: Console) -> Group:
+        parts: list[Any] = [frame(self.recording, self.incidents, screen.width, ascii_only=screen.options.ascii_only)]
+        if self.problem:
+            parts.append(Text(console.printable(f"Cannot be read: {self.problem}"), style="bold red"))
+        return Group(*parts)
 
 
-def frame(recording: Recording, incidents: Sequence[Incident], width: int = 100, now: float | None = None) -> Group:
+def frame(
+    recording: Recording, incidents: Sequence[Incident], width: int = 100, now: float | None = None, ascii_only: bool = False
+) -> Group:
     """Return what the dashboard shows at one moment. Names are plain text, never markup."""
     parts: list[Any] = [_head(recording, incidents, time.time() if now is None else now)]
     room = max(width - 44, 16)
@@ -80,7 +107,7 @@ def frame(recording: Recording, incidents: Sequence[Incident], width: int = 100,
     for name in MEASURED:
         _, low, high = recording.series(name, room)
         if len(high):
-            line = Text(curve(high.tolist(), room), style="cyan")
+            line = Text(curve(high.tolist(), room, _ASCII_BARS if ascii_only else _BARS), style="cyan")
             curves.add_row(Text(name.replace("_", " "), style="bold"), line, Text(f"{low[-1]:.4g}"))
     if curves.row_count:
         parts.append(Panel(curves, title="curves, lowest to highest; the last value", title_align="left"))
@@ -99,7 +126,8 @@ def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Te
     if not meta:
         return Text("Nothing is recorded yet; waiting.", style="dim")
     status = str(meta.get("status", ""))
-    quiet = now - float(meta.get("written") or now)
+    written = meta.get("written")
+    quiet = now - written if isinstance(written, (int, float)) else 0.0
     at = f"step {int(steps['step'][-1]) + 1:,}" if len(steps["step"]) else "before the first step"
     epoch = f", epoch {int(steps['epoch'][-1]) + 1} of {meta.get('epochs') or '?'}" if len(steps["epoch"]) else ""
     words = f"{console.printable(str(meta.get('model', '')))}: {status}, {at}{epoch}, {len(incidents)} incidents"
@@ -123,14 +151,14 @@ def _trouble(incidents: Sequence[Incident]) -> Any:
     return Group(table, Text(""), *lines)
 
 
-def curve(values: Sequence[float], width: int) -> str:
+def curve(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     """Return a curve as one line of blocks, at most so many columns wide, lowest to highest."""
     if not values:
         return ""
     ends = [len(values) * n // width for n in range(width + 1)]
     picked = [max(values[first:end]) for first, end in pairwise(ends)] if len(values) > width else list(values)
     low, span = min(picked), max(picked) - min(picked)
-    return "".join(_BARS[1 + round((v - low) / span * 7) if span else 1] for v in picked)
+    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in picked)
 
 
 def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:

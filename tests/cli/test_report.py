@@ -8,10 +8,12 @@ import signal
 
 import numpy as np
 import pytest
+from support.recordings import synthetic
 
 from keras_nanguard._cli.parser import main
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._recording import database
 from keras_nanguard._report import files, log
 
 INCIDENTS = [
@@ -100,6 +102,38 @@ def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (tmp_path / log.NAME).read_bytes() == whole
+
+
+@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+def test_a_recording_is_enough(tmp_path, capsys):
+    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are told from its events."""
+    run, healthy = synthetic(300, 2), synthetic(300, 0)
+    for name, recording in (("run", run), ("healthy", healthy)):
+        (tmp_path / name).mkdir()
+        writer = database.Database(tmp_path / name / database.NAME, "me")
+        writer.write(database.Changes(meta=recording.meta, events=tuple(enumerate(recording.events))))
+        writer.close()
+    assert main(["report", str(tmp_path / "healthy")]) == 0
+    for path in (tmp_path / "run", tmp_path / "run" / database.NAME):
+        assert main(["report", str(path), "-o", str(tmp_path / "run.html")]) == 1
+        assert len(files.read(path)) == 2 and files.recorded(path).meta["model"] == "net"
+    assert "loss_domain in &#39;net/dense&#39;" in (tmp_path / "run.html").read_text()
+    (tmp_path / "run" / database.NAME).unlink()
+    assert main(["report", str(tmp_path / "run")]) == main(["report", str(tmp_path / "run" / database.NAME)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+ODD = {"step": "7", "findings": ["x"], "diagnosis": "d", "values": {"loss": []}, "bundle": 3, "outcomes": [{"action": "skip", "status": 1}]}
+
+
+@pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+@pytest.mark.parametrize("field", ODD)
+def test_a_field_of_another_type(tmp_path, capsys, field):
+    """It is an error that names the file and the field's content, and no traceback."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({**INCIDENTS[1].to_dict(), field: ODD[field]}) + "\n")
+    assert main(["report", str(path)]) == 2
+    assert "malformed field" in (told := capsys.readouterr().err) and "bad.jsonl" in told
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):

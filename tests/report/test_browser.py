@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from support.recordings import HOSTILE, synthetic
@@ -25,7 +25,7 @@ pytestmark = [
 SECONDS = 2.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -45,7 +45,7 @@ def written(folder, name, recording):
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     found = {
@@ -82,20 +82,19 @@ DRAWN = """return [...document.querySelectorAll(".plot canvas")].map(canvas => {
 })"""
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", ["usual", "healthy", "large", "hostile"])
-def test_it_opens(browser, pages, name, dark, width):
-    """In under two seconds, with every chart drawn, no error, no request but for itself, nothing wider than the window."""
-    took = opened(browser, pages[name], width, dark=dark)
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
-    assert browser.get_log("browser") == [] and took < SECONDS
-    assert [url for url in requests(browser) if not url.startswith("data:")] == [pages[name].as_uri()]
-    colours = browser.execute_script(DRAWN)
-    assert len(colours) == 4 and min(colours) > 3
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
+def test_it_opens(browser, pages, name):
+    """In under two seconds, with every chart drawn, no error, no request but for itself, nothing wider than the window; light and dark."""
+    for width, dark in product((1280, 390), (False, True)):
+        took = opened(browser, pages[name], width, dark=dark)
+        assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
+        assert browser.get_log("browser") == [] and took < SECONDS
+        assert [url for url in requests(browser) if not url.startswith("data:")] == [pages[name].as_uri()]
+        colours = browser.execute_script(DRAWN)
+        assert len(colours) == 4 and min(colours) > 3
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, back[4:-1].split(","))) < 200) == dark
 
 
 def test_names_are_no_markup(browser, pages):

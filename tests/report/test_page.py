@@ -18,9 +18,11 @@ from support.recordings import HOSTILE, synthetic
 
 import keras_nanguard
 from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
+from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import Event
+from keras_nanguard._recording.records import REFUSED, STEP_COLUMNS, Event
 from keras_nanguard._report import blamed_rows, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, cards
 from keras_nanguard._report.snippets import snippet
@@ -69,7 +71,13 @@ def test_what_stands_in_it():
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
     assert "Nothing happened" in text and "Bad rows" not in text
-    assert "Nothing happened" in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
+    assert "There are no incidents." in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
+
+
+def test_before_the_first_step():
+    """A guard that has not been used says so, and claims nothing."""
+    text = " ".join(Elements(html.page(Recorder().recording, [], "")).text)
+    assert "No step has run yet." in text and "running" not in text and "Nothing happened" not in text
 
 
 NAMES = [
@@ -117,6 +125,82 @@ def test_steps_count_as_in_the_recording():
     later = [replace(event, step=event.step + 7) for event in recording.events]
     raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
     assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+
+
+def test_a_log_that_is_ahead_of_the_recording():
+    """What the recording knows stands where it has it; what is only in the log belongs to the fit that runs."""
+    recording = synthetic(600, 4)
+    incidents = incidents_of(recording)
+    moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
+    behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
+    raw = next(r for r in Elements(html.page(behind, incidents, "")).raw if r.startswith('{"charts"'))
+    assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
+
+
+def test_what_was_undone_has_a_line_of_its_own():
+    """Of steps that ran again the curve shows the last run, and no refused step from before the rollback; the first run is apart."""
+    back, again = 40, 10
+    count = back + again
+    columns = {name: np.zeros(count, dtype) for name, dtype in STEP_COLUMNS.items()}
+    columns["step"] = np.r_[np.arange(back), np.arange(back - again, back)]
+    columns["loss"] = np.r_[np.full(back, 9.0), np.full(again, 2.0)]
+    columns["undone"][back - again : back] = True
+    columns["status"][back - 2], columns["undone"][back - 2], columns["loss"][back - 2] = REFUSED, False, 777.0
+    chart = html._chart(Recording(steps=columns), "loss")
+    assert chart["x"] == list(range(1, back + 1))
+    assert chart["high"] == chart["low"] == [9.0] * (back - again) + [2.0] * again
+    assert chart["undone"] == [None] * (back - again) + [9.0] * (again - 2) + [None, 9.0]
+    columns["undone"][:] = False
+    columns["step"] = np.arange(count)
+    assert "undone" not in html._chart(Recording(steps=columns), "loss")
+
+
+def test_what_was_undone_in_a_long_run():
+    """Both courses of a run that is longer than the points of a curve lie on the same steps, without holes where there are none."""
+    recording = synthetic(8000, 0)
+    recording.steps["undone"][3000:5000] = True
+    chart = html._chart(recording, "loss")
+    kept, undone = ([n for n, value in enumerate(chart[name]) if value is not None] for name in ("high", "undone"))
+    assert len(chart["x"]) == html.POINTS and sorted({*kept, *undone}) == list(range(html.POINTS))
+    assert undone == list(range(750, 1250)) and kept == [*range(750), *range(1250, 2000)]
+
+
+ODD = ("nan", 7, -1, 10**400, None, True, [], {}, "x" * 9, ["a"], {"a": 1})
+
+
+@pytest.mark.parametrize("field", ["step", "batch", "findings", "values", "diagnosis", "outcomes", "bundle", "replicas", "refused"])
+def test_a_damaged_incident_is_passed_over(field):
+    """Whatever a field of an incident in a recording holds, the page is made, or the error is one of ours."""
+    recording = synthetic(300, 3)
+    at = next(n for n, event in enumerate(recording.events) if event.kind == "incident")
+    for value in ODD:
+        event = recording.events[at]
+        damaged = replace(event, data={**event.data, field: value})
+        both = replace(recording, events=(*recording.events[:at], damaged, *recording.events[at + 1 :]))
+        assert "</html>" in html.page(both, [], "")
+        try:
+            assert "</html>" in html.page(both, [Incident.from_dict(damaged.data)], "")
+        except NanGuardError:
+            continue
+
+
+def test_a_damaged_description_of_the_run():
+    """Whatever stands in `meta`, the page is made."""
+    recording = synthetic(300, 0)
+    for key in (*recording.meta, "base", "budgets"):
+        for value in ODD:
+            assert "</html>" in html.page(replace(recording, meta={**recording.meta, key: value}), [], ""), (key, value)
+
+
+def test_overflows_of_all_steps_are_marked():
+    """Those that are only known by their bin, too: one mark each bin, and the legend counts them all."""
+    recording = synthetic(30_000, 0)
+    recording.bins["overflows"][3] = 5
+    raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
+    marks = json.loads(raw)["marks"]
+    first, last = recording.bins["first"][3], recording.bins["last"][3]
+    assert "Nothing happened" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
+    assert marks["overflow_count"] == 5 and len(marks["overflows"]) == 1 and first < marks["overflows"][0] <= last
 
 
 def test_a_directory_that_several_fits_share():
@@ -187,6 +271,31 @@ class TestBlamedRows:
         (found,) = blamed_rows.shown(folder, [2, 77])
         assert found["picture"] == "" and [c[0] for c in found["columns"][:2]] == [1, 4]
         assert found["columns"][0] == (1, "900", "1", "1.4", True) and found["columns"][2][4] is False
+
+    def test_of_several_arrays_the_one_to_blame(self, folder):
+        """What is not finite in that row, else what the diagnosis names; by the name that the user knows, bfloat16 included."""
+        image, age, weight = np.zeros((3, 8, 8, 1), "float32"), np.zeros((3, 2), "float32"), np.ones((3, 1), "float32")
+        age[1, 0], weight[2] = np.nan, np.inf
+        bits = (weight.view("uint32") >> 16).astype("uint16")
+        np.savez(folder / "batch.npz", **{"0": image, "1": age, "2": bits, "3": np.zeros(3, "float32")})
+        about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
+        (folder / "bundle.json").write_text(json.dumps(about))
+        assert [(f["row"], f["of"]) for f in blamed_rows.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
+        layers = [[name, 0, 0] for name in ("image", "age", "keras_tensor_7")]
+        (folder / "model.json").write_text(json.dumps({"config": {"input_layers": layers}}))
+        assert [f["of"] for f in blamed_rows.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
+        assert blamed_rows.shown(folder, [2])[0]["columns"][0][1] == "inf" and blamed_rows.shown(folder, [0])[0]["picture"]
+        (found,), _ = cards(
+            [Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")], folder.parents[1]
+        )
+        assert found["rows"][0]["of"] == "x/age"
+
+    @pytest.mark.parametrize("told", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
+    def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, told):
+        np.savez(folder / "batch.npz", **{"0": np.ones((3, 2))})
+        (folder / "bundle.json").write_text(told)
+        (found,) = blamed_rows.shown(folder, [0])
+        assert found["of"] == ""
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
     def test_what_cannot_be_read_is_left_out(self, folder, content):

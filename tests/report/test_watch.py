@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +15,11 @@ from rich.console import Console
 from support.recordings import HOSTILE, synthetic
 
 from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import log, watch
+from keras_nanguard._report import files, log, watch
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 
@@ -89,6 +94,87 @@ def test_command(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "new"), "--interval", "0"]) == 2
     (tmp_path / "new" / "recording.sqlite").write_text("another file")
     assert main(["watch", str(tmp_path / "new")]) == 2
+
+
+def recorded(directory, recording, lines=()):
+    """Write a recording, and a log where it has lines."""
+    writer = database.Database(directory / database.NAME, "me")
+    writer.write(database.Changes(recording.meta, recording.steps, events=tuple(enumerate(recording.events))))
+    writer.close()
+    if lines:
+        (directory / log.NAME).write_text("".join(f"{line}\n" for line in lines))
+
+
+class Screen(Console):
+    """A terminal that does something to the run each time after it has shown it."""
+
+    def __init__(self, *after):
+        super().__init__(file=io.StringIO(), force_terminal=True, width=110)
+        self.after = list(after)
+
+    def then(self, _):
+        if self.after:
+            self.after.pop(0)()
+
+
+@pytest.mark.parametrize("half", [b"", b"SQLite format 3\x00" + bytes(52) + b"nang" + bytes(28)], ids=["empty", "without tables"])
+def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
+    """It is nothing yet, at the beginning and later; what is there as soon as it is whole is shown."""
+    (tmp_path / database.NAME).write_bytes(half)
+    assert files.recorded(tmp_path).meta == {} and files.read(tmp_path) == []
+    ended = synthetic(300, 2)
+
+    def whole():
+        (tmp_path / database.NAME).unlink()
+        recorded(tmp_path, ended, [event.data and json.dumps(event.data) for event in ended.events if event.kind == "incident"])
+
+    screen = Screen(whole)
+    monkeypatch.setattr(watch.time, "sleep", screen.then)
+    assert watch.watch(tmp_path, screen=screen)
+    assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
+
+
+def test_what_cannot_be_read_later(tmp_path, monkeypatch):
+    """It keeps what it has seen, says what is wrong, and goes on once that is gone."""
+    run = synthetic(300, 2)
+    recorded(tmp_path, replace(run, meta={**run.meta, "status": "running"}))
+    file = tmp_path / database.NAME
+    whole = file.read_bytes()
+
+    def mend():
+        file.write_bytes(whole)
+        recorded(tmp_path, run)
+
+    screen = Screen(lambda: file.write_bytes(b"another file"), mend)
+    monkeypatch.setattr(watch.time, "sleep", screen.then)
+    watch.watch(tmp_path, screen=screen)
+    shown = screen.file.getvalue()
+    assert "which is another file" in " ".join(shown.split()) and "net: finished" in shown.split("another file")[-1]
+
+
+def test_a_damaged_line_of_the_log(tmp_path, capsys):
+    """Incidents come from the recording then, and the frame says what is damaged."""
+    recorded(tmp_path, synthetic(300, 2), ["{damaged"])
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 incidents" in shown and "Cannot be read: Expected JSON" in shown and "input_nonfinite" in shown
+    with pytest.raises(GuardError):
+        files.read(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
+    """The curves are of ASCII, and names have question marks."""
+    run = synthetic(300, 2, name="n\u0119t")
+    recorded(tmp_path, run)
+    assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)
+    assert not set(watch._BARS[1:]) & set(text_of(run, ascii_only=True))
+    pipe = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert main(["watch", str(tmp_path)]) == main(["report", str(tmp_path / database.NAME)]) == 1
+    pipe.flush()
+    assert b"n?t: finished" in pipe.buffer.getvalue() and b"n?t/dense" in pipe.buffer.getvalue()
+    assert b"#" in pipe.buffer.getvalue() and b"??" not in pipe.buffer.getvalue()
 
 
 def test_it_follows_a_run_to_its_end(tmp_path):

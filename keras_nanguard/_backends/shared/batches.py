@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.data_names import arguments, leaves
 from keras_nanguard._core.evidence import Constant, Spread
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
-
-ROLES = ("inputs", "targets", "sample_weight")
 
 OUTLIER = 30.0
 """How many times the typical magnitude of a row one row has to reach to stand out."""
@@ -38,36 +37,7 @@ class Part:
 
 def parts(args: Any) -> list[Part]:
     """Return the arrays of a batch, given the arguments of the step: `(data,)` in Keras, anything in a loop."""
-    return [Part(role, path, value) for role, path, value in _parts(args) if _has_numbers(value)]
-
-
-def _parts(args: Any) -> Iterator[tuple[str, str, Any]]:
-    args, kwargs = _positional(args)
-    data = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args  # Keras takes either as `(x, y, ...)`
-    for role, value in zip(ROLES, data[: len(ROLES)]):
-        yield from ((role, path, v) for path, v in leaves(role, value))
-    for value in (*data[len(ROLES) :], kwargs):
-        yield from (("inputs", path, v) for path, v in leaves("inputs", value))
-
-
-def _positional(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments; a step of a loop has both as `(args, kwargs)`."""
-    args = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-    if len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
-        return args[0], args[1]
-    return args, {}
-
-
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of an argument of a step, or of `fit`, with the paths that incidents name them by."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves(f"{path}/{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for key, item in enumerate(value):
-            yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
-    elif value is not None:
-        yield path, value
+    return [Part(role, path, value) for role, path, value in arguments(args) if _has_numbers(value)]
 
 
 def _has_numbers(value: Any) -> bool:
@@ -155,4 +125,3 @@ def _outliers(flat: np.ndarray[Any, Any]) -> tuple[int, ...]:
     typical = float(np.median(largest[largest > 0.0]))  # most rows of sparse data may hold nothing at all
     rows = np.flatnonzero(largest > OUTLIER * typical)
     return tuple(int(i) for i in rows[np.argsort(-largest[rows])])
-

@@ -77,8 +77,8 @@ const moves = {
 };
 function plot(chart, box) {
   const axis = {stroke: () => colour("dim"), grid: {stroke: () => colour("line"), width: 1}, ticks: {stroke: () => colour("line")}};
-  const value = (u, v) => number(v), decades = chart.log ? Math.log10(Math.max(...chart.high) / Math.min(...chart.low)) : 0;
-  const every = Math.ceil(decades / 6), powers = (u, splits) => splits.map(v => {
+  const value = (u, v) => number(v), every = Math.ceil(chart.decades / 6), points = {show: chart.x.length < 60}, undone = chart.undone ? [chart.undone] : [];
+  const powers = (u, splits) => splits.map(v => {
     const power = Math.log10(v);
     return Math.abs(power - Math.round(power)) < 1e-6 && Math.round(power) % every === 0 ? v : null;
   });
@@ -88,8 +88,9 @@ function plot(chart, box) {
     scales: {x: {time: false, range: (u, a, b) => a == null ? whole : [a, b]}, y: chart.log ? {distr: 3} : {}},
     padding: [8, 26, 0, 0], axes: [{...axis, size: 30, space: 90, values: (u, ticks) => ticks.map(t => Number.isInteger(t) ? t.toLocaleString("en") : "")}, {...axis, ...sparse, size: 66, values: (u, ticks) => ticks.map(t => t == null ? "" : number(t))}],
     series: [{label: "step", value: (u, v) => v == null ? "–" : String(v)},
-      {label: "highest", stroke: () => colour("accent"), width: 1.2, value, points: {show: chart.x.length < 60}},
-      {label: "lowest", stroke: () => colour("accent"), width: 1.2, value, points: {show: chart.x.length < 60}}],
+      {label: "highest", stroke: () => colour("accent"), width: 1.2, value, points},
+      {label: "lowest", stroke: () => colour("accent"), width: 1.2, value, points},
+      ...undone.map(() => ({label: "undone", stroke: () => colour("roll"), width: 1.2, value, points}))],
     bands: [{series: [1, 2], fill: () => colour("band")}],
     hooks: {drawAxes: [draw], setScale: [follow],
       ready: [u => {
@@ -100,13 +101,13 @@ function plot(chart, box) {
         });
         u.over.addEventListener("dblclick", moves.all);
       }]},
-  }, [chart.x, chart.high, chart.low], box);
+  }, [chart.x, chart.high, chart.low, ...undone], box);
   box.addEventListener("keydown", event => {
     const here = u.cursor.idx ?? 0, go = n => {
       const i = Math.max(0, Math.min(chart.x.length - 1, n));
-      u.setCursor({left: u.valToPos(chart.x[i], "x"), top: u.valToPos(chart.high[i] ?? 0, "y")});
+      u.setCursor({left: u.valToPos(chart.x[i], "x"), top: u.valToPos(chart.high[i] ?? chart.undone?.[i] ?? 0, "y")});
       const near = nearest(chart.x[i], (view()[1] - view()[0]) / 200);
-      said.textContent = "Step " + chart.x[i] + ": " + chart.title + " " + number(chart.low[i]) + (chart.low[i] === chart.high[i] ? "" : " to " + number(chart.high[i])) + (near === undefined ? "" : ". Incident at step " + incidents[0][near] + "; Enter opens it");
+      said.textContent = "Step " + chart.x[i] + ": " + chart.title + " " + number(chart.low[i]) + (chart.low[i] === chart.high[i] ? "" : " to " + number(chart.high[i])) + (chart.undone?.[i] == null ? "" : ", undone " + number(chart.undone[i])) + (near === undefined ? "" : ". Incident at step " + incidents[0][near] + "; Enter opens it");
     };
     const fast = event.shiftKey ? 20 : 1;
     const keys = {ArrowRight: () => go(here + fast), ArrowLeft: () => go(here - fast), Home: () => go(0), End: () => go(chart.x.length - 1), "+": moves.in, "=": moves.in, "-": moves.out, "0": moves.all,
@@ -119,7 +120,7 @@ function legend() {
   const list = document.getElementById("legend");
   if (!list) return;
   list.textContent = "";
-  for (const [name, text, count] of [["bad", "refused or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", (marks.overflows || []).length],
+  for (const [name, text, count] of [["bad", "refused or reported", incidents[0].length + (marks.refused || []).length], ["warn", "float16 overflow", marks.overflow_count],
     ["roll", "rolled back", (marks.rollbacks || []).length], ["good", "learning rate changed", (marks.rates || []).length]]) {
     if (!count) continue;
     const item = document.createElement("li"), square = document.createElement("i");

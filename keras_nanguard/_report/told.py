@@ -1,0 +1,30 @@
+"""The incidents that a recording tells of, for runs that have no log of incidents, or a damaged one."""
+
+from __future__ import annotations
+
+from keras_nanguard._core.errors import NanGuardError
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording.recording import Recording
+
+__all__ = ["incidents"]
+
+
+def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident, int]]:
+    """Return each incident with its step as the recording counts them.
+
+    Args:
+        recording: what a run has recorded.
+        strict: whether one that cannot be read is an error; else it is passed over.
+
+    Raises:
+        FileFormatError: if one is damaged, or of a newer version.
+    """
+    found = []
+    for event in recording.events:
+        if event.kind == "incident":
+            try:
+                found.append((Incident.from_dict(event.data), event.step))
+            except NanGuardError:
+                if strict:
+                    raise
+    return found
