@@ -101,7 +101,7 @@ def test_locked_for_long(tmp_path, monkeypatch):
     push(made, 20, 40)
     made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
     made.end("finished", 60, 0)
-    assert "locked" in made.problem() and len(Recording.read(tmp_path)) == 40
+    assert made.problem() == "database is locked" and len(Recording.read(tmp_path)) == 40
     other.close()
     made.begin({}, scaled=True, path=tmp_path / NAME)
     push(made, 5)
@@ -124,10 +124,19 @@ def test_two_runs_in_turn(tmp_path):
     first.end("finished", 30, 0)
     assert "another run has written" in first.problem() and len(first.recording) == 40
     same(Recording.read(tmp_path), whole)
+
+
+def test_a_file_that_is_gone(tmp_path):
+    """Where the file was removed between two fits, the next one writes all that was recorded."""
+    made = begun(tmp_path)
+    push(made, 10)
+    made.end("finished", 10, 0)
     (tmp_path / NAME).unlink()
-    first.begin({}, scaled=True, path=tmp_path / NAME)
-    first.end("finished", 0, 0)
-    assert first.problem() == "" and len(Recording.read(tmp_path)) == 40, "where the file is gone all is written"
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() == "" and len(Recording.read(tmp_path)) == 15
+    same(made.recording, Recording.read(tmp_path))
 
 
 def test_memory_after_a_restart(tmp_path):
