@@ -230,6 +230,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         keras.callbacks.Callback.set_model(self, model)
         self.set_params(params)
         self._training = True
+        self._reporter.begin(None)
         self._note_callbacks()
         self._note_fit(self.params)
         self._print_policy_warnings()

@@ -83,7 +83,7 @@ class _Epochs(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_in_charge():
-            self.guard.end_recording()
+            self.guard.end_fit(True)
 
 
 @keras.saving.register_keras_serializable("keras_nanguard")
@@ -135,7 +135,14 @@ class NanGuardModel(keras.Model):
         given = args[5] if len(args) > 5 else kwargs.get("callbacks")
         if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):
             kwargs["callbacks"] = [_Epochs(self), *keras.tree.flatten(given or [])]
-        return super().fit(*args, **kwargs)
+        guard, before, finished = self.nanguard, self.nanguard.session, False
+        try:
+            history = super().fit(*args, **kwargs)
+            finished = True
+            return history
+        finally:
+            if guard.session is not before:  # no callback has guarded this fit
+                guard.end_fit(finished)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""

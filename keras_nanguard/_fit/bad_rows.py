@@ -20,6 +20,7 @@ from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report import console
 
 __all__ = ["BadRows"]
 
@@ -117,8 +118,13 @@ class BadRows:
         if len(found) <= self._told:
             return ""
         self._told = len(found)
-        listed = ", ".join(sample.label for sample in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
+        listed = ", ".join(_shown(sample.label) for sample in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
         return f"NanGuard: {len(found)} distinct bad {'row' if len(found) == 1 else 'rows'} so far: {listed}"
+
+
+def _shown(label: str) -> str:
+    """Return a name, which comes from the data, as it may stand in a line of a terminal."""
+    return console.printable(" ".join(label.splitlines()))
 
 
 def _name(value: Any) -> str:

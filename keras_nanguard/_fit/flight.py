@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -10,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.notebook import block
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
-from keras_nanguard._fit.recorded import rate_factor
+from keras_nanguard._fit.recorded import rate_factor, say_problem
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.running_fit import surrounding
 from keras_nanguard._fit.session import Session
@@ -74,7 +76,7 @@ class FlightMixin:
     def _note_fit(self, params: Mapping[str, Any] | None) -> None:
         """Note how long the fit is to be, where that is known, and which trackers it has."""
         self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
-        known = params or {}
+        known = {key: int(value) for key, value in (params or {}).items() if key in ("epochs", "steps") and value is not None}
         self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
 
     def _add_logs(self, logs: Any) -> None:
@@ -129,12 +131,19 @@ class FlightMixin:
         known = {key: value if math.isfinite(value) else str(value) for key, value in numbers(logs).items()}
         counts = self.session.counts
         self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data={"logs": known, "refused": counts.epoch_refused})
+        say_problem(self.session)
 
-    def end_recording(self) -> None:
-        """End the recording of a fit that no callback detaches from."""
-        if self.session is not None:
-            self.session.resolve_pending()
-            self._recorder.end("finished", self.session.step, self.session.counts.epoch)
+    def end_fit(self, finished: bool) -> None:
+        """End a fit that no callback detaches from, once: the table, the recording, the trackers; `finished` where nothing cut it short."""
+        session = self.session
+        if session is None:
+            return
+        with contextlib.nullcontext() if finished else contextlib.suppress(NonFiniteError):
+            session.resolve_pending()
+        self._reporter.end(session.counts, session.directory)
+        self._recorder.end("finished" if finished else "failed", session.step, session.counts.epoch)
+        say_problem(session)
+        self._end_trackers()
 
     # In a notebook
 

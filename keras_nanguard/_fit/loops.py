@@ -71,6 +71,7 @@ class LoopMixin:
                 "Write guard.watch(model, optimizer)."
             )
         self.session = self._session(model, optimizers)
+        self._reporter.begin(self.session.directory)
         self._print_policy_warnings()
         self._resume()
         self._watching = True
@@ -80,9 +81,11 @@ class LoopMixin:
             self.session.finished = True
         finally:
             self._watching = False
-            self._reporter.bad_rows(self._bad_rows.line())
-            self._reporter.end(self.session.counts, self.session.directory)
-            self.session.end()
+            try:
+                self._reporter.bad_rows(self._bad_rows.line())
+                self._reporter.end(self.session.counts, self.session.directory)
+            finally:
+                self.session.end()
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step as a transaction.

@@ -19,7 +19,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
-__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "rolled_back", "snapshot_taken"]
+__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "rolled_back", "say_problem", "snapshot_taken"]
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
@@ -35,6 +35,11 @@ def begun(run: Run, resumed: int | None = None) -> None:
     }
     scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
     run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed)
+    say_problem(run)
+
+
+def say_problem(run: Run) -> None:
+    """Say, once, that the recording is not written to its file any more, and why."""
     problem = run.recorder.problem()
     if problem:
         run.say(f"NanGuard: {database.NAME} is not written: {problem}")

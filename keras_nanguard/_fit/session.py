@@ -389,3 +389,4 @@ class Session(RunsAgain):
         self.recent.restart(self.step)
         self.recovery.end()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)
+        recorded.say_problem(self)

@@ -27,6 +27,7 @@ from typing import Any
 import keras
 from keras.src.utils import io_utils
 
+from keras_nanguard._core.terminal import is_terminal
 from keras_nanguard._keras import native_variables, optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
@@ -43,10 +44,12 @@ def print_message(text: str) -> None:
     A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, where nothing can
     be cleared, it is left above.
     """
+    if sys.stdout is None and keras.config.is_interactive_logging_enabled():  # a program without a console
+        return
     bar = _bar_in_line()
     if bar is not None and keras.config.is_interactive_logging_enabled():
         width, bar._prev_total_width = bar._prev_total_width, 0
-        clearable = "ipykernel" in sys.modules or sys.stdout.isatty()
+        clearable = "ipykernel" in sys.modules or is_terminal()
         text = (f"\r{' ' * width}\r" if clearable else "\n") + text
     io_utils.print_msg(text)
 

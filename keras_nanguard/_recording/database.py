@@ -6,6 +6,7 @@ file is whole whenever the process ends. Nothing in it is ever run, and what is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -21,7 +22,7 @@ import numpy as np
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.records import BIN_COLUMNS, STEP_COLUMNS, BadSample, Event
 
-__all__ = ["NAME", "VERSION", "Changes", "Database", "path_of", "read"]
+__all__ = ["NAME", "VERSION", "Changes", "Database", "path_of", "read", "writer_of"]
 
 NAME = "recording.sqlite"
 """Name of the file within the guard's directory."""
@@ -37,6 +38,9 @@ MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 20_000, 200_000, 4 << 20, 512 << 
 
 SECONDS = 30.0
 """How long reading may take."""
+
+LOCKED = 10.0
+"""Seconds that one try to write waits for somebody else who has the file locked."""
 
 
 def _columns(columns: Mapping[str, type]) -> str:
@@ -62,7 +66,7 @@ class Changes:
         meta: entries of `meta`.
         steps: columns of the steps from the `id` `start` on; those before `first` are deleted.
         bins: all bins; `None` where they have not changed.
-        events: `(id, event)`, where the data of an event may be JSON text already.
+        events: `(id, event)`.
         layers: rows of the table `layers`, without `id`.
         layers_anew: whether these are all of them, in place of those that are there.
         samples: bad samples that are new or have changed.
@@ -103,7 +107,7 @@ class Database:
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
         if not fresh:
             _check_header(path)
-        self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+        self._connection = sqlite3.connect(path, timeout=LOCKED, isolation_level=None, check_same_thread=False)
         try:
             self._begin(fresh)
         except BaseException:
@@ -120,8 +124,8 @@ class Database:
             run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", (json.dumps(self._writer),))
 
     def _make(self) -> None:
-        self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
         with self._transaction() as run:
+            run(f"PRAGMA application_id = {APPLICATION}")
             for statement in SCHEMA.values():
                 run(statement)
             run(f"PRAGMA user_version = {VERSION}")
@@ -143,7 +147,7 @@ class Database:
             owner = run("SELECT value FROM meta WHERE key = 'writer'").fetchone()
             if owner is None or owner[0] != json.dumps(self._writer):
                 return False
-            many("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in changes.meta.items()])
+            many("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, _json(value)) for key, value in changes.meta.items()])
             run("DELETE FROM steps WHERE id < ?", (changes.first,))
             many(_insert("steps", STEP_COLUMNS), _rows(changes.steps, changes.start))
             if changes.bins is not None:
@@ -152,7 +156,7 @@ class Database:
             many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
             if changes.layers_anew:
                 run("DELETE FROM layers")
-            many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", changes.layers)
+            many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", map(_layer_row, changes.layers))
             many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
         return True
 
@@ -177,12 +181,26 @@ def _rows(columns: Mapping[str, Any], start: int) -> Iterable[tuple[Any, ...]]:
 
 def _event_row(numbered: tuple[int, Event]) -> tuple[Any, ...]:
     number, event = numbered
-    data: Any = event.data
-    return number, event.step, event.epoch, event.time, event.kind, event.text, data if isinstance(data, str) else json.dumps(dict(data))
+    return number, event.step, event.epoch, event.time, event.kind, _text(event.text), _json(dict(event.data))
 
 
 def _sample_row(sample: BadSample) -> tuple[Any, ...]:
-    return sample.fingerprint, sample.label, sample.index, sample.times, json.dumps(list(sample.steps)), sample.why
+    return sample.fingerprint, _text(sample.label), sample.index, sample.times, _json(list(sample.steps)), _text(sample.why)
+
+
+def _layer_row(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    step, path, *rest = row
+    return step, _text(path), *rest
+
+
+def _text(text: str) -> str:
+    """Return a text that SQLite takes: half of a surrogate pair, as in names of files, is replaced."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _json(value: Any) -> str:
+    """Return JSON; of a number of NumPy its value, of what has no form in JSON its text."""
+    return _text(json.dumps(value, ensure_ascii=False, default=lambda odd: odd.item() if isinstance(odd, np.generic) else str(odd)))
 
 
 # Reading
@@ -211,6 +229,21 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise _unreadable(file, error) from error
     finally:
         connection.close()
+
+
+def writer_of(path: Path) -> str:
+    """Return what identifies the run that has opened a file last to write to it, `""` where it does not say.
+
+    Raises:
+        GuardError: if the file is no recording, or cannot be read.
+    """
+    _check_header(path)
+    try:
+        with contextlib.closing(_opened(path)) as connection:
+            found = connection.execute("SELECT value FROM meta WHERE key = 'writer'").fetchone()
+            return str(json.loads(found[0])) if found is not None else ""
+    except (sqlite3.Error, ValueError, TypeError, RecursionError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(file: Path, error: object) -> GuardError:

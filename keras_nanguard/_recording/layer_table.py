@@ -17,6 +17,9 @@ KINDS = {"trainable": ("gradient_norm", "weight_norm", "update_ratio"), "statist
 MAX_BYTES = 2 << 20
 """Bytes of all moments together, beyond which some are dropped: all of the last quarter stay, and of the others every second or so."""
 
+MOMENT, VARIABLE = 320, 240
+"""Bytes of a moment besides its numbers, and of a path and a kind."""
+
 MAX_EARLIER = 20_000
 """Rows of an earlier process that are kept."""
 
@@ -34,15 +37,28 @@ class LayerTable:
     def __init__(self) -> None:
         self._moments: list[tuple[int, tuple[tuple[str, str], ...], Array]] = []
         self._earlier: list[Row] = []
-        self._written = 0
+        self._written = self._size = 0
         self.thinned = False
 
     def add(self, step: int, variables: tuple[tuple[str, str], ...], values: Array) -> None:
         """Add a moment: path and kind of each variable, and its numbers, float of shape `(variables, 3)`."""
-        self._moments.append((step, variables, np.asarray(values, np.float32)))
-        if sum(one.nbytes for _, _, one in self._moments) > MAX_BYTES:
+        before = self._moments[-1][1] if self._moments else ()
+        variables = before if before == variables else variables
+        values = np.asarray(values, np.float32)
+        self._moments.append((step, variables, values))
+        self._size += MOMENT + values.nbytes + VARIABLE * len(variables) * (variables is not before)
+        if self._size > MAX_BYTES:
             self._moments = self._thinned()
-            self._written, self.thinned = 0, True
+            self._size = self._bytes()
+            self.write_anew()
+
+    def write_anew(self) -> None:
+        """Count nothing as written: all is to take the place of what was."""
+        self._written, self.thinned = 0, True
+
+    def _bytes(self) -> int:
+        own = {id(variables): len(variables) for _, variables, _ in self._moments}
+        return sum(MOMENT + values.nbytes for _, _, values in self._moments) + VARIABLE * sum(own.values())
 
     def _thinned(self) -> list[tuple[int, tuple[tuple[str, str], ...], Array]]:
         """Return the moments that stay: the last quarter, and of the others half of them, as evenly spread as they can be."""
@@ -56,7 +72,10 @@ class LayerTable:
 
     def restore(self, rows: Sequence[Row]) -> None:
         """Go on from what an earlier process has recorded."""
-        self._earlier = list(rows[-MAX_EARLIER:])
+        known: dict[str, str] = {}  # each row that is read has texts of its own
+        self._earlier = [
+            (step, known.setdefault(path, path), known.setdefault(kind, kind), a, b, c) for step, path, kind, a, b, c in rows[-MAX_EARLIER:]
+        ]
 
     def rows(self) -> list[Row]:
         """Return all of it, oldest first."""

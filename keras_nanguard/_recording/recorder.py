@@ -7,18 +7,21 @@ once a second, in another thread.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import Changes
@@ -39,11 +42,17 @@ MAX_PENDING = 4096
 MAX_EVENTS, MAX_MINOR = 20_000, 4_000
 """Events that are kept, and epochs and snapshots among them, which there are many of."""
 
+MAX_EARLIER, EVENT = 4 << 20, 450
+"""Bytes of all events of an earlier process that are kept, and of one besides its texts."""
+
 MAX_PLACES = 4096
 
 _MINOR = ("epoch", "snapshot")
 
 Now = Callable[[], float]
+
+Entry = tuple[int, Event, Incident | str | None]
+"""Number of an event, the event, and what its data is taken from when it is read: the incident, or JSON."""
 
 
 class Recorder:
@@ -58,8 +67,8 @@ class Recorder:
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._rows = Rows()
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
-        self._major: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_EVENTS)
-        self._minor: deque[tuple[int, Event, Incident | None]] = deque(maxlen=MAX_MINOR)
+        self._major: deque[Entry] = deque(maxlen=MAX_EVENTS)
+        self._minor: deque[Entry] = deque(maxlen=MAX_MINOR)
         self._events = self._written_events = self.base = 0
         self._layers = LayerTable()
         self._samples: dict[str, BadSample] = {}
@@ -70,8 +79,10 @@ class Recorder:
         self._boundary: int | None = None
         self._due = self._flush_due = self._rate_due = 0.0
         self._writer: Writer | None = None
+        self._owners: set[str] = set()
         self._lock = threading.RLock()
-        self._told = self._loaded = self._running = False
+        self._told = ""
+        self._loaded = self._running = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: all that was recorded. It writes to no file."""
@@ -206,6 +217,7 @@ class Recorder:
             self._fold()
             writer, self._writer = self._writer, None
         if writer is not None:
+            writer.ending = True
             writer.wait()
             if not writer.problem:
                 writer.put(self._changes())
@@ -217,9 +229,9 @@ class Recorder:
     def problem(self) -> str:
         """Return why the file is not written, once; `""` while it is."""
         found = self._problem or (self._writer.problem if self._writer is not None else "")
-        if not found or self._told:
+        if found == self._told:
             return ""
-        self._told = True
+        self._told = found or self._told
         return found
 
     # What is read
@@ -242,10 +254,12 @@ class Recorder:
         """What was recorded so far."""
         with self._lock:
             self._fold()
-            events = [_complete(event, incident) for _, event, incident in sorted([*self._major, *self._minor], key=lambda entry: entry[0])]
+            entries, layers = [*self._major, *self._minor], self._layers.rows()
             bins = {name: column.copy() for name, column in self._rows.bins.items()}
             meta = {**self._meta, "written": self._now()}
-            return Recording(meta, self._rows.steps(), bins, tuple(events), by_path(self._layers.rows()), tuple(self._samples.values()))
+            steps, samples = self._rows.steps(), tuple(self._samples.values())
+        events = tuple(_complete(event, source) for _, event, source in sorted(entries, key=lambda entry: entry[0]))
+        return Recording(meta, steps, bins, events, by_path(layers), samples)
 
     def flush(self) -> bool:
         """Write all that is new to the file and wait for it; returns whether it is there. For tests, and for who must be sure."""
@@ -303,7 +317,7 @@ class Recorder:
                 start,
                 rows.first,
                 {name: column.copy() for name, column in rows.bins.items()} if rows.bins_changed else None,
-                tuple((number, _complete(event, incident)) for number, event, incident in fresh),
+                tuple((number, _complete(event, source)) for number, event, source in fresh),
                 self._layers.unwritten(),
                 self._layers.thinned,
                 tuple(self._changed_samples.values()),
@@ -317,36 +331,56 @@ class Recorder:
         """Begin to write to a file; what an earlier process has recorded there is gone on from."""
         if path is None:
             return
-        if not self._loaded:
-            self._loaded = True
-            try:
-                if path.exists() and path.stat().st_size:
-                    self._load(database.read(path))
-            except ValueError as error:
-                self._problem = str(error)
-                return
-        if self._problem:
+        loaded, self._loaded = self._loaded, True
+        before, self._problem = self._problem, ""
+        try:
+            there = path.exists() and path.stat().st_size > 0
+            if there and not loaded:
+                self._load(database.read(path))
+            elif there and database.writer_of(path) not in self._owners:
+                raise GuardError(f"another run has written to {path} since; give each guard a directory of its own")
+        except (ValueError, OSError) as error:
+            self._problem = str(error)
             return
-        self._writer = Writer(path, uuid.uuid4().hex)
+        if before or not there:
+            self._write_anew()
+        writer = uuid.uuid4().hex
+        self._owners.add(writer)
+        self._writer = Writer(path, writer)
+
+    def _write_anew(self) -> None:
+        """Count nothing as written: what an earlier fit could not write goes into the file as well."""
+        self._rows.changed, self._rows.bins_changed, self._written_events = 0, True, 0
+        self._layers.write_anew()
+        self._changed_samples = dict(self._samples)
 
     def _load(self, found: Mapping[str, Any]) -> None:
+        self._owners.add(str(found["meta"].get("writer", "")))
         self._meta |= {key: value for key, value in found["meta"].items() if key in ("began", "base", "since")}
         self.base = int(self._meta.get("base", 0))
         self._rows.restore(found["steps"], found["bins"], found["first"])
         self._events = self._written_events = found["event_end"]
-        for number, event in enumerate(found["events"], self._events - len(found["events"])):
+        size = 0
+        for number, event in zip(range(self._events - 1, -1, -1), reversed(found["events"])):
             kept = self._minor if event.kind in _MINOR or event.data.get("by") == "callback" else self._major
-            kept.append((number, event, None))
+            text = json.dumps(dict(event.data)) if event.data else None  # a parsed incident takes many times the memory
+            size += EVENT + len(event.text) + len(text or "")
+            if size > MAX_EARLIER:
+                break  # what is older is in the file alone
+            if len(kept) != kept.maxlen:
+                kept.appendleft((number, replace(event, data={}), text))
         self._samples = {sample.fingerprint: sample for sample in found["samples"]}
         self._layers.restore(found["layers"])
 
 
-def _since(kept: deque[tuple[int, Event, Incident | None]], number: int) -> list[tuple[int, Event, Incident | None]]:
+def _since(kept: deque[Entry], number: int) -> list[Entry]:
     return list(takewhile(lambda entry: entry[0] >= number, reversed(kept)))[::-1]
 
 
-def _complete(event: Event, incident: Incident | None) -> Event:
-    """Return an event with the text and the data of its incident."""
-    if incident is None:
+def _complete(event: Event, source: Incident | str | None) -> Event:
+    """Return an event with the text and the data of its incident, or with the data of its JSON."""
+    if source is None:
         return event
-    return Event(event.step, event.epoch, event.time, event.kind, str(incident), incident.to_dict())
+    if isinstance(source, str):
+        return replace(event, data=json.loads(source))
+    return replace(event, text=str(source), data=source.to_dict())

@@ -8,7 +8,6 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._recording.database import Changes, Database
 
 __all__ = ["Writer"]
@@ -26,10 +25,11 @@ class Writer:
 
     Attributes:
         problem: why nothing is written any more, `""` while all is well.
+        ending: whether the run ends: who holds the file locked is waited for once more, and no longer.
     """
 
     def __init__(self, path: Path, writer: str):
-        self.path, self.problem = path, ""
+        self.path, self.problem, self.ending = path, "", False
         self._writer, self._process = writer, os.getpid()
         self._jobs: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -56,18 +56,26 @@ class Writer:
         if os.getpid() == self._process:
             self._jobs.put(None)
             self._thread.join(WAIT)
+            if self._thread.is_alive():
+                self.problem = self.problem or f"{self.path} was not written within {WAIT:g} seconds"
 
     def _run(self) -> None:
         database = None
         while (changes := self._jobs.get()) is not None:
-            try:
-                if not self.problem:
+            while not self.problem:
+                try:
                     database = database or Database(self.path, self._writer)
                     if not database.write(changes):
                         self.problem = f"another run writes to {self.path}"
-            except (sqlite3.Error, OSError, GuardError) as error:
-                self.problem = str(error)
-            finally:
-                self._idle.set()
+                    break
+                except Exception as error:  # noqa: BLE001  whatever it is: training goes on, and a line says so
+                    if self.ending or not _is_locked(error):
+                        self.problem = str(error) or type(error).__name__
+            self._idle.set()
         if database is not None:
             database.close()
+
+
+def _is_locked(error: Exception) -> bool:
+    """Whether somebody else only has the file locked for long, who may let it go."""
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)

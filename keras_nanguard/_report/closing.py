@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.terminal import is_terminal
 from keras_nanguard._report import console
 
 __all__ = ["table", "table_text"]
@@ -53,7 +54,7 @@ def _done(group: Sequence[Incident]) -> str:
 
 def table_text(incidents: Sequence[Incident], head: str) -> str:
     """Return a line and the table below it for the standard output: in colour on a terminal, ASCII where that takes nothing else."""
-    terminal = sys.stdout.isatty()
+    terminal = is_terminal()
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
     page = io.StringIO()
     screen = Console(file=page, width=width, force_terminal=terminal, no_color="NO_COLOR" in os.environ, highlight=False)

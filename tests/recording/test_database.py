@@ -16,40 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recordings, zoo
+from support.recordings import begun, push, same
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import NAME, Changes, Database, read
-from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import COMMITTED, REFUSED, BadSample
+from keras_nanguard._recording.records import COMMITTED, BadSample
 
 zoo.once()
 
 ROOT = Path(__file__).parents[2]
-
-
-def begun(folder, **how):
-    made = Recorder()
-    made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
-    return made
-
-
-def push(made, steps, start=0):
-    for step in range(start, start + steps):
-        made.push(step, 1.0 / (step + 1), float("nan") if step % 7 == 3 else 0.5, 1.0, REFUSED if step % 7 == 3 else COMMITTED)
-
-
-def same(one, other):
-    """Check that two recordings hold the same, but for when they were written."""
-    assert {**one.meta, "written": 0} == {**other.meta, "written": 0}
-    for table in ("steps", "bins"):
-        a, b = getattr(one, table), getattr(other, table)
-        assert list(a) == list(b)
-        for name in a:
-            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-            assert a[name].dtype == b[name].dtype
-    assert [str(e) for e in one.events] == [str(e) for e in other.events] and one.samples == other.samples
 
 
 def test_file_holds_what_memory_holds(tmp_path):
@@ -108,20 +85,6 @@ def test_the_last_run_owns_the_file(tmp_path):
     assert not first.flush() and "another run writes to" in first.problem() and first.problem() == ""
     second.end("finished", 10, 0)
     assert len(Recording.read(tmp_path)) == 20
-
-
-def test_nowhere_to_write(tmp_path):
-    """A path that cannot be written, and a file that is something else, leave the recording in memory, with the reason."""
-    (tmp_path / NAME).write_text("a diary")
-    made = begun(tmp_path)
-    push(made, 5)
-    assert "is another file" in made.problem() and (tmp_path / NAME).read_text() == "a diary" and len(made.recording) == 5
-    made.end("finished", 5, 0)
-    (tmp_path / "file").write_text("")
-    other = begun(tmp_path / "file" / "below")
-    push(other, 5)
-    other.end("finished", 5, 0)
-    assert other.problem() and len(other.recording) == 5
 
 
 WRITES = """
@@ -315,15 +278,6 @@ def test_tables_that_are_too_long(tmp_path, monkeypatch):
     path = valid(tmp_path)
     monkeypatch.setattr(database, "MAX_ROWS", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
-
-
-def test_a_pipe_is_not_written(tmp_path):
-    """Where a pipe stands in the place of the file, nothing waits for it."""
-    os.mkfifo(tmp_path / NAME)
-    made = begun(tmp_path)
-    push(made, 5)
-    made.end("finished", 5, 0)
-    assert made.problem() and len(made.recording) == 5
 
 
 def test_wrong_writer(tmp_path):

@@ -9,11 +9,14 @@ from support import zoo
 from support.programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import COMMITTED, OVERFLOW, REFUSED, SKIPPED
+from keras_nanguard._report import files
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
+ONCE = pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
 
 
 def acting(action):
@@ -191,6 +194,67 @@ def test_model_that_guards_itself():
     assert recording.meta["epochs"] == 2 and recording.meta["steps_per_epoch"] == 12
 
 
+def test_model_that_guards_itself_and_fails():
+    """A fit that an exception ends has failed, whatever raises it; the next one is another."""
+
+    class Own(NanGuardModel):
+        nanguard_verbose = 0
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 6:
+                raise KeyboardInterrupt
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    data = zoo.poison(zoo.regression(), 3)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[Dies()])
+    recording = model.nanguard.recording
+    assert recording.meta["status"] == "failed" and len(recording) == 6 and recording.events[-1].data == {"status": "failed"}
+    model.nanguard.policy = NanGuard("raise").policy
+    with pytest.raises(NonFiniteError):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0)
+    assert model.nanguard.recording.meta["status"] == "failed"
+    model.fit(*zoo.regression().all, batch_size=zoo.BATCH, shuffle=False, verbose=0)
+    recording = model.nanguard.recording
+    assert recording.meta["status"] == "finished"
+    assert [event.kind for event in recording.events if event.kind in ("begin", "end")] == ["begin", "end"] * 3
+
+
+@ONCE
+@pytest.mark.parametrize("when", ["epoch", "end"])
+def test_what_goes_wrong_later_is_said_once(tmp_path, capsys, when):
+    """A file that cannot be written any more is said at the end of the epoch, or of the fit, and not again."""
+    guard = NanGuard(directory=tmp_path)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if when == "epoch" and epoch == 1:
+                guard._recorder._writer.problem = "disk full"
+            if when == "epoch" and epoch == 2:
+                assert "recording.sqlite is not written: disk full" in capsys.readouterr().out
+
+        def on_epoch_end(self, epoch, logs=None):  # after the guard
+            if when == "end" and epoch == 3:
+                guard._recorder._writer.problem = "disk full"
+
+    zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=4, callbacks=[Breaks()])
+    assert capsys.readouterr().out.count("disk full") == (when == "end")
+
+
+@ONCE
+def test_numbers_of_numpy(tmp_path):
+    """How long the fit is may be told in numbers of NumPy."""
+    guard = NanGuard(directory=tmp_path, **QUIET)
+    guard._note_fit({"epochs": np.int64(2), "steps": np.int32(7)})
+    assert [type(guard.recording.meta[name]) for name in ("epochs", "steps_per_epoch")] == [int, int]
+    guard._note_fit({"epochs": 2, "steps": None})
+    assert guard.recording.meta["steps_per_epoch"] is None
+
+
 def test_resumed(tmp_path):
     """A run that was cut short and resumed is one recording, of which the steps that were lost are undone."""
     data = zoo.regression()
@@ -288,3 +352,26 @@ def test_loop_of_ones_own(tmp_path):
     found = Recording.read(tmp_path)
     assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
     assert [event.kind for event in found.events] == ["begin", "incident", "end"]
+
+
+@ONCE
+def test_log_of_a_loop(tmp_path):
+    """A loop begins the log of its incidents: one without any has an empty one, and half a line of a killed process goes."""
+    log = tmp_path / "incidents.jsonl"
+    looped(NanGuard(verbose=0, directory=tmp_path), zoo.regression())
+    assert log.read_text() == "" and files.read(tmp_path) == []
+    looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), 5))
+    with log.open("a") as file:
+        file.write('{"format": 1, "st')
+    looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), 2))
+    assert [incident.step for incident in files.read(tmp_path)] == [5, 2]
+
+
+@ONCE
+def test_loop_whose_last_lines_cannot_be_printed(tmp_path, monkeypatch):
+    """What goes wrong with the lines at the end of a loop leaves no guard on its optimizer, and the recording whole."""
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    monkeypatch.setattr(guard._reporter, "end", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        looped(guard, zoo.regression())
+    assert Recording.read(tmp_path).meta["status"] == "finished"

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import threading
 import time
 import tracemalloc
 
@@ -14,7 +15,8 @@ import pytest
 from support import recordings, zoo
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import rows as rows_module
+from keras_nanguard._recording import layer_table, rows as rows_module
+from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recorder import MAX_EVENTS, Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, SKIPPED, STEP_COLUMNS, BadSample
@@ -205,6 +207,21 @@ class TestRecorder:
         other.push(1, 1.0, 1.0, 1.0)
         assert (len(other.recording), len(made.recording)) == (2, 1)
 
+    def test_no_step_waits_for_a_recording(self):
+        """The texts of incidents, of which there may be thousands, are made while steps go on."""
+        made, waited = recorder(), []
+
+        class Slow:
+            def to_dict(self):
+                thread = threading.Thread(target=made.event, args=("snapshot", 1, 0))
+                thread.start()
+                thread.join(5.0)
+                waited.append(thread.is_alive())
+                return {}
+
+        made.event("incident", 0, 0, incident=Slow())
+        assert len(made.recording.events) == 2 and waited == [False]
+
     def test_a_recording_is_a_copy(self):
         """What a recording holds does not change while the run goes on."""
         made = recorder()
@@ -213,6 +230,23 @@ class TestRecorder:
         made.push(1, 2.0, 1.0, 1.0)
         made.undo(0)
         assert len(before) == 1 and not before.steps["undone"][0] and len(made.recording) == 2
+
+    def test_memory_of_layers(self, monkeypatch):
+        """All of it counts, and the paths, which come anew with each moment, are kept once; those of an earlier process, too."""
+        monkeypatch.setattr(layer_table, "MAX_BYTES", 200_000)
+        table, variables = LayerTable(), [f"a/long/path/of/variable_{n}" for n in range(10)]
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for step in range(2000):
+                table.add(step, tuple((str(path.encode(), "ascii"), "trainable") for path in variables), np.zeros((10, 3)))
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert 100_000 < held < 250_000 and len(by_path(table.rows())) == 10
+        table.restore([(step, str(b"a/path", "ascii"), str(b"trainable", "ascii"), 0.0, 0.0, 0.0) for step in range(9)])
+        assert len({id(row[1]) for row in table.rows()[:9]}) == len({id(row[2]) for row in table.rows()[:9]}) == 1
 
 
 class TestRecording:

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from keras_nanguard import Diagnosis, Finding, Incident, NanGuard, Outcome
+from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report.closing import MAX_ROWS, table_text
 
 pyte = pytest.importorskip("pyte", reason="takes the terminal emulator pyte")
@@ -33,8 +36,8 @@ class Stream(io.StringIO):
         return self.terminal
 
 
-def fitted(monkeypatch, terminal, bad=True, guard=None, **arguments):
-    """Return what is written during a fit with two bad rows."""
+def train(monkeypatch, stream, bad=True, guard=None, **arguments):
+    """Fit on data with two bad rows, with this standard output."""
     import keras
 
     x = np.ones((80, 3), "float32")
@@ -42,10 +45,15 @@ def fitted(monkeypatch, terminal, bad=True, guard=None, **arguments):
         x[[13, 50]] = np.nan
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    stream = Stream(terminal)
     monkeypatch.setattr(sys, "stdout", stream)
     model.fit(x, np.ones((80, 1)), batch_size=8, epochs=EPOCHS, shuffle=False, callbacks=[guard or NanGuard()], **arguments)
     monkeypatch.undo()
+
+
+def fitted(monkeypatch, terminal, **arguments):
+    """Return what is written during a fit with two bad rows."""
+    stream = Stream(terminal)
+    train(monkeypatch, stream, **arguments)
     return stream.getvalue()
 
 
@@ -118,3 +126,39 @@ def test_the_table_where_only_ascii_can_be_written(monkeypatch):
     text = table_text(incidents(1), "head")
     monkeypatch.undo()
     assert "╭" not in text and "+--" in text and os.environ.get("NO_COLOR") is None
+
+
+class Tee:
+    """What stands in the place of the standard output and cannot say what it is."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
+    """A standard output that is no file is one that is no terminal."""
+    tee = Tee()
+    train(monkeypatch, tee, verbose=verbose)
+    assert "6 of 30 steps were refused, 6 incidents" in tee.text
+    assert "\x1b" not in tee.text.split("All of it")[1], "no colours in the table"
+
+
+def test_without_a_standard_output(monkeypatch):
+    """A program that has no console prints nothing, and trains on."""
+    guard = NanGuard()
+    train(monkeypatch, None, guard=guard, verbose=0)
+    assert len(guard.incidents) == 6
+
+
+def test_a_name_from_the_data():
+    """What a row is called comes from the data: it stands in one line, and commands no terminal."""
+    recorder = Recorder()
+    recorder.sample(BadSample("scan\x1b[2J\r\n7.png", 7, "ab" * 32, 1, (3,), "3 NaN of 64 in x"))
+    assert BadRows(recorder, None).line() == "NanGuard: 1 distinct bad row so far: scan\ufffd[2J 7.png"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, NanGuardModel
 
 ROOT = Path(__file__).parents[2]
 NAMES = {f"nanguard/{name}" for name in ("refused", "grad_norm", "rate_factor", "loss_scale", "rollbacks")}
@@ -218,6 +219,25 @@ def test_a_run_that_raises(monkeypatch):
     with pytest.raises(ArithmeticError):
         fit(NanGuard("raise", verbose=0))
     assert mlflow.tags["nanguard.incidents"] == 1
+
+
+@pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for a backend: once is enough")
+@pytest.mark.parametrize("policy", ["recover", "raise"])
+def test_a_model_that_guards_itself(monkeypatch, policy):
+    """`NanGuardModel` hands on what a callback does, also where its fit ends in an exception, once for each fit."""
+    mlflow = Fake(True)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    inputs = keras.Input((6,))
+    model = NanGuardModel(inputs, keras.layers.Dense(1)(inputs))
+    model.nanguard_policy, model.nanguard_verbose = policy, 0
+    model.compile("sgd", "mse")
+    data = zoo.poison(zoo.regression(), 3)
+    for _ in (1, 2):
+        mlflow.tags, mlflow.texts = {}, {}
+        with pytest.raises(ArithmeticError) if policy == "raise" else contextlib.nullcontext():
+            model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0)
+        assert mlflow.tags == {"nanguard.incidents": 1, "nanguard.causes": "input_nonfinite"}
+        assert list(mlflow.texts) == ["nanguard/report.html"]
 
 
 def test_a_healthy_run_hands_on_no_incident(monkeypatch):

@@ -1,4 +1,7 @@
-"""Recordings that no run has made: as long as they are asked for, with incidents, rollbacks, layers and bad samples in them."""
+"""Recordings that no run has made: as long as they are asked for, with incidents, rollbacks, layers and bad samples in them.
+
+And recorders that are given steps which no model has made.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import math
 import numpy as np
 
 from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._recording.database import NAME
+from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
 
@@ -138,3 +143,31 @@ def _samples(bad: np.ndarray, name: str) -> tuple[BadSample, ...]:
         return ()
     one = BadSample("x[217]", 217, "ab" * 32, len(steps), steps[:16], "3 NaN of 96 in x")
     return one, BadSample(f"{name}-17.png", None, "cd" * 32, 1, steps[:1], "the loss of this row alone is Inf")
+
+
+# What records
+
+
+def begun(folder, **how):
+    """Return a recorder that has begun to write to this folder."""
+    made = Recorder()
+    made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
+    return made
+
+
+def push(made, steps, start=0):
+    """Record so many steps, some of them refused."""
+    for step in range(start, start + steps):
+        made.push(step, 1.0 / (step + 1), float("nan") if step % 7 == 3 else 0.5, 1.0, REFUSED if step % 7 == 3 else COMMITTED)
+
+
+def same(one, other):
+    """Check that two recordings hold the same, but for when they were written."""
+    assert {**one.meta, "written": 0} == {**other.meta, "written": 0}
+    for table in ("steps", "bins"):
+        a, b = getattr(one, table), getattr(other, table)
+        assert list(a) == list(b)
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+            assert a[name].dtype == b[name].dtype
+    assert [str(e) for e in one.events] == [str(e) for e in other.events] and one.samples == other.samples

@@ -68,6 +68,19 @@ def test_a_callback_takes_over_for_its_fit():
     assert zoo.bad_entries(model) == []
 
 
+def test_table_at_the_end(capsys):
+    """Each fit in which something happened ends with the table of that fit, as with a callback."""
+    model = network()
+    model.nanguard_verbose = 1
+    model.train_on_batch(np.full((8, 6), np.nan, "float32"), np.ones((8, 1), "float32"))
+    capsys.readouterr()
+    fit(model, epochs=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "All of it" in line]
+    assert lines == [f"NanGuard: 2 of {zoo.BATCHES + 2} steps were refused, 2 incidents. All of it: guard.report('run.html')"]
+    model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0)
+    assert "All of it" not in capsys.readouterr().out
+
+
 def test_results_and_files_are_plain_keras(tmp_path):
     """`evaluate`, `predict` and saving are those of `keras.Model`."""
     model, data = network(), zoo.regression()

@@ -1,0 +1,160 @@
+"""What may go wrong while a recording is written: it is said, nothing waits for it, and what can go on goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sqlite3
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import recordings, zoo
+from support.recordings import begun, push, same
+
+from keras_nanguard._recording import database, writer
+from keras_nanguard._recording.database import NAME, Database
+from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.records import BadSample
+
+zoo.once()
+
+
+def test_nowhere_to_write(tmp_path):
+    """A path that cannot be written, and a file that is something else, leave the recording in memory, with the reason."""
+    (tmp_path / NAME).write_text("a diary")
+    made = begun(tmp_path)
+    push(made, 5)
+    assert "is another file" in made.problem() and (tmp_path / NAME).read_text() == "a diary" and len(made.recording) == 5
+    made.end("finished", 5, 0)
+    (tmp_path / "file").write_text("")
+    other = begun(tmp_path / "file" / "below")
+    push(other, 5)
+    other.end("finished", 5, 0)
+    assert other.problem() and len(other.recording) == 5
+
+
+def test_a_pipe_is_not_written(tmp_path):
+    """Where a pipe stands in the place of the file, nothing waits for it."""
+    os.mkfifo(tmp_path / NAME)
+    made = begun(tmp_path)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() and len(made.recording) == 5
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="the path counts as one where nothing is")
+def test_a_path_that_cannot_be_looked_at(tmp_path):
+    """What cannot even be looked at leaves the recording in memory."""
+    made = begun(tmp_path / ("x" * 300))
+    assert "name too long" in made.problem()
+
+
+def test_values_of_any_kind(tmp_path):
+    """Numbers of NumPy, objects and half of a surrogate pair, as in names of files, are written as what they are or as text."""
+    made = Recorder()
+    made.begin({"model": "\ud800", "epochs": np.int64(3), "path": Path("p")}, scaled=True, path=tmp_path / NAME)
+    made.event("snapshot", 0, 0, "\ud800", {"rate": np.float32(0.5), "name": "\ud800", "kind": object})
+    made.layers(0, (("net/\ud800", "trainable"),), np.ones((1, 3)))
+    made.sample(BadSample("scan-\ud800.png", 7, "ab" * 32, 1, (np.int64(5),), "\ud800"))
+    made.end("finished", 1, 0)
+    assert made.problem() == ""
+    found = Recording.read(tmp_path)
+    assert (found.meta["model"], found.meta["epochs"], found.meta["path"]) == ("?", 3, "p")
+    assert found.events[1].text == "?" and found.events[1].data == {"rate": 0.5, "name": "?", "kind": "<class 'object'>"}
+    assert list(found.layers) == ["net/?"] and found.samples[0].label == "scan-?.png" and found.samples[0].steps == (5,)
+
+
+@pytest.mark.parametrize("when", ["__init__", "write"])
+def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
+    """Whatever goes wrong in the thread that writes is the reason why nothing is written, and nothing waits for it."""
+
+    def fails(*args):
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(Database, when, fails)
+    made = begun(tmp_path)
+    push(made, 5)
+    assert not made.flush() and made.problem() == "of another kind" and made.problem() == "" and len(made.recording) == 5
+    made.end("finished", 5, 0)
+
+
+def test_locked_for_long(tmp_path, monkeypatch):
+    """Who has the file locked is waited for; at the end of a fit only so long, and the next fit writes what is missing."""
+    monkeypatch.setattr(database, "LOCKED", 0.05)
+    monkeypatch.setattr(writer, "WAIT", 0.2)
+    made = begun(tmp_path)
+    push(made, 20)
+    assert made.flush()
+    other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    push(made, 20, 20)
+    assert not made.flush() and made.problem() == ""
+    other.execute("ROLLBACK")
+    monkeypatch.setattr(writer, "WAIT", 30.0)
+    assert made.flush()
+    same(made.recording, Recording.read(tmp_path))
+    other.execute("BEGIN IMMEDIATE")
+    push(made, 20, 40)
+    made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
+    made.end("finished", 60, 0)
+    assert made.problem() == "database is locked" and len(Recording.read(tmp_path)) == 40
+    other.close()
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() == "" and len(Recording.read(tmp_path)) == 65
+    same(made.recording, Recording.read(tmp_path))
+
+
+def test_two_runs_in_turn(tmp_path):
+    """A run that fits again after another one has written to its directory leaves that one's rows alone, and says so."""
+    first, second = begun(tmp_path), None
+    push(first, 10)
+    first.end("finished", 10, 0)
+    second = begun(tmp_path)
+    push(second, 10)
+    second.end("finished", 10, 0)
+    whole = Recording.read(tmp_path)
+    first.begin({}, scaled=True, path=tmp_path / NAME)
+    push(first, 30)
+    first.end("finished", 30, 0)
+    assert "another run has written" in first.problem() and len(first.recording) == 40
+    same(Recording.read(tmp_path), whole)
+
+
+def test_a_file_that_is_gone(tmp_path):
+    """Where the file was removed between two fits, the next one writes all that was recorded."""
+    made = begun(tmp_path)
+    push(made, 10)
+    made.end("finished", 10, 0)
+    (tmp_path / NAME).unlink()
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
+    assert made.problem() == "" and len(Recording.read(tmp_path)) == 15
+    same(made.recording, Recording.read(tmp_path))
+
+
+def test_memory_after_a_restart(tmp_path):
+    """What an earlier process has recorded takes no more than a few MB, whatever it was; the last of it is all there."""
+    incident, first = recordings.incident(5, 0, 5), begun(tmp_path)
+    for step in range(8000):
+        first.event("incident", step, 0, incident=incident)
+    first.end("finished", 8000, 0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        second = begun(tmp_path)
+        second.end("finished", 0, 0)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 6e6
+    told = [event for event in second.recording.events if event.kind == "incident"]
+    assert len(told) > 2000 and told[-1].step == 7999 and all(event.data == incident.to_dict() for event in told[-50:])
+    assert sum(event.kind == "incident" for event in Recording.read(tmp_path).events) == 8000
