@@ -18,6 +18,7 @@ BATCH, BAD, EPOCHS = 32, 40, 5
 ROWS = slice(BAD * BATCH, (BAD + 1) * BATCH)
 SOUND = np.ones(len(X), bool)
 SOUND[ROWS] = False
+ON_TENSORFLOW = pytest.mark.requires_backend("tensorflow", reason="with the numbers of the others stock Keras gets over it by itself")
 
 
 def classifier(optimizer):
@@ -63,7 +64,7 @@ def figure(model, x, y):
     ("data", "optimizer", "margin"),
     [
         pytest.param(unscaled, lambda: optimizers.SGD(0.02, momentum=0.9), 0.02, id="unscaled images, momentum"),
-        pytest.param(lambda: unscaled(1e4), lambda: optimizers.Adam(1e-3), 0.02, id="unscaled images, Adam"),
+        pytest.param(lambda: unscaled(1e3), lambda: optimizers.Adam(1e-3), 0.02, id="unscaled images, Adam", marks=ON_TENSORFLOW),
         pytest.param(mistyped, lambda: optimizers.SGD(0.05), 0.02, id="a target with three zeros too many, SGD, overflows"),
         pytest.param(mistyped, lambda: optimizers.Adam(1e-3), 0.02, id="a target with three zeros too many, Adam"),
     ],
