@@ -374,7 +374,7 @@ class Session(RunsAgain):
             bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated, doubtful=doubtful)
         if bad:
             self.incidents.between_steps(self.scan("weights"))
-        else:
+        elif any(snapshot.step == self.step for snapshot in self.ring.snapshots):
             recorded.snapshot_taken(self)
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:

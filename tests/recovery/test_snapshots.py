@@ -146,9 +146,10 @@ class TestDoubtful:
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-5), "mse")
         guard = NanGuard("recover", verbose=0, snapshot={"every": 20, "good_after": 2}, checks={"divergence": {"lost": 1.0, "rise": 2.0}})
-        y = np.concatenate([np.zeros((32, 1)), np.full((32, 1), 50.0)]).astype("float32")
+        y = np.concatenate([np.zeros((16, 1)), np.full((48, 1), 50.0)]).astype("float32")
         model.fit(np.tile(x, (8, 1)), np.repeat(y, 8, 0), batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-        assert guard.session.ring.newest().step <= 40 < guard.session.step
+        assert guard.session.ring.newest().step == 20 and guard.session.step == 64
+        assert [event.step for event in guard.recording.events if event.kind == "snapshot"] == [20, 40], "the next one was not kept"
 
 
 def lstm():
