@@ -296,6 +296,7 @@ class Evidence:
         loss_scale: the loss scale, `None` where there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
+        update: the first update for a learning rate of 1, as a share of the weights; NaN where it is not known.
     """
 
     step: int = 0
@@ -336,3 +337,4 @@ class Evidence:
     loss_scale: float | None = None
     table: tuple[LayerRow, ...] = ()
     notes: tuple[str, ...] = ()
+    update: float = math.nan

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.kernels import bears, predicted_update
 from keras_nanguard._fit.run import Run
-from keras_nanguard._policy.progress import NOISE, WINDOW, Level
+from keras_nanguard._policy.progress import MAX_UPDATE, NOISE, WINDOW, Level
 from keras_nanguard._policy.settings import DivergenceCheck
 
 __all__ = ["Suspicion", "raise_rate", "tried"]
@@ -21,9 +21,6 @@ LOWER = 0.1
 
 HIGHER = 10.0**0.5
 """Factor of the learning rate in a trial of whether it was lowered too far."""
-
-MAX_UPDATE = 0.25
-"""Relative update up to which a rate that was lowered may be raised again."""
 
 MUCH_THE_SAME = 1.1
 """Ratio of two levels up to which neither is clearly the lower one."""

@@ -26,6 +26,9 @@ WINDOW = 16
 SGD_BEARS = 4.0
 """How many times as large the first update of SGD may be: its updates shrink with the gradient, those of adaptive optimizers do not."""
 
+MAX_UPDATE = 0.25
+"""Relative update of an adaptive optimizer up to which a rate is bearable from the start."""
+
 STALLED = 0.9
 """Share of an earlier level that a later one has to stay below to count as progress."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -95,6 +97,8 @@ class TestBroughtHome:
         same(model, best)
         assert guarded["loss"] == pytest.approx(history["loss"], rel=1e-3), "epochs show the steps that count, not those undone"
         assert guard.incidents[-1].diagnosis.cause == "divergence"
+        advised = next(re.search(r"try (\S+)\)", text) for text in guard.incidents[-1].diagnosis.advice if "try" in text)
+        assert float(advised[1]) == pytest.approx(found, rel=0.5), "the advice names the rate that was found"
 
     def test_a_warmup_is_scaled_as_a_whole(self):
         """The run ends as one whose whole schedule was lower, and not as one that rises to a limit at once."""
