@@ -35,7 +35,7 @@ class RunsAgain(Run):
         """
         if self.rerun is None or self.running_again:
             return
-        access, step, metrics = self.state.access, self.counts.step, self._metrics_before(self.rerun)
+        access, step, metrics = self.state.access, self.counts.step, list[tuple[Any, Any]]()
         self.running_again, self.reruns = True, 0
         try:
             batches: deque[Any] = deque()
@@ -44,11 +44,14 @@ class RunsAgain(Run):
                 if self.rerun is not None:
                     plan, self.rerun = self.rerun, None
                     self.reruns += 1
+                    metrics = self._metrics_from(plan)
                     self._return_to(plan)
                     batches.extendleft(reversed(plan.batches))
                     left_out = plan.left_out
                     continue
                 args = batches.popleft()
+                if self.counts.step == self.counts.epoch_start and not metrics:
+                    self._begin_metrics()
                 self._bound_rates()
                 if args is None:
                     self.recent.push_refused(self.counts.step, None)
@@ -80,13 +83,23 @@ class RunsAgain(Run):
         self.recovery.pending.return_to(step, good)
         self.recovery.ledger = self.recovery.ledger.rewound()
 
-    def _metrics_before(self, plan: Rerun) -> list[tuple[Any, Any]]:
-        """Return the metrics to write back afterwards: none where all steps of the epoch are run again, which then count anew."""
+    def _metrics_from(self, plan: Rerun) -> list[tuple[Any, Any]]:
+        """Let the metrics hold what they held at a snapshot; where that is not known, return what to write back afterwards."""
         metrics = self.train_state().metrics
-        if plan.snapshot.step == self.counts.epoch_start and hasattr(self.model, "reset_metrics"):
-            self.model.reset_metrics()
+        if plan.snapshot.step <= self.counts.epoch_start and hasattr(self.model, "reset_metrics"):
+            self._begin_metrics()
+            return []
+        if all(id(variable) in plan.snapshot.metrics for variable in metrics):
+            for variable in metrics:
+                keras_variables.write(variable, plan.snapshot.metrics[id(variable)])
             return []
         return [(variable, keras_variables.read(variable)) for variable in metrics]
+
+    def _begin_metrics(self) -> None:
+        """Let the metrics begin anew, as where an epoch begins."""
+        if hasattr(self.model, "reset_metrics"):
+            self.state.access.sync_variables()
+            self.model.reset_metrics()
 
     def try_again(self, snapshot: Snapshot, factor: float = 1.0, without: Set[int] = frozenset()) -> Level | None:
         """Return the level of the loss that the steps since a snapshot end at in another way, and change nothing.

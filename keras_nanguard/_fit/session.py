@@ -27,6 +27,7 @@ from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rerun import RunsAgain
 from keras_nanguard._fit.resume import Resumed
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recorder import Recorder
@@ -372,9 +373,12 @@ class Session(RunsAgain):
             self.history.start(self.ring.snapshots, train_state.trainable)
             doubtful = self.monitors.doubtful
             bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated, doubtful=doubtful)
+            taken = next((snapshot for snapshot in self.ring.snapshots if snapshot.step == self.step), None)
+            if taken is not None:
+                taken.metrics = {id(variable): keras_variables.read(variable) for variable in train_state.metrics}
         if bad:
             self.incidents.between_steps(self.scan("weights"))
-        elif any(snapshot.step == self.step for snapshot in self.ring.snapshots):
+        elif taken is not None:
             recorded.snapshot_taken(self)
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:

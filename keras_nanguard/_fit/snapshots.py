@@ -37,6 +37,7 @@ class Snapshot:
         proof: how many good steps are enough.
         arrays: the values, by variable.
         drawn: the state of the generator that belongs to no variable, `None` where there is none.
+        metrics: the values of the metrics, by variable, which only steps that are run again in the same epoch begin with.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Snapshot:
     proof: int = 0
     arrays: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     drawn: np.ndarray[Any, Any] | None = field(default_factory=lambda: current.host().generator_state())
+    metrics: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def write(self, variables: Iterable[Any]) -> None:
         """Write its values into variables; those that it does not have stay as they are."""

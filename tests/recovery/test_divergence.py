@@ -144,6 +144,32 @@ class TestBroughtHome:
         assert accuracy(model) > 0.95
         assert not seen or max(seen) <= 0.51
 
+    @pytest.mark.parametrize("every", [100, 250])
+    def test_the_epochs_show_the_steps_that_count(self, every):
+        """Where the steps since a snapshot are run again, the epoch that runs shows what these come to, and none that were undone.
+
+        Its mean is over the steps of the epoch, whether the snapshot was taken before it (100) or within it (250).
+        """
+        x = np.random.default_rng(0).standard_normal((1024, 16)).astype("float32")
+        y = np.tanh(x[:, :1] * x[:, 1:2]) + x[:, 2:3]
+        seen = []
+
+        class Losses(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                recorded = guard.recording.steps
+                here = (recorded["step"] >= 32 * epoch) & ~recorded["undone"] & (recorded["status"] == 0)
+                seen.append((logs["loss"], recorded["loss"][here].mean()))
+
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(64, "relu"), layers.Dense(1)])
+        schedule = optimizers.schedules.ExponentialDecay(0.005, decay_steps=32, decay_rate=2.0)
+        model.compile(optimizers.SGD(schedule), "mse")
+        guard = NanGuard(verbose=0, snapshot={"every": every, "good_after": 1})
+        model.fit(x, y, batch_size=32, epochs=10, verbose=0, callbacks=[guard, Losses()])
+        assert changes(guard)
+        for told, mean in seen:
+            assert told == pytest.approx(mean, rel=1e-3)
+
     def test_nothing_helps(self):
         """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""
         guard = NanGuard(verbose=0)
