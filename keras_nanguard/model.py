@@ -151,6 +151,8 @@ class NanGuardModel(keras.Model):
         if _has_callback(self):  # a NanGuard among the callbacks does it for this fit
             return super().make_train_function(force=force)
         guard = self.nanguard
+        if guard.session is not None:  # of an earlier fit, or of another compile()
+            guard.session.end()
         guard.session = guard._session(self)
         placed = attachment(self, guard.session)
         placed.in_use = lambda: True

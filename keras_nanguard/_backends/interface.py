@@ -150,6 +150,10 @@ class StateAccess:
     can_run_again = False
     """Whether `run_again` can be called."""
 
+    def held(self) -> Callable[[], None]:
+        """Return what puts the state that no variable holds back as it is now, once the variables are as they are now."""
+        return lambda: None
+
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the step on the arguments of an earlier one, as compiled, from the state of this moment; return the verdict."""
         raise NotImplementedError

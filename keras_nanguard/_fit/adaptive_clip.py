@@ -30,6 +30,9 @@ __all__ = ["AdaptiveClip"]
 LEAST_DEVIATION = 0.1
 """Least standard deviation, as a share of the mean: norms that happen to agree for some steps are not without noise."""
 
+USUAL = 50
+"""Steps in a row whose norms stand out after which these are what is usual: another loss, other data, layers made trainable."""
+
 CHANGE = 0.01
 """Change of mean or width, as a share of the limit, from which on they are written into the variable that the step reads."""
 
@@ -52,6 +55,7 @@ class AdaptiveClip:
         self._overrides = Overrides()
         self._written: Any = None
         self._read = np.zeros(2, "float32")
+        self._beyond: list[float] = []
 
     @property
     def width(self) -> float:
@@ -77,6 +81,10 @@ class AdaptiveClip:
     def push(self, norm: float) -> None:
         """Add the norm of a committed step, as it was before clipping."""
         if not norm < math.inf:
+            return
+        self._beyond = [*self._beyond, norm] if norm > self.limit else []
+        if len(self._beyond) >= USUAL:
+            self.learn(self._beyond)
             return
         if norm > self.limit:
             norm = self.mean + self.width**2 / (norm - self.mean)

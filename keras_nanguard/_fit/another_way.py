@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.kernels import bears, predicted_update
 from keras_nanguard._fit.run import Run
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.progress import MAX_UPDATE, NOISE, WINDOW, Level
 from keras_nanguard._policy.settings import DivergenceCheck
 
@@ -24,6 +25,9 @@ HIGHER = 10.0**0.5
 
 MUCH_THE_SAME = 1.1
 """Ratio of two levels up to which neither is clearly the lower one."""
+
+ROSE, SHORTLY = 2.0, 16
+"""Factor by which a schedule has to have raised the rate within so many steps before a jump to be what has led to it."""
 
 AROUND = (range(-2, 3), range(-8, 25))
 """Steps around an onset whose batches are left out in a trial, and in the next one where that does not help."""
@@ -62,22 +66,31 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
     """Return a suspicion with what trials have shown, `None` where they clear the run.
 
     Where both a lower rate and other batches help, what ends at the lower loss is to blame, the batches where that is much the same.
+    A jump that follows one of the rate is not that of a batch.
     """
     now = suspicion.now.value
     enough = _enough(run, suspicion.now, check) if suspicion.enough is None else suspicion.enough
-    without, steps, first = _without_batches(run, suspicion, enough) if suspicion.jumped else (None, frozenset(), 0)
-    rated = bool(suspicion.findings) or (suspicion.enough is not None and without is not None)
-    known = rated and not suspicion.sure and len(run.train_state().optimizers) == 1
+    batches = suspicion.jumped and not _rate_rose(run, suspicion.jumped[0])
+    without, steps, first = _without_batches(run, suspicion, enough) if batches else (None, frozenset(), 0)
+    known = (suspicion.findings or without is not None) and not suspicion.sure and len(run.train_state().optimizers) == 1
     lower, onset = _lower_rate(run, suspicion.onset) if known else (None, 0)
     if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
-        batches = f"{len(steps)} batches from that of step {min(steps) + 1} on"
-        note = f"Tried again without {batches}, the steps since then end at a loss of {without.value:.3g}."
-        found = (Finding("loss", "lasting_spike", value=now),)
-        return replace(suspicion, onset=min(first, min(steps)), findings=found, notes=(*suspicion.notes, note), without=steps)
+        left_out = f"{len(steps)} batches from that of step {min(steps) + 1} on"
+        note = f"Tried again without {left_out}, the steps since then end at a loss of {without.value:.3g}."
+        spike = (Finding("loss", "lasting_spike", value=now),)
+        return replace(suspicion, onset=min(first, min(steps)), findings=spike, notes=(*suspicion.notes, note), without=steps)
     if lower is not None and lower.value < enough:
         note = f"Tried again with a tenth of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
-        return replace(suspicion, onset=max(onset, suspicion.onset), notes=(*suspicion.notes, note))
+        found = suspicion.findings or (Finding("loss", "divergence", value=now),)
+        return replace(suspicion, onset=max(onset, suspicion.onset), findings=found, notes=(*suspicion.notes, note))
     return suspicion if suspicion.sure or (lower is None and suspicion.otherwise) else None
+
+
+def _rate_rose(run: Run, step: int) -> bool:
+    """Whether a schedule has raised the rate shortly before a step."""
+    ago = run.step - step
+    rates = [(keras_optimizers.rate_before(o, ago), keras_optimizers.rate_before(o, ago + SHORTLY)) for o in run.train_state().optimizers]
+    return any(then > ROSE * before > 0.0 for then, before in rates)
 
 
 def _enough(run: Run, now: Level, check: DivergenceCheck) -> float:

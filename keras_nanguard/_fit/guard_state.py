@@ -88,7 +88,7 @@ class GuardState:
             for name, value in settings.items():
                 recovery.change(next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name)), name, value)
         for optimizer, clip in zip(optimizers, self.clips):
-            if clip is not None:
+            if clip is not None and keras_optimizers.can_clip(optimizer):
                 recovery.clip(optimizer, clip["deviations"], clip["smoothing"]).resume(clip)
         pending = recovery.pending
         pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds

@@ -151,7 +151,7 @@ class Incidents:
         incident = incident.with_(decision=decision)
         outcomes = perform.perform(run, incident, report)
         recorded.acted(run, outcomes, before)
-        outcomes = self._with_result(outcomes)
+        outcomes = self._with_result(incident, outcomes)
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
         run.checks_fully |= run.recovery.goes_on
         run.ring.note()
@@ -162,13 +162,17 @@ class Incidents:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
 
-    def _with_result(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    def _with_result(self, incident: Incident, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
         """Run the steps again that a rollback has undone, and return the outcomes with what that has come to."""
         run = self._run
         if run.rerun is None or run.running_again:
             return outcomes
         before = level_of(run.history.undone)
-        run.run_again()
+        try:
+            run.run_again()
+        except BaseException:
+            self._report(incident.with_(outcomes=outcomes))
+            raise
         after = level_of(run.history.last(WINDOW))
         known = before is not None and after is not None
         result = f": loss {before.value:.3g} -> {after.value:.3g}" if known and before is not None and after is not None else ""

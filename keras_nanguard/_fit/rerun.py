@@ -7,11 +7,14 @@ high goes on as if it had begun with a lower one.
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from math import nan
 from typing import Any
+
+import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._fit.learning_rates import Rate
@@ -35,7 +38,7 @@ class RunsAgain(Run):
         """
         if self.rerun is None or self.running_again:
             return
-        access, step, metrics = self.state.access, self.counts.step, list[tuple[Any, Any]]()
+        access, step, metrics, stopped = self.state.access, self.counts.step, list[tuple[Any, Any]](), self.stopped
         self.running_again, self.reruns = True, 0
         try:
             batches: deque[Any] = deque()
@@ -60,6 +63,8 @@ class RunsAgain(Run):
                     self.counts.step += 1
                 else:
                     self.after(access.run_again(args))
+                    if self.stopped and not stopped and self.rerun is None:
+                        break  # in the state that the policy has restored
         finally:
             self.running_again, self.counts.step = False, step
         access.sync_variables()
@@ -119,10 +124,9 @@ class RunsAgain(Run):
         able = factor == 1.0 or all(rate.adjustable for rate in rates)
         if plan is None or not self.policy.refuse or not self.ring.at_hand(snapshot) or not able:
             return None
-        drawn = current.host().generator_state()
         with ExitStack() as ending:
-            if drawn is not None:
-                ending.callback(current.host().set_generator_state, drawn)
+            for restore in (access.held(), *_generators(), *(o.held() for o in train_state.optimizers if hasattr(o, "held"))):
+                ending.callback(restore)
             past_keras = (*train_state.unlisted, *self.transaction.untracked.values())
             for variable in keras_variables.unique([*train_state.everything, *train_state.metrics, *past_keras]):
                 ending.callback(keras_variables.restorer(variable))
@@ -140,3 +144,10 @@ class RunsAgain(Run):
             access.sync_variables()
         committed = [(step, verdict.loss) for step, verdict in verdicts if not verdict.refused]
         return level_of(committed) if all(verdict.finite for _, verdict in verdicts if not verdict.refused) else None
+
+
+def _generators() -> list[Callable[[], Any]]:
+    """Return what puts the generators of the process back, from which a step of the user's own may draw."""
+    drawn, ours, numpys = current.host().generator_state(), random.getstate(), np.random.get_state()
+    restores: list[Callable[[], Any]] = [lambda: random.setstate(ours), lambda: np.random.set_state(numpys)]
+    return restores if drawn is None else [*restores, lambda: current.host().set_generator_state(drawn)]

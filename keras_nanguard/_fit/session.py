@@ -210,7 +210,7 @@ class Session(RunsAgain):
         tolerated = self.state.tolerate(train_state)
         if self.transaction is not None:
             self.transaction.tolerate(tolerated)
-            if tolerated and (resumed or self.transaction.reused):
+            if (tolerated and (resumed or self.transaction.reused)) or (resumed and self.adjustments()):
                 self.state.access.rebuild()
         bad = self.ring.take(train_state.kept, 0, 0, verified=True, tolerated=self.tolerated)
         if bad:

@@ -130,10 +130,10 @@ def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tupl
             keras_layers.exchange(part, "_trainable_variables_indices", {**known, **more}, undo)
 
 
-def rate_before(optimizer: Any) -> float:
-    """Return the rate that the last step used: of a schedule, the rate at the previous iteration."""
+def rate_before(optimizer: Any, ago: int = 1) -> float:
+    """Return the rate that the last step used, or one before it: of a schedule, the rate so many iterations ago, else that of now."""
     optimizer = inner(optimizer)
     schedule = getattr(optimizer, "_learning_rate", None)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return learning_rate(optimizer)
-    return float(keras.ops.convert_to_numpy(schedule(optimizer.iterations.value - 1)))
+    return float(keras.ops.convert_to_numpy(schedule(keras.ops.maximum(optimizer.iterations.value - ago, 0))))

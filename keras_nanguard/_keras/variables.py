@@ -102,7 +102,7 @@ def restorer(variable: Any) -> Callable[[], Any]:
     if hasattr(variable, "held"):  # the rates of an optimizer of torch
         restore: Callable[[], Any] = variable.held()
         return restore
-    if is_variable(variable):
+    if is_variable(variable) or hasattr(variable, "path"):  # or wrapped
         array = read(variable)
         return lambda: write(variable, array)
     if hasattr(variable, "untyped_storage"):  # of torch

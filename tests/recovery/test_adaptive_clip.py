@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from keras import layers, optimizers
 
-from keras_nanguard import NanGuard
-from keras_nanguard._fit.adaptive_clip import CHANGE, LEAST_DEVIATION, AdaptiveClip
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._fit.adaptive_clip import CHANGE, LEAST_DEVIATION, USUAL, AdaptiveClip
 
 LIMIT = {"limit": {"times": 1, "per_steps": 1000}, "otherwise": "warn"}
 CLIP = {"name": "clip-spikes", "kind": "spike", "do": [{"clip": {"deviations": 2.0, "smoothing": 0.9}}], **LIMIT}
@@ -181,3 +181,37 @@ def test_the_next_fit_does_not_clip(tmp_path):
         ends.append(train(model, y, NanGuard(POLICY, verbose=0)))
     for one, other in zip(*ends):
         np.testing.assert_array_equal(one, other)
+
+
+def test_another_level_is_learned():
+    """Fifty norms in a row that stand out are what is usual now: it does not clip all of them for good."""
+    clip = AdaptiveClip(optimizers.SGD(0.1))
+    clip.deviations, clip.smoothing = 3.0, 0.97
+    clip.learn([1.0] * 20)
+    for _ in range(USUAL):
+        clip.push(1000.0)
+    assert clip.mean == pytest.approx(1000.0) and clip.limit > 1000.0
+
+
+def test_a_model_that_guards_itself_goes_on_clipping():
+    """The limit follows the norms in the next fit as well, and there is one override, not two."""
+
+    class Guarded(NanGuardModel):
+        nanguard_policy, nanguard_verbose = POLICY, 0
+
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+    keras.utils.set_random_seed(0)
+    model = Guarded()
+    model.compile(optimizers.SGD(0.01), "mse")
+    means = []
+    for y in (spiked(40), Y, Y):
+        model.fit(X, y, batch_size=4, shuffle=False, verbose=0)
+        (clip,) = model.nanguard.session.recovery.clips.values()
+        means.append(clip.mean)
+    assert means[0] != means[1] != means[2]

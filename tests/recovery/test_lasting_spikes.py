@@ -95,3 +95,26 @@ def test_one_that_does_no_harm():
     assert guard.incidents == []
     for one, other in zip(guarded.get_weights(), plain.get_weights()):
         np.testing.assert_allclose(one, other, rtol=0, atol=0 if zoo.BACKEND == "tensorflow" else 1e-6)
+
+
+def _jumps(rate):
+    if rate == "schedule":
+        return optimizers.schedules.PiecewiseConstantDecay([256], [0.05, 1.0]), []
+    return 0.05, [keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 if epoch < 8 else 1.0)]
+
+
+@pytest.mark.parametrize("rate", ["schedule", "callback"])
+def test_a_rate_that_jumps_is_to_blame_and_no_batch(rate):
+    """The loss jumps where a schedule or a callback raises the rate twentyfold: no batch is left out, the rate is lowered."""
+    x = np.random.default_rng(0).standard_normal((1024, 16)).astype("float32")
+    y = np.tanh(x[:, :1] * x[:, 1:2]) + x[:, 2:3]
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(64, "relu"), layers.Dense(1)])
+    given, callbacks = _jumps(rate)
+    model.compile(optimizers.SGD(given), "mse")
+    guard = NanGuard(verbose=0)
+    losses = model.fit(x, y, batch_size=32, epochs=16, verbose=0, callbacks=[*callbacks, guard]).history["loss"]
+    kinds = {finding.kind for incident in guard.incidents for finding in incident.findings}
+    done = {outcome.action for incident in guard.incidents for outcome in incident.outcomes if outcome.status == "done"}
+    assert "lasting_spike" not in kinds and "clip" not in done and "lower_lr" in done
+    assert losses[-1] < 1.5 * losses[7]

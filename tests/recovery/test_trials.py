@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -12,8 +14,13 @@ from support.programs import PROGRAMS
 from keras_nanguard import NanGuard
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.rerun import RunsAgain
+from keras_nanguard._fit.snapshots import Snapshot
 
 RNG = np.random.default_rng(0)
+BACK = {"name": "back", "do": [{"rollback": {"run_again": True}}], "limit": {"times": 1}}
+END = {"name": "end", "do": ["stop"], "after": {"consecutive": 50}, "limit": {"times": 1}}
 X, Y = RNG.standard_normal((256, 4)).astype("float32"), RNG.standard_normal((256, 1)).astype("float32")
 
 
@@ -95,3 +102,170 @@ def test_counts_return_by_steps():
     counts.refuse(1)
     counts.return_to(5, 5, again={6, 12}, left_out={7, 13, 14})
     assert (counts.step, counts.committed, counts.refused, counts.epoch_refused) == (5, 5, 3 + 3 - 2, 1 + 2 - 1)
+
+
+def _torch_loop(tries):
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer, guard = torch.optim.AdamW(model.parameters(), lr=0.01), NanGuard(verbose=0)
+
+    def plain(x, y):
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with guard.watch(model, optimizer) as session:
+        step = guard.step(plain)
+        for number, (x, y) in enumerate(zip(torch.as_tensor(X).split(8), torch.as_tensor(Y).split(8))):
+            step(x, y)
+            if number == 10 and tries:
+                assert session.try_again(session.ring.start, 0.1) is not None
+    return [*model.state_dict().values(), *(t for slots in optimizer.state.values() for t in slots.values())]
+
+
+def _tensorflow_loop(tries):
+    import tensorflow as tf
+
+    kernel = tf.Variable(tf.ones((4, 1)), name="kernel")  # of a tf.Module, say
+    optimizer, guard = keras.optimizers.Adam(0.01), NanGuard(verbose=0)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+
+    @tf.function
+    def plain(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x @ kernel, training=True) - y) ** 2)
+        variables = [kernel, *model.trainable_variables]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    with guard.watch(model, optimizer) as session:
+        step = guard.step(plain)
+        for number in range(20):
+            step(tf.constant(X[number * 8 : number * 8 + 8]), tf.constant(Y[number * 8 : number * 8 + 8]))
+            if number == 10 and tries:
+                assert session.try_again(session.ring.start, 0.1) is not None
+    return [kernel, *(v.value for v in [*model.variables, *optimizer.variables])]
+
+
+def _jax_loop(tries):
+    import jax
+    import jax.numpy as jnp
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer, guard = keras.optimizers.Adam(0.01), NanGuard(verbose=0)
+    optimizer.build(model.trainable_variables)
+    parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+
+    @jax.jit
+    def plain(state, x, y):
+        (weights, other, slots), (key, average) = state
+
+        def loss_of(weights):
+            predicted, _ = model.stateless_call(weights, other, x + 0.1 * jax.random.normal(key, x.shape), training=True)
+            return jnp.mean((predicted - y) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        weights, slots = optimizer.stateless_apply(slots, gradients, weights)
+        average = [0.9 * a + 0.1 * w for a, w in zip(average, weights)]
+        return loss, ((weights, other, slots), (jax.random.fold_in(key, 1), average))
+
+    weights = [v.value for v in parts[0]]
+    state = tuple([v.value for v in part] for part in parts), (jax.random.PRNGKey(0), [w + 0.0 for w in weights])
+    with guard.watch(model, optimizer) as session:
+        step = guard.step(plain)
+        for number in range(20):
+            _, state = step(state, X[number * 8 : number * 8 + 8], Y[number * 8 : number * 8 + 8])
+            if number == 10 and tries:
+                assert session.try_again(session.ring.start, 0.1) is not None
+    return jax.tree_util.tree_leaves(state)
+
+
+LOOPS = {"torch": _torch_loop, "tensorflow": _tensorflow_loop, "jax": _jax_loop}
+
+
+def test_undone_whole_in_a_loop():
+    """Optimizers of torch, native variables of TensorFlow, keys and averages in the state of a loop of JAX."""
+    for one, other in zip(*(LOOPS[zoo.BACKEND](tries) for tries in (False, True)), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(keras.ops.convert_to_numpy(value)) for value in (one, other)))
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a step of JAX draws from keys")
+def test_generators_of_the_process_go_on():
+    """A step that draws from NumPy draws what it would have drawn without the trial."""
+
+    class Draws(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x, training=None):
+            return self.dense(x) + (np.float32(np.random.rand()) if training else 0.0)
+
+    ends = []
+    for tries in (False, True):
+        keras.utils.set_random_seed(0)
+        model, guard = Draws(), NanGuard(verbose=0)
+        model.compile(optimizers.SGD(0.01), "mse", run_eagerly=True)
+        trial = Trial(guard, 10 if tries else -1)
+        model.fit(X, Y, batch_size=16, verbose=0, shuffle=False, callbacks=[guard, trial])
+        assert len(trial.found) == tries
+        ends.append(model.get_weights())
+    for one, other in zip(*ends):
+        np.testing.assert_array_equal(one, other)
+
+
+class Again(RunsAgain):
+    """A run of which a step that is run again ends training."""
+
+    model = None
+
+    def __init__(self, stops_at):
+        self.ran, self.stops_at, self.stopped, self.running_again = [], stops_at, False, False
+        self.counts = SimpleNamespace(step=5, epoch_start=0, return_to=self._count)
+        access = SimpleNamespace(run_again=self.ran.append, sync_variables=lambda: None)
+        self.state = SimpleNamespace(access=access, train_state=lambda: SimpleNamespace(metrics=()))
+        self.recovery = SimpleNamespace(bounded=False, pending=SimpleNamespace(return_to=self._count), ledger=None)
+        self.recovery.ledger = SimpleNamespace(rewound=lambda: None)
+        self.rerun = Rerun(Snapshot(0, 0), tuple("abcde"))
+
+    def _count(self, step, *more):
+        pass
+
+    def train_state(self):
+        return self.state.train_state()
+
+    def after(self, verdict):
+        self.stopped = self.stopped or len(self.ran) == self.stops_at
+
+
+@pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
+def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
+    """What the policy has restored when it stopped is not trained on."""
+    run = Again(stops_at)
+    run.run_again()
+    assert run.ran == list(ran) and not run.running_again
+
+
+def test_an_exception_while_steps_are_run_again_loses_no_incident():
+    """Ctrl-C there: the incident that has led to it is reported."""
+    guard = NanGuard({"preset": "none", "version": 1, "rules": [BACK, END], "snapshot": {"every": 4, "good_after": 1}}, verbose=0)
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 9:
+                guard.session.run_again = self.interrupt
+
+        def interrupt(self):
+            raise KeyboardInterrupt
+
+    data = zoo.regression()
+    data.y[10 * zoo.BATCH] = 1e38  # the update overflows, the data is finite
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), data, guard=guard, callbacks=[Interrupts()], epochs=1)
+    assert [i.outcomes[0].action for i in guard.incidents] == ["rollback"]
+    assert [event.kind for event in guard.recording.events if event.kind == "incident"] == ["incident"]

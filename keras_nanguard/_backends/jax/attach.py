@@ -222,6 +222,16 @@ class LoopStep(attach.LoopStep):
         self.synced = False
         return verdict
 
+    def held(self) -> Callable[[], None]:
+        """Return what puts keys, averages and counters of the loop's own back; they are in the state alone."""
+        self.sync_variables()
+        state = self.state
+
+        def restore() -> None:
+            self.state, self.synced = state, state is not None
+
+        return restore
+
     def sync_variables(self) -> None:
         if self.synced or self.state is None:
             return
