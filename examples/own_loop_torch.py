@@ -61,7 +61,7 @@ with guard.watch(guarded, optimizer):
         if not guard.refused:
             scheduler.step()  # outside of the step: how often it was called is no part of what is given back
 
-print(f"steps refused: {len(guard.incidents)} of {len(batches)}")
+print(f"steps refused: {sum(i.refused for i in guard.incidents)} of {len(batches)}")
 print(f"mean squared error: {error(stock):.2f} without a guard, {error(guarded):.2f} with it")
 if error(stock) < float("inf") or not error(guarded) < 1.2:
     raise SystemExit("The guard was worth nothing here.")

@@ -32,6 +32,7 @@ class Digits(keras_tuner.HyperModel):
         self.guards = guards
 
     def build(self, choice):
+        keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])
         rate = choice.Choice("rate", [1e-3, 1e-2, 1e-1])
         model.compile(keras.optimizers.Adam(rate), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
@@ -57,7 +58,7 @@ with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as othe
     stock, guarded = search(one), search(other, guards)
 
 for rate, guard in sorted(guards.items()):
-    left_out = f"{len(guard.incidents)} of 135 steps refused"
+    left_out = f"{sum(i.refused for i in guard.incidents)} of 135 steps refused"
     print(f"rate {rate}: accuracy {stock[rate]:.2f} with stock Keras, {guarded[rate]:.2f} with NanGuard(), {left_out}")
 if max(stock.values()) > 0.5 or min(guarded.values()) < 0.5:
     raise SystemExit("The guard was worth nothing here.")
