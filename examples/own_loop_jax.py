@@ -1,6 +1,6 @@
 """A loop of one's own on JAX: a stateless step under jax.jit, no Keras trainer, one Inf in the data.
 
-    KERAS_BACKEND=jax python examples/own_loop_jax.py
+    python examples/own_loop_jax.py
 """
 
 from __future__ import annotations

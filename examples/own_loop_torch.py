@@ -1,6 +1,6 @@
 """A loop of one's own on PyTorch: a torch.nn.Module, an optimizer and a scheduler of torch's, one Inf in the data.
 
-    KERAS_BACKEND=torch python examples/own_loop_torch.py
+    python examples/own_loop_torch.py
 """
 
 from __future__ import annotations

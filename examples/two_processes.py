@@ -1,6 +1,6 @@
 """keras.distribution over two JAX processes: a bad row in the data of one of them, and both leave the step out.
 
-    KERAS_BACKEND=jax python examples/two_processes.py
+    python examples/two_processes.py
 
 starts two processes of itself on this machine, each with one CPU device. On a cluster each machine runs one of them.
 """
@@ -19,7 +19,11 @@ if len(sys.argv) == 1:  # start both processes and wait for them
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     both = [subprocess.Popen([sys.executable, __file__, str(rank), str(port)]) for rank in range(2)]
-    raise SystemExit(max(abs(process.wait(timeout=120)) for process in both))
+    try:
+        raise SystemExit(max(abs(process.wait(timeout=120)) for process in both))
+    finally:
+        for process in both:
+            process.kill()  # where one of them has waited in vain for the other
 
 RANK, PORT = int(sys.argv[1]), sys.argv[2]
 os.environ["KERAS_BACKEND"] = "jax"
