@@ -27,7 +27,7 @@ MUCH_THE_SAME = 1.1
 """Ratio of two levels up to which neither is clearly the lower one."""
 
 ROSE, SHORTLY = 2.0, 16
-"""Factor by which a schedule has to have raised the rate within so many steps before a jump to be what has led to it."""
+"""Factor by which a schedule has to have raised the rate since that many steps before a jump to be what has led to it."""
 
 AROUND = (range(-2, 3), range(-8, 25))
 """Steps around an onset whose batches are left out in a trial, and in the next one where that does not help."""
@@ -87,9 +87,10 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
 
 
 def _rate_rose(run: Run, step: int) -> bool:
-    """Whether a schedule has raised the rate shortly before a step."""
-    ago = run.step - step
-    rates = [(keras_optimizers.rate_before(o, ago), keras_optimizers.rate_before(o, ago + SHORTLY)) for o in run.train_state().optimizers]
+    """Whether a schedule has raised the rate by then since shortly before a step, or since the loss was lowest."""
+    best, optimizers = run.progress.best, run.train_state().optimizers
+    since = min(step - SHORTLY, best.step) if best is not None and best.step > 0 else step - SHORTLY
+    rates = [[keras_optimizers.rate_before(o, run.step - then) for then in (step, since)] for o in optimizers]
     return any(then > ROSE * before > 0.0 for then, before in rates)
 
 

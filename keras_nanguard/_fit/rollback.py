@@ -20,6 +20,9 @@ __all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
 MOST_RERUNS = 32
 """How often one rollback may lead to the next while steps are run again."""
 
+MOSTLY = 0.25
+"""Share of all progress that may be lost again in a state that is restored in place of the one before the first step."""
+
 _SEED_STEP = 7919
 """How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
 
@@ -31,14 +34,28 @@ def newest(run: Run, depth: int = 1) -> Snapshot | None:
 
 
 def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
-    """Return the newest snapshot from before the onset, an older one where the last that was restored has brought no progress."""
+    """Return the newest snapshot from before the onset, an older one where the last that was restored has brought no progress.
+
+    Where that is the state before the first step, and the steps since then are no longer at hand, the one of the lowest loss will do
+    if most progress had been made there: a long run does not begin anew.
+    """
     run.ring.promote(run.counts.committed)
     onset, progress = int(incident.values.get("onset", incident.step)), run.progress
     of_batches = any(f.kind == "lasting_spike" for f in incident.findings)  # shown to end well from this very snapshot
     if progress.restored is not None and not progress.improved and not of_batches:
         onset = min(onset, max(progress.restored - 1, 0))
     snapshot = run.ring.before(onset)
+    if snapshot is not None and not snapshot.step and not of_batches and not _at_hand_since(run, snapshot, incident):
+        kept = run.ring.with_least_loss()
+        if kept is not None and kept.level is not None and progress.lost(kept.level) < MOSTLY and run.ring.at_hand(kept):
+            return kept
     return snapshot if snapshot is not None and run.ring.at_hand(snapshot) else run.ring.newest()
+
+
+def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
+    """Whether all steps since a snapshot can be run again."""
+    known = run.recent.rerun(snapshot, incident.step, run.transaction.batch) if run.state.access.can_run_again else None
+    return known is not None
 
 
 def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:

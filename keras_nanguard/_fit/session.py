@@ -30,6 +30,7 @@ from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.progress import WINDOW, level_of
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import REFUSED
 
@@ -372,7 +373,8 @@ class Session(RunsAgain):
             train_state = self.train_state()
             self.history.start(self.ring.snapshots, train_state.trainable)
             doubtful = self.monitors.doubtful
-            bad = self.ring.take(train_state.kept, self.step, self.counts.committed, tolerated=self.tolerated, doubtful=doubtful)
+            level, at = level_of(self.history.last(WINDOW)), (self.step, self.counts.committed)
+            bad = self.ring.take(train_state.kept, *at, tolerated=self.tolerated, doubtful=doubtful, level=level)
             taken = next((snapshot for snapshot in self.ring.snapshots if snapshot.step == self.step), None)
             if taken is not None:
                 taken.metrics = {id(variable): keras_variables.read(variable) for variable in train_state.metrics}

@@ -12,18 +12,22 @@ import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._policy.progress import NOISE, Level
 
 DOUBTFUL = 20
 """Times as many good steps have to follow a snapshot that is doubtful."""
 
 __all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are"]
+
+
+S = TypeVar("S", bound="Snapshot")
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Snapshot:
         arrays: the values, by variable.
         drawn: the state of the generator that belongs to no variable, `None` where there is none.
         metrics: the values of the metrics, by variable, which only steps that are run again in the same epoch begin with.
+        level: the level of the loss when it was taken, `None` where it is not known.
     """
 
     step: int
@@ -47,6 +52,7 @@ class Snapshot:
     arrays: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     drawn: np.ndarray[Any, Any] | None = field(default_factory=lambda: current.host().generator_state())
     metrics: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
+    level: Level | None = None
 
     def write(self, variables: Iterable[Any]) -> None:
         """Write its values into variables; those that it does not have stay as they are."""
@@ -68,7 +74,8 @@ class Snapshot:
 class Ring:
     """The snapshots of one fit, newest last.
 
-    The state before the first step is kept as long as the fit runs, besides the others.
+    The state before the first step is kept as long as the fit runs, besides the others. So is the one with the lowest loss where that
+    is clearly higher in all later ones, as in a run that slowly diverges.
 
     Args:
         keep: how many others there may be at a time; the newest one that is verified is never given up for a new one.
@@ -91,6 +98,7 @@ class Ring:
         verified: bool = False,
         tolerated: Container[int] = (),
         doubtful: bool = False,
+        level: Level | None = None,
     ) -> str:
         """Copy the state; returns `""`, or the path of the first variable that is not finite, and then keeps nothing.
 
@@ -102,13 +110,15 @@ class Ring:
         values = [(v, keras_variables.view(v)) for v in variables]
         bad = first_bad(values, tolerated)
         if not bad and not (doubtful and any(s.proof > self.good_after and not s.verified for s in self.snapshots)):
-            self._store(values, step, good, verified or proof == 0, proof)
+            self._store(values, step, good, verified or proof == 0, proof, level)
         return bad
 
-    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int) -> None:
+    def _store(
+        self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int, level: Level | None
+    ) -> None:
         """Keep a state that was found to be good, given as its variables and their values."""
-        spare = self._give_up()
-        fresh = Snapshot(step, good, verified, proof, spare.arrays if spare is not None else {})
+        spare = self._give_up(level)
+        fresh = Snapshot(step, good, verified, proof, spare.arrays if spare is not None else {}, level=level)
         for variable, value in values:
             copied = _copy(value, fresh.arrays.get(id(variable)))
             fresh.arrays[id(variable)] = copied if step else compact(copied)
@@ -158,17 +168,30 @@ class Ring:
     def note(self) -> None:
         """Keep what the policy has changed so far; a ring in memory ends with its process and has no need to."""
 
-    def _give_up(self) -> Snapshot | None:
-        """Take the snapshot that a new one replaces out of the ring and return it, `None` while there is room.
+    def with_least_loss(self) -> Snapshot | None:
+        """Return the verified snapshot that was taken at the lowest level of the loss; the state before the first step is none."""
+        known = [s for s in self.snapshots if s.step and s.verified and s.level is not None]
+        return min(known, key=lambda s: s.level.value if s.level is not None else math.inf, default=None)
 
-        An unproven one goes first, then the oldest. The caller has made sure that there will be a new one.
+    def replaced(self, others: Sequence[S], level: Level | None) -> S | None:
+        """Return which of these snapshots goes when one comes that is taken at this level; `None` while there is room.
+
+        An unproven one goes first, then the oldest; but not the one of the lowest loss where that is clearly higher in all later ones.
         """
-        others = [s for s in self.snapshots if s.step]
-        if len(others) < self.keep:
-            return None
-        gone = next((s for s in others if not s.verified), others[0])
-        self.snapshots = [s for s in self.snapshots if s is not gone]
-        return gone
+        best = self.with_least_loss()
+        if best is not None and best.level is not None:
+            later = [s.level for s in others if s.step > best.step] + [level]
+            clearly = best.level.value + NOISE * best.level.spread
+            best = best if all(one is None or one.value > clearly for one in later) else None
+        others = [s for s in others if s is not best]
+        return next((s for s in others if not s.verified), others[0]) if len(others) >= self.keep else None
+
+    def _give_up(self, level: Level | None) -> Snapshot | None:
+        """Take what a new snapshot replaces out of the ring and return it. The caller sees to it that there will be a new one."""
+        last = None
+        while (gone := self.replaced([s for s in self.snapshots if s.step], level)) is not None:
+            self.snapshots, last = [s for s in self.snapshots if s is not gone], gone
+        return last
 
 
 def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ()) -> str:

@@ -33,6 +33,7 @@ from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.progress import Level
 from keras_nanguard._version import __version__
 
 __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
@@ -108,7 +109,9 @@ class DiskRing(Ring):
         self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
-    def _store(self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int) -> None:
+    def _store(
+        self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int, level: Level | None
+    ) -> None:
         """Write the state to disk."""
         variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator, which nobody needs while the files are written
@@ -124,7 +127,7 @@ class DiskRing(Ring):
             record = self._write(unfinished, step, verified)
         self.note()
         arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if not step else {}
-        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays), path, record))
+        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), path, record))
         self._prune()
 
     def promote(self, good: int) -> None:
@@ -239,8 +242,7 @@ class DiskRing(Ring):
         foreign = [path for path in written(self.folder) if path not in {s.path for s in ours}]
         for path in foreign[: max(len(foreign) + len(ours) - self.keep, 0)]:
             atomic_files.remove(path)
-        while len(ours) > max(self.keep, 1):
-            gone = next((s for s in ours[:-1] if not s.verified), ours[0])
+        while (gone := self.replaced(ours[:-1], ours[-1].level)) is not None:
             atomic_files.remove(gone.path)
             ours = [s for s in ours if s is not gone]
             left = Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)
@@ -251,7 +253,7 @@ class _OnDisk(Snapshot):
     """A snapshot whose values are in files until they are asked for."""
 
     def __init__(self, taken: Snapshot, path: Path, record: SnapshotRecord):
-        super().__init__(taken.step, taken.good, taken.verified, taken.proof, taken.arrays, taken.drawn)
+        super().__init__(taken.step, taken.good, taken.verified, taken.proof, taken.arrays, taken.drawn, level=taken.level)
         self.path, self.record = path, record
 
     def prove(self) -> None:

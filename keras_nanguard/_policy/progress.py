@@ -35,6 +35,9 @@ STALLED = 0.9
 FEWEST = 8
 """Number of losses below which there is no level."""
 
+LONG = 500
+"""Steps after a rollback from which on it is enough that the loss has come back to its lowest level."""
+
 FALLING = 0.8
 """Share of an earlier level below which the loss is falling by itself."""
 
@@ -153,11 +156,12 @@ class Progress:
 
     @property
     def improved(self) -> bool:
-        """Whether the loss has been lower since the last rollback than ever before, or than at the start."""
-        since = [level.value for level in self.levels if level.step >= self.since]
+        """Whether the loss has been clearly lower since the last rollback than ever before, or as low for long."""
+        since = [level for level in self.levels if level.step >= self.since]
         before = [level.value for level in self.levels if level.step < self.since]
         best = min([*before, *([self.start] if self.start is not None else [])], default=math.inf)
-        return bool(since) and min(since) < STALLED * best
+        lasted = bool(since) and since[-1].step - self.since >= LONG and any(s.value <= best + NOISE * s.spread for s in since[1:])
+        return bool(since) and (min(level.value for level in since) < STALLED * best or lasted)
 
     def halves(self, now: Level) -> tuple[float, float] | None:
         """Return the lowest levels of the first and of the second half of the steps since the last rollback, where both are known."""

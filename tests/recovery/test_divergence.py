@@ -144,6 +144,16 @@ class TestBroughtHome:
         assert accuracy(model) > 0.95
         assert not seen or max(seen) <= 0.51
 
+    @pytest.mark.requires_backend("tensorflow", reason="how slowly it diverges depends on the last bits")
+    def test_a_slow_divergence_does_not_begin_anew(self):
+        """A rate that rises for hundreds of steps: back to where the loss was lowest, and not to the state before the first step."""
+        schedule = optimizers.schedules.ExponentialDecay(0.01, 80, 2.0)
+        guard = NanGuard(verbose=0)
+        _model, history = fit(mlp(lambda: optimizers.SGD(schedule, momentum=0.9)), guard, epochs=24)
+        rolled = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback" and o.status == "done"]
+        assert rolled and not any("before the first step" in detail for detail in rolled)
+        assert history["accuracy"][-1] > 0.99
+
     @pytest.mark.parametrize("every", [100, 250])
     def test_the_epochs_show_the_steps_that_count(self, every):
         """Where the steps since a snapshot are run again, the epoch that runs shows what these come to, and none that were undone.

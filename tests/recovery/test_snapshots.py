@@ -24,6 +24,7 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
 from keras_nanguard._fit.snapshots import DOUBTFUL, Ring
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.progress import Level
 
 DISK = {"storage": "disk", "every": 5, "good_after": 2}
 
@@ -114,6 +115,33 @@ class TestRing:
         zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=1)
         told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
         assert told == ["back to the state after 5 steps; 2 committed steps undone"]
+
+
+class TestLeastLoss:
+    """In a run that slowly gets worse, the state from where the loss was lowest is kept besides the newest ones."""
+
+    @staticmethod
+    def kept(*levels):
+        ring, v = Ring(2, 0), variable(1.0)
+        ring.take([v], 0, 0, verified=True)
+        for step, level in enumerate(levels, 1):
+            found = None if level is None else Level(step, level, 0.1)
+            ring.take([v], 10 * step, 10 * step, level=found)
+        return [s.step for s in ring.snapshots]
+
+    @pytest.mark.parametrize(
+        ("levels", "steps"),
+        [
+            pytest.param((5, 4, 3, 2, 1), [0, 40, 50], id="falling"),
+            pytest.param((3, 1, 2, 3, 4, 5), [0, 20, 50, 60], id="rising"),
+            pytest.param((3, 1, 2, 3, 1), [0, 40, 50], id="as low again"),
+            pytest.param((3, 1, 1.1, 1.1, 1.1), [0, 40, 50], id="no clear difference"),
+            pytest.param((None, None, None, None), [0, 30, 40], id="unknown"),
+            pytest.param((-1, -2, -1, 0, 1), [0, 20, 40, 50], id="signed"),
+        ],
+    )
+    def test_which(self, levels, steps):
+        assert self.kept(*levels) == steps
 
 
 class TestDoubtful:
