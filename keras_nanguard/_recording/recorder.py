@@ -224,6 +224,13 @@ class Recorder:
             writer.close()
             self._problem = writer.problem
 
+    def end_with_process(self) -> None:
+        """End a fit that has died where nobody heard of it, between two steps, when its process ends."""
+        with self._lock:
+            self._fold()
+            last = self._rows.steps()["step"].max(initial=self.base - 1)
+            self.end("failed", max(int(last) + 1 - self.base, 0), self._places[-1][1])
+
     _problem = ""
 
     def problem(self) -> str:
@@ -346,7 +353,7 @@ class Recorder:
             self._write_anew()
         writer = uuid.uuid4().hex
         self._owners.add(writer)
-        self._writer = Writer(path, writer)
+        self._writer = Writer(path, writer, self.end_with_process)
 
     def _write_anew(self) -> None:
         """Count nothing as written: what an earlier fit could not write goes into the file as well."""
