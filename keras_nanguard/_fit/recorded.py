@@ -34,7 +34,7 @@ def begun(run: Run, resumed: int | None = None) -> None:
         "budgets": budgets(run),
     }
     scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
-    run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed)
+    run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed, epoch=run.counts.epoch)
     say_problem(run)
 
 

@@ -153,7 +153,7 @@ class Recorder:
 
     # What happens
 
-    def begin(self, meta: Mapping[str, Any], *, scaled: bool, path: Path | None, resumed: int | None = None) -> None:
+    def begin(self, meta: Mapping[str, Any], *, scaled: bool, path: Path | None, resumed: int | None = None, epoch: int = 0) -> None:
         """Begin a fit.
 
         Args:
@@ -161,6 +161,7 @@ class Recorder:
             scaled: whether it scales its loss.
             path: the file to write to; `None` for none.
             resumed: the step of the snapshot that it goes on from, counted as in the fit that took it.
+            epoch: the epoch that it begins with.
         """
         with self._lock:
             self._fold()
@@ -171,11 +172,11 @@ class Recorder:
                 self.base = min(before + resumed, last)
                 self._rows.undo(self.base)
             self._scaled, self._running = scaled, True
-            self._places = deque([(0, 0, 0)], maxlen=MAX_PLACES)
+            self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             began = self._meta.get("began", self._now())
             since = self.base if resumed is None else self._meta.get("since", 0)
             self._meta |= {**meta, "began": began, "status": "running", "base": self.base, "since": since}
-            self.event("begin" if resumed is None else "resume", 0, 0, data={"base": self.base, "epochs": self._meta.get("epochs")})
+            self.event("begin" if resumed is None else "resume", 0, epoch, data={"base": self.base, "epochs": self._meta.get("epochs")})
             if self._writer is not None:
                 self._writer.put(self._changes())
 
