@@ -60,10 +60,11 @@ class Recorder:
 
     Attributes:
         base: the step at which the running fit began, counted through all fits.
+        factor: what the guard multiplied learning rates by when that was recorded last.
     """
 
     def __init__(self, now: Now = time.time):
-        self._now = now
+        self._now, self.factor = now, 1.0
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._rows = Rows()
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
