@@ -17,7 +17,8 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._fit.row_search import RowSearch
+from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import console
@@ -38,12 +39,6 @@ MAX_OTHERS, MAX_BYTES = 256, 16 << 20
 MAX_STEPS = 16
 """Of how many steps the numbers are kept with a bad row."""
 
-_CHUNK = 1 << 22
-"""Numbers of the training data that are compared at a time."""
-
-_PROBES = 8
-"""Entries of a row that are compared first."""
-
 LISTED = 5
 """How many bad rows a line names."""
 
@@ -58,7 +53,7 @@ class BadRows:
 
     def __init__(self, recorder: Recorder, ids: Sequence[Any] | str | None):
         self._recorder, self._ids = recorder, ids
-        self._told = 0
+        self._told, self._search = 0, RowSearch()
 
     def note(self, incident: Incident, report: Report | None) -> None:
         """Note the rows that are to blame for an incident, and known bad ones in its batch. Never raises."""
@@ -81,10 +76,17 @@ class BadRows:
         names = self._taken_out(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
         others = [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
-        for row in (*blamed, *others):
-            mark = _fingerprint(arrays, row)
-            if mark in known or (row in blamed and len(known) < MAX_SAMPLES):
-                self._again(known.get(mark) or self._found(arrays, row, mark, names, incident), incident)
+        marks = {row: _fingerprint(arrays, row) for row in (*blamed, *others)}
+        room = len(known) < MAX_SAMPLES
+        fresh = {marks[row]: row for row in reversed(blamed) if room and marks[row] not in known}  # of two that are the same the first
+        indices = self._indices(arrays, list(fresh.values()))
+        for row, mark in marks.items():
+            if mark in known or (mark in fresh and len(known) < MAX_SAMPLES):
+                self._again(known.get(mark) or self._found(arrays, row, mark, names, indices[fresh[mark]], incident), incident)
+
+    def _indices(self, arrays: Mapping[tuple[str, str], Array], rows: list[int]) -> dict[int, int | None]:
+        """Return which rows of the arrays that `fit` trains on these are."""
+        return dict(zip(rows, self._search.indices(arrays, rows, *keras_fitting.running_arrays()))) if rows else {}
 
     def _taken_out(self, arrays: dict[tuple[str, str], Array]) -> Array | None:
         """Take the array of names out of those of a batch, and return it."""
@@ -101,10 +103,9 @@ class BadRows:
         )
 
     def _found(
-        self, arrays: Mapping[tuple[str, str], Array], row: int, mark: str, names: Array | None, incident: Incident
+        self, arrays: Mapping[tuple[str, str], Array], row: int, mark: str, names: Array | None, index: int | None, incident: Incident
     ) -> BadSample:
-        """Return a bad row that was not known before."""
-        index = _index(arrays, row, *keras_fitting.running_arrays())
+        """Return a bad row that was not known before, which is this one of `x`."""
         label = f"row {mark[:12]}" if index is None else f"x[{index}]"
         if names is not None:
             label = _name(names[row])
@@ -151,57 +152,6 @@ def _plain(value: Any) -> Array:
     if array.dtype.kind != "f":
         return array
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array + np.array(0.0, array.dtype))
-
-
-def _index(arrays: Mapping[tuple[str, str], Array], row: int, x: Any, y: Any) -> int | None:
-    """Return which row of the arrays that `fit` trains on this one is, the first of several; `None` where it is none."""
-    if x is None:
-        return None
-    inputs, targets = dict(batches.leaves("inputs", x)), dict(batches.leaves("targets", y))
-    wanted = [(inputs[path], array[row]) for path, array in _inputs(arrays) if path in inputs]
-    if not wanted or len(wanted) != len(list(_inputs(arrays))):
-        return None
-    rows: Array | None = None
-    for whole, one in wanted:
-        rows = _equal(whole, one, rows)
-    found = rows if rows is not None else np.zeros(0, int)
-    for (role, path), array in arrays.items():
-        if len(found) > 1 and role == "targets" and path in targets:
-            narrowed = _equal(targets[path], array[row], found)
-            found = narrowed if len(narrowed) else found
-    return int(found[0]) if len(found) else None
-
-
-def _equal(whole: Any, one: Array, among: Array | None) -> Array:
-    """Return the rows of an array, of some or of all, that equal this one: a few telling entries first, then the rest."""
-    whole = whole if isinstance(whole, np.ndarray) else keras_variables.dense(whole)
-    flat = np.asarray(one).reshape(-1)
-    wide = whole.reshape(len(whole), -1) if len(whole) else whole.reshape(0, flat.size)
-    if wide.shape[1] != flat.size:
-        return np.zeros(0, int)
-    rows = np.arange(len(wide)) if among is None else among
-    for columns in (_telling(flat), np.arange(flat.size)):
-        step = max(_CHUNK // max(len(columns), 1), 1)
-        parts = [rows[start : start + step] for start in range(0, len(rows), step)]
-        kept = [part[_same(wide[np.ix_(part, columns)], flat[columns])] for part in parts]
-        rows = np.concatenate(kept) if kept else rows
-    return rows
-
-
-def _telling(flat: Array) -> Array:
-    """Return the places of a few entries by which a row is told from others: what is not finite, then the largest."""
-    size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
-    order = np.argsort(np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable")
-    return order[::-1][:_PROBES]
-
-
-def _same(found: Array, wanted: Array) -> Array:
-    """Return which rows equal the wanted one, in its dtype, NaN being equal to NaN."""
-    cast = found.astype(wanted.dtype, copy=False)
-    same = cast == wanted
-    if wanted.dtype.kind in "fcV":
-        same |= (cast != cast) & (wanted != wanted)
-    return np.asarray(same.all(axis=1))
 
 
 def _why(arrays: Mapping[tuple[str, str], Array], row: int, incident: Incident) -> str:

@@ -19,7 +19,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
-__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "rolled_back", "say_problem", "snapshot_taken"]
+__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "returned", "rolled_back", "say_problem", "snapshot_taken"]
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
@@ -34,7 +34,8 @@ def begun(run: Run, resumed: int | None = None) -> None:
         "budgets": budgets(run),
     }
     scaled = any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers)
-    run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed)
+    run.recorder.begin(meta, scaled=scaled, path=path, resumed=resumed, epoch=run.counts.epoch)
+    run.recorder.factor = rate_factor(run)
     say_problem(run)
 
 
@@ -63,7 +64,9 @@ def note_rate(run: Run, ahead: bool = False) -> None:
             return
         plain = keras_optimizers.rate_variable(optimizer) is not None
         before = run.recorder.rate(rate, ahead or not plain)
-        if before is not None and plain and not ahead:
+        if not ahead and run.recorder.factor != rate_factor(run):
+            _factor_changed(run, run.recorder.factor)
+        elif before is not None and plain and not ahead:
             data = {"before": before, "after": rate, "by": "callback"}
             run.recorder.event("learning_rate", run.step, run.counts.epoch, f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
@@ -111,9 +114,22 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
         before: `rate_factor` before them.
     """
     run.recorder.note(budgets=budgets(run))
-    after = rate_factor(run)
     told = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
-    if after != before or told:
-        text = "; ".join(told) or f"The learning rate is {after:.3g} times what was set."
-        run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})
+    if rate_factor(run) != before or told:
+        _factor_changed(run, before, "; ".join(told))
         note_rate(run, ahead=True)
+
+
+def returned(run: Run, before: float) -> None:
+    """Record that a lowered rate comes back: that it has, and until then once in an interval; `before`: `rate_factor` before the step."""
+    after = rate_factor(run)
+    if after != before and (run.recovery.pending.recovery is None or run.recorder.wants_rate):
+        _factor_changed(run, run.recorder.factor)
+        note_rate(run, ahead=True)
+
+
+def _factor_changed(run: Run, before: float, text: str = "") -> None:
+    """Record what the guard multiplies learning rates by from here on."""
+    after = run.recorder.factor = rate_factor(run)
+    text = text or f"The learning rate is {after:.3g} times what was set."
+    run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})

@@ -324,7 +324,7 @@ class Session(RunsAgain):
         if last and self.recovery.pending.active:
             before = recorded.rate_factor(self)
             self.recovery.pending.after_good_step()
-            recorded.acted(self, (), before)
+            recorded.returned(self, before)
         findings = self.trend.push(step, verdict.loss, verdict.gradient_norm)
         if findings:
             self.incidents.committed(verdict, findings)

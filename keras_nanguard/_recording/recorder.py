@@ -60,10 +60,11 @@ class Recorder:
 
     Attributes:
         base: the step at which the running fit began, counted through all fits.
+        factor: what the guard multiplied learning rates by when that was recorded last.
     """
 
     def __init__(self, now: Now = time.time):
-        self._now = now
+        self._now, self.factor = now, 1.0
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
         self._rows = Rows()
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
@@ -153,7 +154,7 @@ class Recorder:
 
     # What happens
 
-    def begin(self, meta: Mapping[str, Any], *, scaled: bool, path: Path | None, resumed: int | None = None) -> None:
+    def begin(self, meta: Mapping[str, Any], *, scaled: bool, path: Path | None, resumed: int | None = None, epoch: int = 0) -> None:
         """Begin a fit.
 
         Args:
@@ -161,6 +162,7 @@ class Recorder:
             scaled: whether it scales its loss.
             path: the file to write to; `None` for none.
             resumed: the step of the snapshot that it goes on from, counted as in the fit that took it.
+            epoch: the epoch that it begins with.
         """
         with self._lock:
             self._fold()
@@ -171,11 +173,11 @@ class Recorder:
                 self.base = min(before + resumed, last)
                 self._rows.undo(self.base)
             self._scaled, self._running = scaled, True
-            self._places = deque([(0, 0, 0)], maxlen=MAX_PLACES)
+            self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             began = self._meta.get("began", self._now())
             since = self.base if resumed is None else self._meta.get("since", 0)
             self._meta |= {**meta, "began": began, "status": "running", "base": self.base, "since": since}
-            self.event("begin" if resumed is None else "resume", 0, 0, data={"base": self.base, "epochs": self._meta.get("epochs")})
+            self.event("begin" if resumed is None else "resume", 0, epoch, data={"base": self.base, "epochs": self._meta.get("epochs")})
             if self._writer is not None:
                 self._writer.put(self._changes())
 
@@ -223,6 +225,13 @@ class Recorder:
                 writer.put(self._changes())
             writer.close()
             self._problem = writer.problem
+
+    def end_with_process(self) -> None:
+        """End a fit that has died where nobody heard of it, between two steps, when its process ends."""
+        with self._lock:
+            self._fold()
+            last = self._rows.steps()["step"].max(initial=self.base - 1)
+            self.end("failed", max(int(last) + 1 - self.base, 0), self._places[-1][1])
 
     _problem = ""
 
@@ -346,7 +355,7 @@ class Recorder:
             self._write_anew()
         writer = uuid.uuid4().hex
         self._owners.add(writer)
-        self._writer = Writer(path, writer)
+        self._writer = Writer(path, writer, self.end_with_process)
 
     def _write_anew(self) -> None:
         """Count nothing as written: what an earlier fit could not write goes into the file as well."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import sqlite3
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from keras_nanguard._recording.database import Changes, Database
@@ -22,13 +25,14 @@ class Writer:
     Args:
         path: the file.
         writer: identifies the run.
+        end: a method that is called where the process ends before this is closed; it is not kept alive.
 
     Attributes:
         problem: why nothing is written any more, `""` while all is well.
         ending: whether the run ends: who holds the file locked is waited for once more, and no longer.
     """
 
-    def __init__(self, path: Path, writer: str):
+    def __init__(self, path: Path, writer: str, end: Callable[[], None]):
         self.path, self.problem, self.ending = path, "", False
         self._writer, self._process = writer, os.getpid()
         self._jobs: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
@@ -36,11 +40,18 @@ class Writer:
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="NanGuard recording", daemon=True)
         self._thread.start()
+        self._end = weakref.WeakMethod(end)
+        atexit.register(self._at_exit)
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that writes, and none that was forked off it."""
+        return os.getpid() == self._process
 
     @property
     def ready(self) -> bool:
         """Whether what is given now is written at once. Never in a process that was forked off the one that writes."""
-        return self._idle.is_set() and not self.problem and os.getpid() == self._process
+        return self._idle.is_set() and not self.problem and self.here
 
     def put(self, changes: Changes) -> None:
         """Have this written."""
@@ -49,15 +60,21 @@ class Writer:
 
     def wait(self) -> bool:
         """Wait until all is written, a limited time; returns whether it is."""
-        return os.getpid() == self._process and self._idle.wait(WAIT) and not self.problem
+        return self.here and self._idle.wait(WAIT) and not self.problem
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        if os.getpid() == self._process:
+        atexit.unregister(self._at_exit)
+        if self.here:
             self._jobs.put(None)
             self._thread.join(WAIT)
             if self._thread.is_alive():
                 self.problem = self.problem or f"{self.path} was not written within {WAIT:g} seconds"
+
+    def _at_exit(self) -> None:
+        end = self._end()
+        if end is not None and self.here:
+            end()
 
     def _run(self) -> None:
         database = None

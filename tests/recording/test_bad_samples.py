@@ -12,7 +12,9 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._fit import bad_rows
+from keras_nanguard._fit import row_search
+from keras_nanguard._fit.row_search import RowSearch
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._recording.recording import Recording
 
 ROWS, BATCH = 96, 8
@@ -220,13 +222,38 @@ def test_search(dtype, shape, monkeypatch):
     if np.dtype(dtype).kind == "f":
         whole[random.random(whole.shape) < 0.1] = np.nan
     flat = whole.reshape(500, -1)
-    for chunk in (7, 1 << 22):
-        monkeypatch.setattr(bad_rows, "_CHUNK", chunk)
-        for row in (0, 250, 499):
-            expected = [n for n in range(500) if np.array_equal(flat[n], flat[row], equal_nan=np.dtype(dtype).kind == "f")]
-            assert bad_rows._equal(whole, whole[row], None).tolist() == expected
-    other = np.full(shape or (1,), 7 if dtype != "bool" else 1).astype(dtype)
-    assert dtype == "bool" or bad_rows._equal(whole, other, None).tolist() == []
+    first, last = {}, {row.tobytes(): number for number, row in enumerate(flat)}
+    for number, row in enumerate(flat):
+        first.setdefault(row.tobytes(), number)
+    batch = {("inputs", "inputs"): whole}
+    for chunk in (7, 1 << 16):
+        monkeypatch.setattr(row_search, "_CHUNK", chunk)
+        monkeypatch.setattr(row_search, "_HASHED", chunk)
+        assert RowSearch().indices(batch, [0, 250, 499], whole, None) == [first[flat[row].tobytes()] for row in (0, 250, 499)]
+        assert RowSearch().indices(batch, range(64), whole[::-1], None)[63] == 499 - last[flat[63].tobytes()]
+    other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
+    assert dtype == "bool" or RowSearch().indices(other, [0], whole, None) == [None]
+
+
+def test_one_look_at_the_data(monkeypatch):
+    """All new bad rows of an incident are looked for together, in arrays that are read once, or not at all where that takes too long."""
+    monkeypatch.setattr(row_search, "_HASHED", 32)
+    x, y = data()
+    x[:BATCH, 2] = np.nan
+    read, hashed, dense_of, hash_of = [], [], keras_variables.dense, row_search._hash
+    monkeypatch.setattr(row_search.keras_variables, "dense", lambda value: read.append(value) or dense_of(value))
+    monkeypatch.setattr(row_search, "_hash", lambda parts: hashed.append(len(parts[0])) or hash_of(parts))
+    whole = keras.ops.convert_to_tensor(x)
+    batch, rows = {("inputs", "inputs"): x[:BATCH]}, list(range(BATCH))
+    assert RowSearch().indices(batch, rows, whole, y) == rows
+    assert sum(value is whole for value in read) == 1 and hashed == [BATCH, 32, 32, 32]
+    monkeypatch.setattr(row_search, "MAX_COPIED", x.size - 1)
+    assert RowSearch().indices(batch, rows, whole, y) == [None] * BATCH and RowSearch().indices(batch, rows, x, y) == rows
+    monkeypatch.setattr(row_search, "MAX_SECONDS", 1e-9)
+    search = RowSearch()
+    assert search.indices(batch, rows, x, y) == [None] * BATCH and search.seconds > 1e-9
+    hashed.clear()
+    assert search.indices(batch, rows, x, y) == [None] * BATCH and not hashed, "no time is left"
 
 
 @pytest.mark.slow

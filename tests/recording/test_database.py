@@ -105,6 +105,33 @@ while True:
 """
 
 
+DIES = """
+import sys
+from pathlib import Path
+from keras_nanguard._recording.database import NAME
+from keras_nanguard._recording.recorder import Recorder
+made = Recorder()
+made.begin({"model": "net"}, scaled=False, path=Path(sys.argv[1]) / NAME)
+for step in range(20):
+    if step % 8 == 0:
+        made.place(step, step // 8, step)
+    made.push(step, 1.0 * step, 1.0, 1.0)
+made.event("snapshot", 19, 2)
+raise RuntimeError("no more data")
+"""
+
+
+def test_process_that_ends_within_a_fit(tmp_path):
+    """Where a process ends by an exception of which no fit hears, all steps until then are in the file, and that the fit has failed."""
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=where, check=False)
+    assert done.returncode == 1 and done.stderr.endswith("RuntimeError: no more data\n")
+    found = Recording.read(tmp_path)
+    assert found.steps["step"].tolist() == list(range(20)) and found.meta["status"] == "failed"
+    last = found.events[-1]
+    assert (last.kind, last.step, last.epoch, last.data) == ("end", 20, 2, {"status": "failed"})
+
+
 def writing(folder):
     """Start a process that records, and says after each flush how many steps are in the file."""
     command = [sys.executable, "-c", WRITES, str(folder)]
