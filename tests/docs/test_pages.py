@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from support.docs_tools import load
 
 ROOT = Path(__file__).parents[2]
 
 
-def _load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-run_pages = _load(ROOT / "docs" / "run_pages.py")
+run_pages = load("run_pages")
 ALL = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 HERE = [p for p in ALL if run_pages.backend_of(p.read_text(encoding="utf-8")) == os.environ["KERAS_BACKEND"]]
 
