@@ -15,6 +15,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.requires_backend("tensorflow", reason="the page is about MirroredStrategy")
 def test_several_gpus():
     """The code of the page runs on two logical devices, and prints what the page shows."""
-    command = [sys.executable, str(DOCS / "run_pages.py"), "--here", str(DOCS / "howto" / "several_gpus.md")]
+    command = [sys.executable, str(DOCS / "run_pages.py"), "--alone", str(DOCS / "howto" / "several_gpus.md")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
     assert done.returncode == 0, done.stdout + done.stderr
