@@ -21,7 +21,9 @@ def new_figure(width: float, height: float) -> Any:
     """
     try:
         if "ipykernel" in sys.modules:
-            import matplotlib.pyplot  # noqa: F401  makes the notebook show figures
+            from matplotlib import pyplot
+
+            pyplot.switch_backend(pyplot.get_backend())  # loads it: a notebook shows no figure before that
         from matplotlib.figure import Figure
     except ImportError as error:
         raise GuardError(expected("matplotlib to be installed", "no such module", "Run: pip install 'keras-nanguard[plot]'")) from error

@@ -127,6 +127,8 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     committed = "" if incident.refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
     facts = optimizer_facts(train_state.optimizers, committed=bool(committed))
+    last = [norm for _, _, norm in run.history.since(incident.step)][-1:] if not incident.values else []
+    norm = last[0] if last else own[1]  # what is seen between two steps has no norm of its own
     evidence = Evidence(
         step=incident.step,
         refused=incident.refused,
@@ -139,7 +141,7 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         optimizers=facts,
         objective=objective(run.model),
         gradient_norm=own[1],
-        written=bool(first) and must_stay_finite(train_state.optimizers, facts, [*train_state.trainable, *train_state.slots], own[1]),
+        written=bool(first) and must_stay_finite(train_state.optimizers, facts, [*train_state.trainable, *train_state.slots], norm),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(run.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),

@@ -60,7 +60,7 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
-        yield f"With these gradients, rates, weights and slots the update of {names} stays finite: it was there before the step."
+        yield f"With these gradients, rates, weights and slots the update of {names} stays finite: something else has written it."
     if verdict.cause == "gradient_domain" and e.origin is not None and e.origin.phase in ("forward", "loss"):
         yield "The value is masked before the loss, as in the unused branch of a `where`; its gradient is not masked."
     if e.first == "gradients" and e.origin is None and e.replay == "bad":

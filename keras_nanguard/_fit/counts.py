@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Set
 from typing import Any
 
 __all__ = ["Counts"]
+
+_MAX_EPOCHS = 256
+"""Epochs whose place is remembered: no more steps are run again than that."""
 
 
 class Counts:
@@ -29,9 +33,14 @@ class Counts:
         self.step = self.committed = self.refused = self.overflows = self.streak = self.rollbacks = self.skip_batches = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
+        self._began = 0
+        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
 
     def begin_epoch(self, epoch: int) -> None:
         """Count batches and refused steps from here."""
+        if self.step > self._began:
+            self._epochs.append((self._began, self.epoch, self.epoch_start))
+        self._began = self.step
         self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
         self.epoch_rollbacks = self.rollbacks
 
@@ -65,6 +74,13 @@ class Counts:
     def batch(self, step: int) -> int:
         """Return which batch of the epoch a step has trained on, from 0."""
         return max(step - self.epoch_start, 0)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return epoch and batch of a step, both from 0; a step that is run again may be of an earlier epoch."""
+        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
+            if step >= began:
+                return epoch, step - start
+        return self.epoch, self.batch(step)
 
     @property
     def position(self) -> tuple[int, int]:

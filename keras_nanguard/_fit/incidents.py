@@ -136,7 +136,7 @@ class Incidents:
         if refused and "learning_rate" in measured:
             run.recorder.rate(measured["learning_rate"])
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
-        incident = Incident(step, counts.epoch, counts.batch(step), ordered, refused, measured, replicas=report.replicas if report else ())
+        incident = Incident(step, *counts.place(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
         run.bad_rows.note(incident, report)

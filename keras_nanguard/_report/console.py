@@ -97,7 +97,7 @@ def epoch_line(
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:
     """Return a few lines: numbers of steps (if known) and refused steps, of incidents by cause, and of actions."""
     counted = "" if steps is None else f"{steps} steps, "
-    lines = [f"NanGuard: {counted}{refused} refused, {len(incidents)} incidents."]
+    lines = [f"NanGuard: {counted}{refused} refused, {len(incidents)} {'incident' if len(incidents) == 1 else 'incidents'}."]
     if overflows:
         lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling handled.")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)

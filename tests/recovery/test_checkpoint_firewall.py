@@ -83,6 +83,8 @@ def test_what_is_saved_is_finite(tmp_path, what, guard_first):
     model, _ = fit([Vandal(), *ordered(guard, [kept], guard_first)], epochs=2)
     assert finite_file(tmp_path / "ours" / name)
     assert [i.findings[0].site for i in guard.incidents] == ["weights"]
+    assert guard.incidents[0].diagnosis.cause == "state_nonfinite", "the update of the last step cannot have made it"
+    assert "a callback" in guard.incidents[0].diagnosis.advice[0]
     assert zoo.bad_entries(model) == []
     assert not {"save", "save_weights"} & set(vars(model))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import keras
 import numpy as np
 import pytest
@@ -94,3 +96,21 @@ def test_one_that_does_no_harm():
     assert guard.incidents == []
     for one, other in zip(guarded.get_weights(), plain.get_weights()):
         np.testing.assert_allclose(one, other, rtol=0, atol=0 if zoo.BACKEND == "tensorflow" else 1e-6)
+
+
+@pytest.mark.requires_backend("tensorflow", reason="how a run like this goes depends on the backend; where a step is counted does not")
+def test_a_step_that_is_run_again_keeps_its_place():
+    """An incident of a step that runs again in a later epoch names the epoch and the batch that it is of."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1280, 8)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    y[860] = 1e4
+    keras.utils.set_random_seed(0)
+    stack = [keras.Input((8,)), layers.Dense(32, activation="tanh"), layers.BatchNormalization(), layers.Dense(1)]
+    model = keras.Sequential(stack)
+    model.compile(optimizers.SGD(0.05, momentum=0.9), "mse")
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, epochs=4, shuffle=False, verbose=0, callbacks=[guard])
+    places = [(i.step, i.epoch, i.batch) for i in guard.incidents]
+    assert any(step < before for (before, *_), (step, *_) in pairwise(places)), "no incident in a step that is run again"
+    assert all((epoch, batch) == divmod(step, 40) for step, epoch, batch in places)

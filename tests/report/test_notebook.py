@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report.plots import curves
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
+
+ROOT = Path(__file__).parents[2]
 
 
 class Tags(HTMLParser):
@@ -69,6 +74,18 @@ def test_a_guard():
     assert "input_nonfinite in 'x'" in text and "bad row x[5]" in text
     figure = guard.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "gradient norm", "learning rate"]
+
+
+def test_a_notebook_shows_figures():
+    """In a kernel that has not drawn anything yet, a figure is shown as a picture: that takes a backend that is loaded."""
+    code = (
+        "import sys, types; sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
+        "from keras_nanguard._core.drawing import new_figure\n"
+        "new_figure(3.0, 3.0); print('matplotlib.backends.backend_svg' in sys.modules)"
+    )
+    env = {**os.environ, "MPLBACKEND": "svg"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_long_tables_are_cut():

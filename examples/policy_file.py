@@ -1,0 +1,40 @@
+"""A policy file: rules of one's own decide what is kept, who is told, and when a run ends. They are in policy.toml beside this script.
+
+    python examples/policy_file.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from keras_nanguard import NanGuard, Policy
+
+FILE = Path(__file__).with_name("policy.toml")
+
+rng = np.random.default_rng(0)
+x = rng.standard_normal((1280, 6)).astype("float32")
+y = x[:, :1] - x[:, 1:2]
+x[700:, 2] = np.where(rng.random(580) < 0.02, np.nan, x[700:, 2])  # from here on the third sensor fails now and then
+
+policy = Policy.from_any(FILE)
+print(f"{policy.title}; ends after at most {policy.longest_trouble} bad steps in a row")
+
+called = []
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+with tempfile.TemporaryDirectory() as directory:
+    guard = NanGuard(policy, directory=directory, functions={"page_someone": called.append})
+    history = model.fit(x, y, batch_size=32, epochs=5, shuffle=False, verbose=0, callbacks=[guard])
+    kept = sorted((Path(directory) / "quarantine").glob("*.npz"))
+    rows = np.flatnonzero(np.isnan(np.load(kept[0])["x"]).any(axis=1))
+
+print(f"called once, at step {called[0].step + 1}: {called[0].diagnosis.cause} in {called[0].diagnosis.culprit!r}")
+print(f"batches kept: {len(kept)}; rows with NaN in the first: {rows.tolist()}")
+print(f"stopped in epoch {len(history.epoch)} of 5, weights finite: {all(np.isfinite(w).all() for w in model.get_weights())}")
+if len(called) != 1 or len(kept) != 6 or len(history.epoch) != 2:
+    raise SystemExit("The policy was not followed.")
