@@ -123,7 +123,7 @@ def fitted(fault: str, epochs: int, callbacks: list[Any], float16: bool = False)
             clock = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: CLOCK.append(time.process_time()))
             model.fit(X, Y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[clock, *callbacks])
     except Exception as error:  # noqa: BLE001  what a tool raises is what it has noticed
-        noticed = f"raises {type(error).__name__}"
+        noticed = f"raises {type(error).__name__} at {int(model.optimizer.iterations)}"
     done = int(model.optimizer.iterations) if not float16 else int(model.optimizer.inner_optimizer.iterations)
     if not noticed and model.stop_training:
         noticed = "stops"

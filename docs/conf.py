@@ -52,7 +52,10 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 default_role = "literal"  # docstrings are written in the manner of Keras: `name` is code
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!keras_nanguard\.).*")]  # no links to the docs of Python, NumPy and Keras: that takes a network
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!keras_nanguard\.).*"),  # no links to the docs of Python, NumPy and Keras: that takes a network
+    ("py:.*", r".*\.(Arguments|Returned)"),  # type variables
+]
 
 FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
 OUTSIDE = {"../CONTRIBUTING.md": "contributing.md", "../README.md": "index.md"}
