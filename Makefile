@@ -13,12 +13,12 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
+.PHONY: demo docs pages test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(INSTALL) --upgrade pip
-	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" -e ".[dev,demo,yaml]"
+	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" -e ".[dev,docs,demo,yaml]"
 	@touch $@
 
 demo: $(READY)  ## train one network on broken data with and without the guard, and without what is broken
@@ -30,7 +30,7 @@ test: $(READY) lint types  ## everything that CI runs: the whole suite on Tensor
 	$(MAKE) test-jax test-torch
 
 lint: $(READY)
-	$(BIN)/ruff check keras_nanguard tests benchmarks examples
+	$(BIN)/ruff check keras_nanguard tests benchmarks examples docs
 
 types: $(READY)
 	$(BIN)/mypy
@@ -40,6 +40,14 @@ coverage: $(READY)  ## the tests again, with coverage
 
 campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow tests
+
+docs: $(READY)  ## the site, in docs/_build/html; a warning is an error, and nothing is fetched
+	$(BIN)/python docs/reference_pages.py
+	$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+pages: $(READY)  ## write what the code of each page prints into the page
+	$(BIN)/python docs/run_pages.py --write README.md $$(find docs -name "*.md" -not -path "*/_build/*")
 
 bench: $(READY)  ## what guarding costs
 	$(BIN)/python benchmarks/overhead.py
@@ -79,4 +87,4 @@ test-with:
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
 clean:
-	rm -rf .venv .venv-lowest .venv-jax .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-jax .venv-torch build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         GuardError as GuardError,
         GuardInUseError as GuardInUseError,
         NanGuardError as NanGuardError,
-        NonFiniteError as NonFiniteError,
         PolicyError as PolicyError,
     )
     from keras_nanguard._core.incident import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         Incident as Incident,
         Outcome as Outcome,
     )
+    from keras_nanguard._core.nonfinite_error import NonFiniteError as NonFiniteError
     from keras_nanguard._diagnose.examine import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
     from keras_nanguard._files.recalibrate import recalibrate as recalibrate
@@ -50,7 +50,8 @@ _HOMES = {
     "Decision": "_core.incident",
     "Outcome": "_core.incident",
     **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"),
-    **dict.fromkeys(("NanGuardError", "NonFiniteError", "PolicyError"), "_core.errors"),
+    **dict.fromkeys(("NanGuardError", "PolicyError"), "_core.errors"),
+    "NonFiniteError": "_core.nonfinite_error",
     "Recording": "_recording.recording",
     "diagnose": "_diagnose.examine",
     "lint": "_lint",
@@ -60,15 +61,41 @@ _HOMES = {
     "scan": "_files.scan",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "BundleError",
+    "Decision",
+    "Diagnosis",
+    "FileFormatError",
+    "Finding",
+    "GuardError",
+    "GuardInUseError",
+    "Incident",
+    "NanGuard",
+    "NanGuardError",
+    "NanGuardModel",
+    "NonFiniteError",
+    "Outcome",
+    "Policy",
+    "PolicyError",
+    "Recording",
+    "__version__",
+    "diagnose",
+    "lint",
+    "recalibrate",
+    "repair",
+    "replay",
+    "scan",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a tool that saw it would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

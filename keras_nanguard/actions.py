@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 __all__ = [*_defined.__all__, "from_dict", "from_file"]
 
 
-def __getattr__(name: str) -> Any:
-    """Return what needs pydantic, on first use."""
-    from keras_nanguard._policy import schema
+if not TYPE_CHECKING:  # a tool that saw it would take any name for a public one
 
-    if name not in ("from_dict", "from_file"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(schema, f"action_{name}")
-    return value
+    def __getattr__(name: str) -> Any:
+        """Return what needs pydantic, on first use."""
+        from keras_nanguard._policy import schema
+
+        if name not in ("from_dict", "from_file"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(schema, f"action_{name}")
+        return value

@@ -14,8 +14,8 @@ from keras_nanguard._core.errors import (
     GuardError,
     GuardInUseError,
     NanGuardError,
-    NonFiniteError,
     PolicyError,
 )
+from keras_nanguard._core.nonfinite_error import NonFiniteError
 
 __all__ = ["BundleError", "FileFormatError", "GuardError", "GuardInUseError", "NanGuardError", "NonFiniteError", "PolicyError"]

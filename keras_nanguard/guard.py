@@ -308,7 +308,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         if self._unnamed:
             self._print_policy_warnings()
         self._add_counts(logs)
-        self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured)
+        self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured, self.session.logs.known is not None)
         self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:

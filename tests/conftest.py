@@ -32,7 +32,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(marker.kwargs["reason"])
 
 
-WITHOUT_BACKEND = ("policy", "test_architecture.py", "test_docs.py", "test_layout.py")
+WITHOUT_BACKEND = (
+    *("policy/", "test_architecture.py", "test_docs.py", "test_layout.py"),
+    *("docs/test_reference.py", "docs/test_site.py", "docs/test_types.py"),
+)
 """What imports no backend, or reads files only, and so is run once: on TensorFlow."""
 
 
@@ -40,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out on JAX and PyTorch what does not depend on the backend."""
     if os.environ["KERAS_BACKEND"] != "tensorflow":
         here = Path(__file__).parent
-        alone = [item for item in items if item.path.relative_to(here).parts[0] in WITHOUT_BACKEND]
+        alone = [item for item in items if item.path.relative_to(here).as_posix().startswith(WITHOUT_BACKEND)]
         config.hook.pytest_deselected(items=alone)
         items[:] = [item for item in items if item not in alone]
 

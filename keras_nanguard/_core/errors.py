@@ -14,7 +14,6 @@ __all__ = [
     "GuardError",
     "GuardInUseError",
     "NanGuardError",
-    "NonFiniteError",
     "PolicyError",
     "expected",
     "no_model",
@@ -79,17 +78,5 @@ class BundleError(FileFormatError):
     """An incident bundle cannot be read, or is rejected as unsafe."""
 
 
-class NonFiniteError(NanGuardError, FloatingPointError):
-    """Raised by the action `raise_error`. The message is that of the incident: what, where, why, and what to do.
-
-    Attributes:
-        incident: the complete `Incident`.
-    """
-
-    def __init__(self, message: str, incident: object = None):
-        super().__init__(message)
-        self.incident = incident
-
-
-for _error in (NanGuardError, GuardError, GuardInUseError, PolicyError, FileFormatError, BundleError, NonFiniteError):
+for _error in (NanGuardError, GuardError, GuardInUseError, PolicyError, FileFormatError, BundleError):
     _error.__module__ = "keras_nanguard.errors"  # the public module, which pickle stores

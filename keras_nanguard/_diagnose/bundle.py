@@ -274,13 +274,17 @@ print(replay(pathlib.Path(__file__).parent, model, custom_objects=custom_objects
 '''
 
 
-def read(path: str | Path) -> Bundle:
+def read(path: str | Path | None) -> Bundle:
     """Read a bundle.
 
     Raises:
-        BundleError: if it is no bundle, of a newer format, damaged or hostile.
+        BundleError: if it is no bundle, gone, of a newer format, damaged or hostile.
     """
-    folder = Path(path)
+    folder = Path(path or "")
+    if path is None or not folder.exists():
+        received = "None" if path is None else f"{str(path)!r}, which is not there"
+        remedy = f"An incident with a diagnosis of its own has one, Incident.bundle; the newest {MAX_BUNDLES} of a directory are kept."
+        raise BundleError(expected("the folder of an incident", received, remedy))
     if not (folder / "bundle.json").is_file():
         raise BundleError(
             expected("the folder of an incident", f"{str(path)!r}", "It holds bundle.json; see Incident.bundle.")

@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 @np.errstate(all="ignore")  # the data is not finite
 def replay(
-    bundle: str | Path,
+    bundle: str | Path | None,
     model: Any = None,
     *,
     mode: str = "eager",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded

@@ -99,6 +99,12 @@ class Rate:
         highest = self.limit * self.factor / self.value if self.limit < math.inf and self.value > 0.0 else 1.0
         self._set(max(min(factor, highest, 1.0), self.factor))
 
+    def give_back(self) -> None:
+        """Let the rate be what it would be without the guard, wherever training has diverged: nothing is trained with it here."""
+        self.hold()
+        self.limit = math.inf
+        self._set(1.0)
+
     def _set(self, factor: float) -> bool:
         ratio, self.factor = factor / self.factor, factor
         self.lowest = 1.0 if factor >= 1 else min(self.lowest, factor)

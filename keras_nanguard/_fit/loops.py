@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import adapted, loop_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError
@@ -15,6 +15,9 @@ from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 __all__ = ["LoopMixin"]
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 
 class LoopMixin:
@@ -87,7 +90,7 @@ class LoopMixin:
             finally:
                 self.session.end()
 
-    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         """Return the step as a transaction.
 
         Args:
@@ -97,7 +100,7 @@ class LoopMixin:
 
         Returns:
             A callable of the same arguments and results. What a refused step returns is what it computed, NaN included;
-            `guard.refused` counts the refused steps.
+            `guard.refused` says whether the last step was refused.
 
         Raises:
             GuardError: when called outside of `watch`.
@@ -105,7 +108,7 @@ class LoopMixin:
         held: dict[str, Any] = {}
 
         @functools.wraps(getattr(function, "python_function", function))
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
             if not self._watching or self.session is None:
                 raise GuardError(
                     "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one outside. "
@@ -113,7 +116,8 @@ class LoopMixin:
                 )
             if held.get("session") is not self.session:
                 held["session"], held["run"] = self.session, loop_step(function, self.session)
-            return held["run"](*args, **kwargs)
+            returned: Returned = held["run"](*args, **kwargs)
+            return returned
 
         return guarded
 

@@ -304,7 +304,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             continue
         lowered = rate.value
         if restore:
-            rate.raise_to(1.0)
+            rate.give_back()
             told.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
         else:
             told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")

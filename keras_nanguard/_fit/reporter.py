@@ -37,9 +37,10 @@ class Reporter:
         self._of_run.append(incident)
         self._print(self._lines.line(incident))
 
-    def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str]) -> None:
+    def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
         """Print the line at the end of an epoch, if there is something to say."""
-        self._print(self._lines.epoch(epoch, counts.epoch_refused, counts.epoch_committed, sorted(unmeasured)))
+        refused, committed = counts.epoch_refused, counts.epoch_committed
+        self._print(self._lines.epoch(epoch, refused, committed, sorted(unmeasured), committed_before))
 
     def bad_rows(self, line: str) -> None:
         """Print which bad rows there are, if there is a new one."""

@@ -18,6 +18,8 @@ is clean if there are only notes. `ignore=["no_clipping"]` disables a rule. The 
 
 This page is generated from the rules by `python -m keras_nanguard._lint.page`.
 
+<!-- run by: tests/lint/test_lint.py -->
+
 | rule | severity | hazard |
 |---|---|---|
 """

@@ -43,7 +43,9 @@ class Lines:
             return incident_line(incident) + (f" The {count}th of its kind." if round_number and not self.every else "")
         return ""
 
-    def epoch(self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = ()) -> str:
+    def epoch(
+        self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
+    ) -> str:
         """Return the line at the end of an epoch, `""` if it would repeat an earlier one.
 
         Printed are the first epoch with refused steps, one that has at least twice as many as the last that was printed, and one
@@ -53,11 +55,12 @@ class Lines:
             epoch: the epoch.
             refused, committed: numbers of its steps that were refused and committed.
             unmeasured: names of logs that no committed step of this fit has measured.
+            committed_before: whether any step of this fit has committed.
         """
         if not (refused and (refused >= 2 * self._most_printed or not committed or self.every)):
             return ""
         self._most_printed = max(refused, self._most_printed)
-        return epoch_line(epoch, refused, committed, unmeasured)
+        return epoch_line(epoch, refused, committed, unmeasured, committed_before)
 
 
 def incident_line(incident: Incident) -> str:
@@ -70,7 +73,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def epoch_line(epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = ()) -> str:
+def epoch_line(
+    epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
+) -> str:
     """Return the line about the refused steps of an epoch, `""` if there are none."""
     if not refused:
         return ""
@@ -81,7 +86,11 @@ def epoch_line(epoch: int, refused: int, committed: int, unmeasured: Sequence[st
             f"{', '.join(unmeasured)}; callbacks that search for the best value ignore it."
         )
     elif not committed:
-        means = "the logs are those of the last step that was not."
+        means = (
+            "the logs are those of the last step that was not."
+            if committed_before
+            else "there is nothing to take a mean over. The loss in the logs is what the last of them computed."
+        )
     return f"NanGuard: epoch {epoch + 1}: {refused} of {refused + committed} steps were refused; {means}"
 
 

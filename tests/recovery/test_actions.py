@@ -14,8 +14,8 @@ from keras.optimizers import schedules
 from support import zoo
 
 from keras_nanguard import NanGuard, actions
-from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
 
 LIMIT = {"times": 10}

@@ -276,3 +276,14 @@ class TestRateIsRemembered:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         assert changes(guard) and rate <= 0.003 * 1.001
         assert [line for line in lines if "It is raised to that." in line] == lines
+
+
+def test_an_ending_gives_the_rate_back(capsys):
+    """A run that a policy ends after a divergence has the rate as it was set, and the line says so."""
+    slower = [{"rollback": {"before_onset": True}}, {"lower_lr": {"factor": 0.5, "safe": 0.5}}]
+    names = ("divergence", "divergence-refused")
+    guard = NanGuard({"rules": [{"name": name, "do": slower, "limit": {"times": 1}, "otherwise": "stop"} for name in names]})
+    model, _ = fit(mlp(lambda: optimizers.SGD(1000.0)), guard)
+    assert guard.stopped
+    assert "is 1e+03 again (it was lowered to 500)" in capsys.readouterr().out
+    assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == 1000.0

@@ -11,6 +11,7 @@ from keras import layers, ops
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
 
 BAD = (2, 6)
 MODES = {"compiled": {}, "eager": {"run_eagerly": True}}
@@ -282,6 +283,18 @@ def test_a_later_epoch_without_a_step_repeats_the_last_one(capsys):
     assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
     assert recorder.batches[3:6] == [recorder.batches[2]] * 3
     assert "3 of 3 steps were refused; the logs are those of the last step that was not." in capsys.readouterr().out
+
+
+def test_a_first_epoch_without_a_step_logs_a_loss_that_is_finite(capsys):
+    """Where only the gradients are bad the loss of a refused step is a measurement; no earlier step is spoken of."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((24, 4), "float32")
+    with inject(model, site="gradients", kind="nan", step=0, count=3):
+        history = model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[NanGuard(diagnose=False)])
+    assert history.history["loss"][0] < 1e3
+    line = "3 of 3 steps were refused; there is nothing to take a mean over. The loss in the logs is what the last of them computed."
+    assert line in capsys.readouterr().out
 
 
 def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():

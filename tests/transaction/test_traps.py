@@ -9,10 +9,10 @@ from keras import layers, ops
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._policy.policy import Ledger, Policy, decide
+from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt, inject
 
 OFTEN = {"every": 4, "good_after": 2}

@@ -17,7 +17,8 @@ from keras_nanguard._backends.jax.step import Transaction, on_accelerator
 from keras_nanguard._backends.jax.strategies import Started
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import adapted
-from keras_nanguard._core.errors import GuardError, NonFiniteError, expected
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 

@@ -1,0 +1,173 @@
+"""Write the pages of the reference that are made from the code: fields of a policy, actions, the command line.
+
+    python docs/reference_pages.py
+
+`tests/docs/test_reference.py` fails where a page is not what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keras_nanguard._cli.parser import parser
+from keras_nanguard._core.incident import CAUSES, SITES
+from keras_nanguard._policy.schema import json_schema
+from keras_nanguard.actions import ACTIONS
+
+FOLDER = Path(__file__).parent / "reference"
+MADE = "<!-- Made from the code by docs/reference_pages.py: do not edit. -->\n\n"
+
+
+NAMED = {
+    CAUSES: "[cause](../causes.md)",
+    SITES: "[site](../policies.md#how-deciding-works)",
+    tuple(name for name in ACTIONS if name != "call"): "[action](#actions-do)",
+}
+"""How long lists of names are called, by their members."""
+
+
+# The fields of a policy
+
+
+def policy_fields() -> str:
+    """Return the page about every field that a policy file may have."""
+    schema = json_schema()
+    defined = schema["$defs"]
+    lines = [
+        "# Fields of a policy file",
+        "",
+        "Every field that a policy file may have, with its type, default and bounds, from the JSON Schema by which policies are validated:",
+        "`keras_nanguard/policies/policy.schema.json`. [Policies](../policies.md) explains how they work together.",
+        "",
+        "## Top level",
+        "",
+        *_table(schema, defined),
+        "",
+        "## A rule: `[[rules]]`",
+        "",
+        *_table(defined["Rule"], defined),
+    ]
+    for heading, name in (("`limit`", "Limit"), ("`magnitude`", "Magnitude"), ("`unless`", "Unless"), ("`otherwise`", "RungTable")):
+        lines += ["", f"### {heading}", "", _described(defined[name]), "", *_table(defined[name], defined)]
+    lines += ["", "## Conditions: `after`", "", *_table(defined["ConditionTable"], defined)]
+    for name in ("Within", "Fraction", "Spike"):
+        lines += ["", f"### `{name.lower()}`", "", _described(defined[name]), "", *_table(defined[name], defined)]
+    lines += ["", "## Actions: `do`", "", "A name, or a table with the name as its key: `{ lower_lr = { factor = 0.5 } }`."]
+    for name, action in ACTIONS.items():
+        model = defined["".join(word.capitalize() for word in name.split("_"))]
+        kind = "Ends training." if action.terminal else "Needs a `limit`." if action.changes else ""
+        lines += ["", f"### `{name}`", "", f"{_described(model)} {kind}".strip()]
+        lines += ["", *_table(model, defined)] if model.get("properties") else []
+    lines += ["", "## Checks: `[checks]`", "", "`true`, `false`, or a table of:"]
+    for name in ("SiteCheck", "StatisticsCheck", "LossScaleCheck", "TrendCheck", "DivergenceCheck"):
+        lines += ["", f"### {_sites(defined, name)}", "", _described(defined[name]), "", *_table(defined[name], defined)]
+    lines += ["", "### `[layers.GLOB]`", "", defined["LayerChecks"]["description"], "", *_table(defined["LayerChecks"], defined)]
+    lines += ["", "## Snapshots: `[snapshot]`", "", *_table(defined["Snapshot"], defined)]
+    return MADE + "\n".join(lines) + "\n"
+
+
+def _described(model: dict[str, Any]) -> str:
+    return re.sub(r" \(see `\w+`\)", "", model["description"])
+
+
+def _sites(defined: dict[str, Any], check: str) -> str:
+    """Return the names of the sites that are checked in one way."""
+    using = [site for site, model in defined["Checks"]["properties"].items() if f"$defs/{check}'" in str(model)]
+    return ", ".join(f"`{site}`" for site in using)
+
+
+def _table(model: dict[str, Any], defined: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of a table of fields."""
+    required = model.get("required", ())
+    yield "| field | type | default | means |"
+    yield "|---|---|---|---|"
+    for name, field in model["properties"].items():
+        default = "required" if name in required else f"`{_value(field['default'])}`" if field.get("default") is not None else ""
+        meaning = _described({"description": field.get("description") or _referred(field, defined)}).rstrip(".")
+        meaning = meaning[:1].lower() + meaning[1:]
+        yield f"| `{name}` | {_type(field, defined)} | {default} | {meaning} |"
+
+
+def _referred(field: dict[str, Any], defined: dict[str, Any]) -> str:
+    """Return the description of what a field refers to."""
+    options = [field, *field.get("anyOf", ()), field.get("items", {})]
+    names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+    return defined[names[0]].get("description", "").rstrip(".") if names else ""
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value:.10g}"
+
+
+def _type(field: dict[str, Any], defined: dict[str, Any]) -> str:
+    """Return the type of a field in a few words."""
+    if "const" in field:
+        return f"`{_value(field['const'])}`"
+    if "enum" in field:
+        return NAMED.get(tuple(field["enum"])) or " or ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        kinds = list(dict.fromkeys(_type(option, defined) for option in field["anyOf"] if option.get("type") != "null"))
+        lists = [kind for kind in kinds if kind.startswith("list")]
+        return " or ".join([*(kind for kind in kinds if kind not in lists), *(["a list of them"] if lists else [])])
+    if "$ref" in field:
+        return "table"
+    if field.get("type") == "array":
+        return "list of tables" if "$ref" in field.get("items", {}) else "list"
+    return f"{field.get('type', 'value').replace('object', 'table')}{_bounds(field)}"
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    """Return the bounds of a number, without those that are only there against typing errors."""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    found = [f"{sign} {field[name]:.10g}" for name, sign in signs.items() if name in field and field[name] < 1e6]
+    return f" {', '.join(found)}" if found else ""
+
+
+# The command line
+
+
+def command_line() -> str:
+    """Return the page about every command and option."""
+    root = parser()
+    commands = next(action for action in root._actions if isinstance(action, argparse._SubParsersAction))
+    lines = [
+        "# Commands and options",
+        "",
+        "`keras-nanguard COMMAND`, or `python -m keras_nanguard COMMAND`. [Command line](../cli.md) has exit codes and examples.",
+    ]
+    for name, command in commands.choices.items():
+        lines += ["", f"## {name}", "", command.description or "", "", "```console", f"$ {_usage(command)}", "```", ""]
+        lines += ["| argument | means |", "|---|---|"]
+        lines += [_argument(action) for action in command._actions]
+    return MADE + "\n".join(lines) + "\n"
+
+
+def _usage(command: argparse.ArgumentParser) -> str:
+    return " ".join(command.format_usage().removeprefix("usage: ").split())
+
+
+def _argument(action: argparse.Action) -> str:
+    """Return the row of one argument."""
+    choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else ""
+    value = action.metavar or choices or action.dest.upper()
+    value = value if isinstance(value, str) else " ".join(value)
+    takes = action.nargs != 0
+    names = [f"`{option} {value}`" if takes else f"`{option}`" for option in action.option_strings] or [f"`{value}`"]
+    return f"| {', '.join(names)} | {(action.help or '').replace('|', chr(92) + '|')} |"
+
+
+PAGES = {"policy_fields.md": policy_fields, "command_line.md": command_line}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Run the Python blocks of documentation pages, and write or compare what they print.
+
+    python docs/run_pages.py docs/howto/*.md            compare
+    python docs/run_pages.py --write docs/howto/*.md    write what was printed into the pages
+
+The blocks fenced ```python of one page run one after the other in one fresh namespace, in an empty directory. A block fenced ```text
+directly after one of them is what it printed. Four comments are understood:
+
+    <!-- run first: CODE -->       runs where it stands and is not shown, nor is what it prints
+    <!-- not run: REASON -->       before a block fenced ```py, which does not run
+    <!-- backend: jax -->          the page runs on that backend; otherwise on TensorFlow
+    <!-- run by: tests/... -->     the blocks of this page are run by another test
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)")
+TOLERANCE = 0.01
+EXACT_UP_TO = 10_000
+"""Whole numbers up to this are steps, rows and counts: they have to be the same."""
+
+SLOW = "NanGuard: diagnosing step"
+"""Beginning of the line that is printed where a diagnosis takes more than a second."""
+
+ANY_LINES = "..."
+"""A line of this in the page stands for any lines of the output."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page, and the block after it that shows what it prints."""
+
+    code: str
+    line: int
+    """The line of the page in which the code begins, counted from 1."""
+
+    hidden: bool = False
+    expected: str | None = None
+    output_lines: tuple[int, int] | None = None
+    """The lines of the content of the output block, as a slice."""
+
+    indent: str = ""
+
+
+def parsed(text: str) -> Iterator[Any]:
+    """Yield the tokens of a page that may be code, output or a comment."""
+    for token in MarkdownIt("commonmark").parse(text):
+        if not token.type.endswith("_close"):
+            yield token
+
+
+def comment(token: Any, name: str) -> str | None:
+    """Return what a comment of the given name holds, or `None`."""
+    found = re.match(rf"\s*<!--\s*{name}:(.*?)-->", token.content, re.S) if token.type == "html_block" else None
+    return found.group(1).strip() if found else None
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the blocks of a page that run, in order."""
+    lines = text.splitlines()
+    tokens = list(parsed(text))
+    found = []
+    for place, token in enumerate(tokens):
+        hidden = comment(token, "run first")
+        if hidden is not None:
+            found.append(Block(hidden, token.map[0] + 1, hidden=True))
+        elif token.type == "fence" and token.info.strip() == "python":
+            after = tokens[place + 1] if place + 1 < len(tokens) else None
+            shown = after is not None and after.type == "fence" and after.info.strip() == "text"
+            first = lines[token.map[0]]
+            found.append(
+                Block(
+                    token.content,
+                    token.map[0] + 2,
+                    expected=after.content if shown else None,
+                    output_lines=(after.map[0] + 1, after.map[1] - 1) if shown else None,
+                    indent=first[: len(first) - len(first.lstrip())],
+                )
+            )
+    return found
+
+
+def declared(text: str, name: str) -> str | None:
+    """Return what the page itself says in a comment, such as its backend."""
+    return next((value for token in parsed(text) if (value := comment(token, name)) is not None), None)
+
+
+def backend_of(text: str) -> str | None:
+    """Return the backend on which a page runs; `None` where nothing of it is run here."""
+    if declared(text, "run by") is not None or not blocks(text):
+        return None
+    return declared(text, "backend") or "tensorflow"
+
+
+def without_reason(text: str) -> list[int]:
+    """Return the lines of the blocks that do not run and do not say why."""
+    tokens = list(parsed(text))
+    pairs = zip([None, *tokens], tokens)
+    is_py = (pair for pair in pairs if pair[1].type == "fence" and pair[1].info.strip() == "py")
+    return [token.map[0] + 1 for before, token in is_py if before is None or not comment(before, "not run")]
+
+
+def run(path: Path) -> list[tuple[Block, str]]:
+    """Run a page in an empty directory, and return each block with what it printed."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    results = []
+    home = Path.cwd()
+    page = path.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            _fresh()
+            for block in blocks(page.read_text(encoding="utf-8")):
+                printed = io.StringIO()
+                # Lines of the page in a traceback are those of the file.
+                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+                with contextlib.redirect_stdout(printed):
+                    exec(code, names)
+                results.append((block, _tidied(printed.getvalue(), folder, str(page.parent))))
+        finally:
+            os.chdir(home)
+            _fresh()
+    return results
+
+
+def _fresh() -> None:
+    """Take away what the page before has left in Keras."""
+    import keras
+
+    keras.config.set_dtype_policy("float32")
+    keras.config.enable_traceback_filtering()
+    keras.backend.clear_session(free_memory=False)
+
+
+def _tidied(output: str, *folders: str) -> str:
+    """Return an output without the folders of this machine, and without the line that only a slow one prints."""
+    for folder in folders:
+        output = output.replace(os.path.realpath(folder) + os.sep, "").replace(folder + os.sep, "")
+    return "".join(line.rstrip() + "\n" for line in output.splitlines() if not line.startswith(SLOW))
+
+
+def same(expected: str, printed: str) -> bool:
+    """Return whether two outputs are the same, with some tolerance for numbers that are not counts."""
+    return _lines_match(expected.rstrip().splitlines(), printed.rstrip().splitlines())
+
+
+def _lines_match(expected: list[str], printed: list[str]) -> bool:
+    if not expected:
+        return not printed
+    if expected[0].strip() == ANY_LINES:
+        return any(_lines_match(expected[1:], printed[start:]) for start in range(len(printed) + 1))
+    return bool(printed) and _line_matches(expected[0], printed[0]) and _lines_match(expected[1:], printed[1:])
+
+
+def _line_matches(expected: str, printed: str) -> bool:
+    if expected.rstrip() == printed.rstrip():
+        return True
+    # A number may take one more character, so the spaces before it do not count.
+    texts = [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in (expected, printed)]
+    numbers = zip(NUMBER.findall(expected), NUMBER.findall(printed))
+    return texts[0] == texts[1] and all(_close(one, other) for one, other in numbers)
+
+
+def _close(one: str, other: str) -> bool:
+    a, b = (float(number.replace(",", "")) for number in (one, other))
+    counts = all(re.fullmatch(r"[-+]?\d+", number) and abs(float(number)) <= EXACT_UP_TO for number in (one, other))
+    return a == b if counts else math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=1e-6)
+
+
+def problems(path: Path) -> list[str]:
+    """Run a page and return where it printed something else than it shows."""
+    found = []
+    for block, printed in run(path):
+        if block.expected is not None and not same(block.expected, printed):
+            found.append(f"{path}:{block.line}: shows\n{block.expected}\nbut printed\n{printed}")
+    return found
+
+
+def written(text: str, results: Sequence[tuple[Block, str]]) -> str:
+    """Return a page with what its blocks printed; what is within the tolerance stays as it is."""
+    lines = text.splitlines()
+    for block, printed in reversed(results):
+        if block.output_lines and block.expected is not None and not same(block.expected, printed):
+            first, last = block.output_lines
+            lines[first:last] = [(block.indent + line).rstrip() for line in printed.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true", help="write what was printed into the pages")
+    parser.add_argument("--alone", action="store_true", help="run pages that say that another test runs them, too")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    here = os.environ.get("KERAS_BACKEND", "tensorflow")
+    for path in options.pages:
+        text = path.read_text(encoding="utf-8")
+        if backend_of(text) != here and not options.alone:
+            print(f"{path}: nothing runs on {here}")
+        elif options.write:
+            path.write_text(written(text, run(path)), encoding="utf-8")
+            print(f"{path}: written")
+        else:
+            found = problems(path)
+            wrong += len(found)
+            print(*found or [f"{path}: as shown"], sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    for name, value in {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}.items():
+        os.environ.setdefault(name, value)
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The reference is what the code says."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+from support.docs_tools import load
+
+import keras_nanguard
+from keras_nanguard import actions
+from keras_nanguard._cli.parser import parser
+
+ROOT = Path(__file__).parents[2]
+reference_pages = load("reference_pages")
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_generated_pages(name):
+    """`python docs/reference_pages.py` has been run."""
+    written = (reference_pages.FOLDER / name).read_text(encoding="utf-8")
+    assert written == reference_pages.PAGES[name]()
+
+
+def _commands():
+    groups = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return list(groups[0].choices)
+
+
+def test_every_command_and_field_is_there():
+    """The pages that are made from the code leave out no action, no parameter and no command."""
+    fields = reference_pages.policy_fields()
+    for name, action in actions.ACTIONS.items():
+        section = fields.split(f"### `{name}`\n")[1].split("\n### ")[0]
+        assert all(f"| `{field.name}` |" in section for field in dataclasses.fields(action))
+    page = reference_pages.command_line()
+    commands = _commands()
+    assert len(commands) >= 11
+    assert all(f"## {name}\n" in page for name in commands)
+
+
+def test_every_public_name_is_in_the_api_page():
+    """The page from which autodoc makes the API names all that the package hands out."""
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in keras_nanguard.__all__ if name[0] != "_" and f"keras_nanguard.{name}\n" not in page]
+    errors = [name for name in missing if name.endswith("Error")]
+    assert sorted(set(missing) - set(errors)) == []
+    assert "automodule:: keras_nanguard.errors" in page
+
+
+@pytest.mark.parametrize("name", [name for name in keras_nanguard.__all__ if name[0] != "_"])
+def test_help(name):
+    """`help` has a sentence about every public name, each of its arguments, and each public method."""
+    public = getattr(keras_nanguard, name)
+    text = inspect.getdoc(public) or ""
+    assert text.splitlines()[0].endswith("."), text
+    if inspect.isfunction(public):
+        documented = text
+        assert all(argument in documented for argument in inspect.signature(public).parameters)
+    for method, value in vars(public).items() if inspect.isclass(public) else ():
+        if method[0] != "_" and (inspect.isfunction(value) or isinstance(value, property)):
+            assert inspect.getdoc(getattr(public, method)), f"{name}.{method}"
+
+
+def test_help_of_the_guard():
+    """Every argument of `NanGuard` stands in its help, and everything that a user calls has a sentence."""
+    text = inspect.getdoc(keras_nanguard.NanGuard)
+    for argument in inspect.signature(keras_nanguard.NanGuard).parameters:
+        assert f"{argument}:" in text or f"**{argument}:" in text
+    for member in ("summary", "report", "plot", "watch", "step", "recording", "bad_samples", "stopped", "refused", "verbose"):
+        assert inspect.getdoc(getattr(keras_nanguard.NanGuard, member))

@@ -1,0 +1,161 @@
+"""The site: built strictly and without a network, every link leads somewhere, and a browser opens it from files and searches it."""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sphinx", reason="takes the extra docs: pip install -e .[docs]")
+pytest.importorskip("furo", reason="takes the extra docs: pip install -e .[docs]")
+pytest.importorskip("myst_parser", reason="takes the extra docs: pip install -e .[docs]")
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+
+
+class Links(html.parser.HTMLParser):
+    """Collects where a page leads, what it loads, and its anchors."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.anchors |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag in ("img", "script") and "src" in found:
+            self.loaded.append(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loaded.append(found["href"])
+
+
+@pytest.fixture(scope="module")
+def site(once) -> Path:
+    """Build the site once, with every warning an error and no way to a network."""
+
+    def build(folder: Path) -> dict[str, str]:
+        command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-E", "-q", "-b", "html"]
+        environment = os.environ | NO_NETWORK | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, str(ROOT / "docs"), str(folder / "html")], capture_output=True, text=True, env=environment, check=False
+        )
+        return {"folder": str(folder / "html"), "said": "" if done.returncode == 0 else done.stderr}
+
+    made = once("site", build)
+    assert made["said"] == ""
+    return Path(made["folder"])
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Links]:
+    return {path: Links(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_page_of_the_docs_is_there(site, pages):
+    """Each Markdown page has become one of the site."""
+    sources = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+    missing = [path for path in sources if site / path.relative_to(ROOT / "docs").with_suffix(".html") not in pages]
+    assert len(sources) > 30 and missing == []
+
+
+def test_links_lead_somewhere(site, pages):
+    """Every link within the site leads to a file that is there, and to an anchor in it."""
+    broken = []
+    for page, found in pages.items():
+        for link in found.links + found.loaded:
+            target = urllib.parse.urlsplit(link)
+            if target.scheme or target.netloc or not link:
+                continue
+            file = (page.parent / urllib.parse.unquote(target.path)).resolve() if target.path else page
+            known = pages.get(file)
+            if not file.exists() or (target.fragment and known and urllib.parse.unquote(target.fragment) not in known.anchors):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere(pages):
+    """No page loads a script, a style, a font or a picture from another place."""
+    loaded = {link for found in pages.values() for link in found.loaded}
+    assert [link for link in loaded if re.match(r"(\w+:)?//", link)] == []
+
+
+def test_two_clicks_from_the_front_page(site, pages):
+    """Every page can be reached from the front page in at most two clicks."""
+    front = site / "index.html"
+
+    def leads_to(page: Path) -> set[Path]:
+        parts = (urllib.parse.urlsplit(link) for link in pages[page].links)
+        return {(page.parent / part.path).resolve() for part in parts if part.path and not part.scheme}
+
+    one = leads_to(front) & set(pages)
+    two = set().union(*map(leads_to, one)) | one
+    assert {page for page in pages if not page.name.startswith(("genindex", "py-modindex", "search"))} - two - {front} == set()
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("takes Chromium: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    quiet = ("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
+    for argument in ("--headless=new", "--window-size=1400,900", "--no-sandbox", *quiet):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def test_search_finds_a_word(site, browser):
+    """Opened from files, without a server, the search finds the pages that have `moving_variance`."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((site / "index.html").as_uri())
+    field = browser.find_element("css selector", "input[name=q]")
+    field.send_keys("moving_variance")
+    field.submit()
+    found = WebDriverWait(browser, 20).until(lambda b: b.find_elements("css selector", "#search-results li a"))
+    pages = [link.get_attribute("href") for link in found]
+    assert any("predicts_nan" in page or "files" in page or "repair" in page for page in pages), pages
+    found[0].click()
+    assert "moving_variance" in browser.find_element("css selector", "article").text
+
+
+def test_dark_mode_and_tree(site, browser):
+    """The page follows the light or dark setting of the system, and one tree leads to all of it."""
+    browser.get((site / "start" / "first_run.html").as_uri())
+    seen = set()
+    for scheme in ("light", "dark"):
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        seen.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+    assert len(seen) == 2
+    tree = browser.find_element("css selector", ".sidebar-tree")
+    for caption in ("Start", "Tutorials", "How-to by symptom", "Reference", "Explanation"):
+        assert caption.upper() in tree.text.upper()
+
+
+def test_asks_for_nothing_else(site, browser):
+    """Opening the front page asks for nothing but files."""
+    browser.get_log("performance")
+    browser.get((site / "index.html").as_uri())
+    asked = re.findall(r'"url":"(https?://[^"]*)', " ".join(entry["message"] for entry in browser.get_log("performance")))
+    assert asked == []

@@ -1,0 +1,86 @@
+"""An editor sees every public name with its type, although names are imported on first use."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keras_nanguard
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests" / "support" / "users_file.py"
+
+PYRIGHT = Path(sys.executable).with_name("pyright")
+
+WRONG = {
+    'NanGuard(verbose="loud")': "verbose",
+    "NanGuard().incidents[0].setp": "setp",
+    'NanGuard().report(1).name + "x"': "report",
+    "NanGuard().step(3)": "step",
+    "keras_nanguard.NanGaurd": "NanGaurd",
+}
+"""Mistakes, and a word of the message that each has to give."""
+
+
+def test_the_file_uses_every_public_name():
+    """No public name is left out of what is checked below."""
+    text = FILE.read_text(encoding="utf-8")
+    assert [name for name in keras_nanguard.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_names_are_listed_for_tools_as_for_python():
+    """`__all__` is a plain list, which tools can read, of all that is imported on first use."""
+    tree = ast.parse((ROOT / "keras_nanguard" / "__init__.py").read_text(encoding="utf-8"))
+    listed = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    assert sorted(ast.literal_eval(listed)) == sorted(["__version__", *keras_nanguard._HOMES])
+
+
+def _with_mistakes(folder: Path) -> Path:
+    path = folder / "mistakes.py"
+    lines = [f"print({mistake})" for mistake in WRONG]
+    path.write_text("\n".join(["import keras_nanguard", "from keras_nanguard import NanGuard", "", *lines, ""]))
+    return path
+
+
+def _mypy(path: Path, folder: Path) -> str:
+    config = folder / "mypy.ini"
+    config.write_text("[mypy]\nstrict = true\nfollow_imports = silent\n[mypy-keras.*]\nignore_missing_imports = true\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir", str(folder / "cache"), str(path)]
+    environment = {"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False).stdout
+
+
+def test_mypy_strict(tmp_path):
+    """mypy in strict mode has nothing to say about the user's file, and finds each mistake of another one."""
+    pytest.importorskip("mypy", reason="takes mypy")
+    assert "Success" in (said := _mypy(FILE, tmp_path)), said
+    said = _mypy(_with_mistakes(tmp_path), tmp_path)
+    for line, mistake in enumerate(WRONG, 4):
+        assert f"mistakes.py:{line}: error" in said, (mistake, said)
+
+
+def _pyright(path: Path, folder: Path) -> list[dict]:
+    settings = {"include": [str(path)], "typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [str(PYRIGHT), "--project", str(folder), "--pythonpath", sys.executable, "--outputjson"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+        return json.loads(done.stdout)["generalDiagnostics"]
+    except (subprocess.TimeoutExpired, json.JSONDecodeError):
+        pytest.skip("pyright does not start here: its wrapper fetches it with npm")
+
+
+@pytest.mark.skipif(not (PYRIGHT.exists() and shutil.which("node")), reason="takes pyright (pip install pyright) and node")
+def test_pyright_strict(tmp_path):
+    """pyright in strict mode sees every name with its type, too."""
+    assert _pyright(FILE, tmp_path) == []
+    said = _pyright(_with_mistakes(tmp_path), tmp_path)
+    lines = {found["range"]["start"]["line"] + 1 for found in said}
+    assert set(range(4, 4 + len(WRONG))) <= lines, said

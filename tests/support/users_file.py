@@ -1,0 +1,121 @@
+"""What a user of this library writes, with every public name. mypy and pyright check it in strict mode; nothing runs it."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+import keras_nanguard
+from keras_nanguard import (
+    BundleError,
+    Decision,
+    Diagnosis,
+    FileFormatError,
+    Finding,
+    GuardError,
+    GuardInUseError,
+    Incident,
+    NanGuard,
+    NanGuardError,
+    NanGuardModel,
+    NonFiniteError,
+    Outcome,
+    Policy,
+    PolicyError,
+    Recording,
+    diagnose,
+    lint,
+    recalibrate,
+    repair,
+    replay,
+    scan,
+)
+from keras_nanguard.actions import LowerLr, from_file
+from keras_nanguard.errors import NonFiniteError as TheSame
+from keras_nanguard.testing import corrupt, inject
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+class Model(NanGuardModel):
+    nanguard_policy = "stop"
+
+
+def page(incident: Incident) -> str:
+    """Return what an incident holds, each attribute with its type."""
+    finding: Finding = incident.findings[0]
+    counts: list[int | None] = [finding.nan, finding.inf, finding.size]
+    where: tuple[int | None, int | None, int | None] = (incident.step, incident.epoch, incident.batch)
+    diagnosis: Diagnosis | None = incident.diagnosis
+    decision: Decision | None = incident.decision
+    outcomes: tuple[Outcome, ...] = incident.outcomes
+    cause: str = diagnosis.cause if diagnosis else ""
+    advice: tuple[str, ...] = diagnosis.advice if diagnosis else ()
+    return f"{finding.site} {finding.kind} {finding.path} {counts} {where} {cause} {advice} {decision} {[o.action for o in outcomes]}"
+
+
+def train(model: keras.Model, x: Array, y: Array) -> str:
+    """Train with a guard that has every argument, and look at all that it holds."""
+    policy: Policy = Policy.from_any("recover", snapshot={"every": 50})
+    guard = NanGuard(
+        policy,
+        directory="run1",
+        verbose=2,
+        functions={"page": page},
+        diagnose=True,
+        resume=False,
+        logs=True,
+        sample_ids=["a", "b"],
+        checks={"gradients": False},
+    )
+    with inject(model, site="gradients", kind="inf", step=3) as fault:
+        model.fit(x, y, callbacks=[guard])  # pyright: ignore[reportUnknownMemberType]  Keras has no types of its own
+    fired: tuple[int, ...] = fault.fired
+    incidents: list[Incident] = guard.incidents
+    recording: Recording = guard.recording
+    labels: list[str] = [sample.label for sample in guard.bad_samples()]
+    stopped: bool = guard.stopped
+    refused: bool = guard.refused
+    verbose: int = guard.verbose
+    own = Model()
+    theirs: NanGuard = own.nanguard
+    text: str = f"{guard.report('run.html').name} {guard.summary()} {theirs.summary()}"
+    return f"{text} {list(map(page, incidents))} {recording.steps['loss']} {labels} {stopped} {refused} {verbose} {fired}"
+
+
+def loop(model: keras.Model, optimizer: keras.optimizers.Optimizer, x: Array) -> float:
+    """Guard a step of one's own."""
+    guard = NanGuard("observe")
+
+    def train_step(x: Array) -> float:
+        return float(x.mean())
+
+    with guard.watch(model, optimizer):
+        step = guard.step(train_step)
+        return step(x)
+
+
+def files(model: keras.Model, x: Array) -> None:
+    """Use what works on models, batches and files."""
+    clean: bool = scan("model.keras").clean
+    statuses: list[str] = [change.status for change in repair("model.keras", weights="zeros", dry_run=True).changes]
+    healthy: bool = diagnose(model, x).healthy
+    hazards: list[str] = [hazard.code for hazard in lint(model).hazards]
+    corrupt(model, "nan")
+    print(clean, statuses, healthy, hazards, recalibrate(model, x, batches=3), replay("run1/incidents/x"))
+    print(LowerLr(factor=0.5).factor, from_file("skip").name, keras_nanguard.__version__)
+
+
+def errors() -> Incident | None:
+    """Catch what the library raises."""
+    try:
+        NanGuard("no such policy")
+    except PolicyError as error:
+        print(error)
+    except (BundleError, FileFormatError, GuardInUseError, GuardError) as error:
+        print(error)
+    except (NonFiniteError, TheSame) as error:
+        return error.incident
+    except NanGuardError as error:
+        print(error)
+    return None
