@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core.errors import NonFiniteError
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.notebook import block
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.epoch_logs import OWN, REFUSED, numbers
