@@ -60,6 +60,7 @@ step 2 0.124
 """
 
 
+@pytest.mark.requires_backend("tensorflow", reason="the sample page is one of TensorFlow")
 def test_the_tool_compares(tmp_path):
     """A page that shows what it prints passes; one that shows another count, text or number does not."""
     page = tmp_path / "page.md"
