@@ -14,8 +14,8 @@ from keras_nanguard._core.errors import GuardError, PolicyError, expected
 from keras_nanguard._policy.fields import problem, raise_problems, shown
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import SECTIONS
-from keras_nanguard._policy.shorthand import SHORTHAND, with_shorthand
 from keras_nanguard._policy.settings import Snapshot
+from keras_nanguard._policy.shorthand import SHORTHAND, with_shorthand
 from keras_nanguard._policy.spelling import nearest
 
 __all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids", "verbosity"]

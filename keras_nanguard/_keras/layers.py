@@ -26,8 +26,8 @@ import numpy as np
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
-    *("adds_losses", "batchnorms", "exchange", "initial_value", "layers_of", "mode"),
-    *("falling", "operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
+    *("adds_losses", "batchnorms", "exchange", "falling", "initial_value", "layers_of", "mode"),
+    *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
     *("symbolic_inputs", "with_mask_of"),
 ]
 
