@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
+from keras_nanguard._fit.copies import CopyMixin
 from keras_nanguard._fit.epoch_logs import hide_from_progress_bar
 from keras_nanguard._fit.flight import FlightMixin
 from keras_nanguard._fit.lagging_statistics import Lagging
@@ -38,7 +38,7 @@ from keras_nanguard._report import console, files
 __all__ = ["NanGuard"]
 
 
-class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
+class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     """Guards training against NaN, Inf and finite explosions.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
@@ -59,12 +59,14 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
             to the epoch logs.
         sample_ids: what bad rows are called: one name for each row of `x`, or the key of the batch that holds them. By default their
             place in `x`.
-        **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`.
+        **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`; and the words of `ReduceLROnPlateau`:
+            `patience` (bad steps in a row before the learning rate is lowered), `factor` and `min_lr`.
 
     Attributes:
         incidents: list of `Incident`, in the order in which they happened.
 
-    A copy of a guard (`copy.deepcopy`, a pickle) has its settings and its incidents so far, and guards nothing.
+    A copy of a guard (`copy.deepcopy`) is a fresh one with the same settings; a pickle has the incidents so far, too. Neither guards
+    anything before a fit of its own.
 
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
@@ -109,13 +111,9 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self._training, self._lagging = False, Lagging()
         self._predicted: list[Finding] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has: settings, incidents and counts. It guards nothing, whatever this one guards."""
-        unused = vars(NanGuard(self.policy, directory=self.directory, verbose=self.verbose))
-        kept = ("resume", "functions", "diagnose", "logs", "sample_ids")
-        own = {name: value for name, value in vars(self).items() if name in kept or name not in unused}
-        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), **self._copied()}
-        return {**unused, **own, "_counts": self._counted(), "_watching": False}
+    def _unused(self) -> NanGuard:
+        """Return a guard with the same policy that has seen nothing."""
+        return NanGuard(self.policy, directory=self.directory, verbose=self.verbose, logs=self.logs, sample_ids=self.sample_ids)
 
     @property
     def verbose(self) -> int:
@@ -219,6 +217,10 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self._note_callbacks()
         self._note_fit(self.params)
         self._print_policy_warnings()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Resume, where that is asked for and there is something to resume from."""
         self._resume((self.params or {}).get("steps"))
         if self.session is not None and self.session.resuming is not None:
             keras_fitting.begin_at(self.model, self.session.resuming.epoch)
@@ -234,6 +236,7 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self._note_callbacks()
         self._note_fit(self.params)
         self._print_policy_warnings()
+        self._go_on()
 
     def _print_policy_warnings(self) -> None:
         """Print a line for each rule and setting of the policy that can do nothing in this run, each once.
@@ -292,13 +295,15 @@ class NanGuard(LoopMixin, FlightMixin, keras.callbacks.Callback):
         self.session.note_rate()
         if self.session.counts.idle and isinstance(logs, dict):
             logs.update({k: v for k, v in (self.session.logs.shown or {}).items() if k in logs})
+        if self.session.failed and isinstance(logs, dict):
+            self.session.logs.fail(logs)
         self._add_logs(logs)
 
     @contextlib.contextmanager
     def _around_epoch_end(self, logs: Any) -> Iterator[None]:
         self.before_epoch_end(logs)
         callbacks = self._fit.callbacks if self._fit is not None and self.policy.refuse else ()
-        with shielded(callbacks, logs, self.session.logs.unmeasured if self.session is not None else ()):
+        with shielded(callbacks, logs, self.session.logs.no_best if self.session is not None else ()):
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -9,7 +9,9 @@ import keras
 
 from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
+from keras_nanguard._policy.fields import shown
 from keras_nanguard.guard import NanGuard
 
 __all__ = ["NanGuardModel"]
@@ -103,6 +105,13 @@ class NanGuardModel(keras.Model):
             ...
     ```
 
+    Args:
+        guard: the `NanGuard` of this model, with a policy, directory and functions of its own; by default one is made of
+            `nanguard_policy`. It is not part of what is saved. All other arguments are those of `keras.Model`.
+
+    Raises:
+        GuardError: if `guard` is no `NanGuard`.
+
     Attributes:
         nanguard_policy: the policy, as `NanGuard` takes it; set it on the class or on the model before training.
         nanguard: the `NanGuard` that holds incidents and summary, made on first use. A model that is copied or loaded has one of
@@ -113,17 +122,28 @@ class NanGuardModel(keras.Model):
     nanguard_verbose: int = 1
     _of_tensors = _OfTensors()
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __new__(cls, *args: Any, guard: NanGuard | None = None, **kwargs: Any) -> Any:
+        """Make the model, with the guard kept out of its configuration."""
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, *args: Any, guard: NanGuard | None = None, **kwargs: Any):
+        if guard is not None and not isinstance(guard, NanGuard):
+            remedy = "Write guard=NanGuard(...), or set nanguard_policy."
+            raise GuardError(expected("guard to be a NanGuard", f"guard={shown(guard)}", remedy))
         if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
             self.__class__ = self._of_tensors
         super().__init__(*args, **kwargs)
+        if guard is not None:
+            overrides.set_instance(self, "_nanguard", guard)
+            overrides.set_instance(self, "_nanguard_given", True)
 
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
         guard, wanted = self.__dict__.get("_nanguard"), (self.nanguard_policy, self.nanguard_verbose)
-        made_of = self.__dict__.get("_nanguard_made_of")
-        if guard is None or (guard.session is None and made_of != wanted):  # loading a model asks for it, before anyone can set them
+        made_of, given = self.__dict__.get("_nanguard_made_of"), self.__dict__.get("_nanguard_given", False)
+        # loading a model asks for it, before anyone can set them
+        if guard is None or (not given and guard.session is None and made_of != wanted):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
             overrides.set_instance(self, "_nanguard", guard)
             overrides.set_instance(self, "_nanguard_made_of", wanted)

@@ -14,11 +14,13 @@ from keras_nanguard._core.errors import GuardError, PolicyError, expected
 from keras_nanguard._policy.fields import problem, raise_problems, shown
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import SECTIONS
+from keras_nanguard._policy.settings import Snapshot
+from keras_nanguard._policy.shorthand import SHORTHAND, with_shorthand
 from keras_nanguard._policy.spelling import nearest
 
 __all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids", "verbosity"]
 
-ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
+ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids", *SHORTHAND)
 """The arguments of `NanGuard` besides the sections of a policy."""
 
 ON_DISK = {"snapshot": {"storage": "disk"}}
@@ -32,16 +34,27 @@ def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, re
         PolicyError: with every problem of source and overrides, words that are neither argument nor section among them.
         GuardError: if the policy needs a directory and there is none, or there is nothing to resume from.
     """
-    unknown = [_unknown(word, value) for word, value in overrides.items() if word not in SECTIONS]
+    unknown = [_unknown(word, value) for word, value in overrides.items() if word not in (*SECTIONS, *SHORTHAND)]
     sections = {word: value for word, value in overrides.items() if word in SECTIONS}
+    words = {word: value for word, value in overrides.items() if word in SHORTHAND and value is not None}
     try:
         made = Policy.assembled(source, sections, ON_DISK if resume else None)
+        made = with_shorthand(made, words)
     except PolicyError as error:
         if not error.problems or not unknown:
             raise
         unknown += error.problems
     raise_problems(unknown, "the arguments of NanGuard")
-    kept = made.snapshot
+    _require_disk(made.snapshot, directory, resume)
+    return made
+
+
+def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
+    """Refuse snapshots on disk without a directory, and `resume` without snapshots on disk.
+
+    Raises:
+        GuardError: if it is so.
+    """
     if kept.storage == "disk" and directory is None:
         received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")
         raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
@@ -51,7 +64,6 @@ def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, re
     if resume and not kept.every:
         received = "resume=True, with a policy whose snapshot.every is 0"
         raise GuardError(expected("snapshots to resume from", received, 'Write NanGuard(..., snapshot={"every": 100}).'))
-    return made
 
 
 def _unknown(word: str, value: Any) -> str:

@@ -57,6 +57,7 @@ class Logs:
         known: those of the last committed step; `None` before there is one.
         shown: those that callbacks have seen last.
         unmeasured: the names of those among `shown` that no step has measured.
+        failed: the names of those of an epoch whose trial has failed.
     """
 
     def __init__(self, model: Any):
@@ -64,6 +65,24 @@ class Logs:
         self.known: Any = None
         self.shown: Any = None
         self.unmeasured: frozenset[str] = frozenset()
+        self.failed: frozenset[str] = frozenset()
+
+    @property
+    def no_best(self) -> frozenset[str]:
+        """The names of those that no callback may take for a best value."""
+        return self.unmeasured | self.failed
+
+    def fail(self, logs: dict[str, Any]) -> None:
+        """Put the worst numbers in place of all metrics of an epoch, whatever the state that is left behind would measure.
+
+        NaN for a metric of which Keras does not know whether it is to grow.
+        """
+        rising, falling = keras_layers.rising(self.model), {"loss", *keras_layers.falling(self.model)}
+        found = [key for key, value in logs.items() if _is_float(value)]
+        for key in found:
+            ends = {key.removeprefix("val_"), *(name for name in rising | falling if key.endswith(f"_{name}"))}
+            logs[key] = -HUGEST if ends & rising else HUGEST if ends & falling else nan
+        self.failed = frozenset(found)
 
     def measured(self, logs: Any) -> Any:
         """Take over the logs of a committed step, or of metrics that hold some; returns them."""

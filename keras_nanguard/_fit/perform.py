@@ -268,6 +268,7 @@ def _quarantine(run: Run, incident: Incident, report: Report | None, p: Mapping[
 
 def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     run.model.stop_training = True
+    run.failed = p.get("failed", False)
     return "done", "training stops; " + _ended(run, incident, report, p.get("restore", True))
 
 

@@ -47,6 +47,7 @@ class Run:
         rerun: the steps that a rollback has undone and that are to be run again.
         began: whether the state before the first step was looked at.
         stopped: whether the policy has ended training.
+        failed: whether it has done so as `stop = { failed = true }` does.
         healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
         checks_fully: whether the next step is looked at more closely than a healthy one needs.
     """
@@ -75,7 +76,7 @@ class Run:
             self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery)
         self.transaction: Any = None
         self.rerun: Rerun | None = None
-        self.began = self.stopped = self.healed = False
+        self.began = self.stopped = self.failed = self.healed = False
         self.checks_fully = True
 
     @property

@@ -26,7 +26,7 @@ import numpy as np
 from keras_nanguard._keras import variables as keras_variables
 
 __all__ = [
-    *("adds_losses", "batchnorms", "exchange", "initial_value", "layers_of", "mode"),
+    *("adds_losses", "batchnorms", "exchange", "falling", "initial_value", "layers_of", "mode"),
     *("operations_of", "output_shapes", "path_of", "recurrent_states", "replace_policy", "rising", "snake_case", "states_of_own_layers"),
     *("symbolic_inputs", "with_mask_of"),
 ]
@@ -141,8 +141,17 @@ def adds_losses(model: Any) -> bool:
 
 def rising(model: Any) -> set[str]:
     """Return the names of the metrics that should grow."""
+    return _directed(model, "up")
+
+
+def falling(model: Any) -> set[str]:
+    """Return the names of the metrics that should shrink, as far as Keras knows."""
+    return _directed(model, "down")
+
+
+def _directed(model: Any, direction: str) -> set[str]:
     found = [part for metric in model.metrics for part in (getattr(metric, "metrics", None) or [metric])]
-    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == "up"}
+    return {str(metric.name) for metric in found if getattr(metric, "_direction", None) == direction}
 
 
 def states_of_own_layers(model: Any) -> set[int]:

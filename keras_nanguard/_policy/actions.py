@@ -327,10 +327,19 @@ class Ending(Action):
 
 @dataclass(frozen=True, slots=True)
 class Stop(Ending):
-    """End training gracefully, by default after restoring the last good state."""
+    """End training gracefully, by default after restoring the last good state.
+
+    Attributes:
+        failed: put the worst values in place of all metrics of the epoch, so that a tuner never takes this trial for the best one.
+    """
 
     name: ClassVar[str] = "stop"
     predicate: ClassVar[str] = "stops training"
+
+    failed: bool = field(default=False, metadata=spec("log the worst values, for a tuner"))
+
+    def sentence(self) -> str:
+        return f"{Ending.sentence(self)}{', and logs the worst values for a tuner' if self.failed else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ __all__ = ["DEFAULT_PRESET", "NO_PRESET", "PRESETS", "SECTIONS", "VERSION"]
 VERSION = 1
 """Version of the format of policy files."""
 
-PRESETS = ("recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run")
+PRESETS = ("recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run", "tune")
 """The policies that come with the package."""
 
 DEFAULT_PRESET = "recover"

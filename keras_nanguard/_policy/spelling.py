@@ -54,6 +54,7 @@ SYNONYMS: Mapping[str, str] = {
     "observe": "warn log monitor watch dry_run off disable",
     "strict-fp16": "fp16 float16 half mixed_precision mixed_float16 amp",
     "finetune": "fine_tune finetuning fine_tuning transfer",
+    "tune": "tuner tuning keras_tuner optuna trial search hyperband",
     # sections of a policy, and arguments of NanGuard
     "snapshot": "checkpoint checkpoints backup every keep storage good_after",
     "checks": "trend inputs targets outputs loss gradients weights statistics slots loss_scale metrics validation predictions",

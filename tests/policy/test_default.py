@@ -94,7 +94,7 @@ def test_endless_trouble_from_step_0_stops_in_twelve_steps():
         assert decision.terminal == (step == LIMIT - 1)
     assert rollbacks == {2: 1, 5: 2, 8: 3}
     assert "persistent" in decision.rule and "12 in a row" in decision.reason
-    assert decision.actions[-1] == {"action": "stop", "restore": True}
+    assert decision.actions[-1] == {"action": "stop", "restore": True, "failed": False}
 
 
 def test_a_rate_a_hundred_times_too_high_is_lowered_twice_for_good():
@@ -210,6 +210,17 @@ def test_every_preset_ends_endless_trouble_within_a_dozen_steps(preset):
     assert Policy.from_any(preset).longest_trouble <= LIMIT
     reported = run(preset, [bad(step) for step in range(100)])
     assert len(reported) <= LIMIT and reported[-1][-1] in ("stop", "raise_error")
+
+
+def test_tune_ends_a_hopeless_trial():
+    """`tune` heals nothing: three in a row or a divergence end the trial as failed, bad data is skipped."""
+    policy = Policy.from_any("tune")
+    assert policy.snapshot.every == 0 and policy.longest_trouble == LIMIT
+    assert run("tune", [bad(step, "loss") for step in range(5)]) == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
+    assert run("tune", [bad(9, "loss", kind="divergence", refused=False)]) == [["stop"]]
+    assert run("tune", [bad(step, "inputs", cause="input_nonfinite") for step in range(5)])[-1] == ["warn", "skip"]
+    endings = [a for rule in policy.rules for rung in rule.ladder for a in rung.do if a.terminal]
+    assert endings and all(action.failed and not action.restore for action in endings)
 
 
 def test_long_run_goes_back_and_past_the_data():

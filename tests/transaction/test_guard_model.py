@@ -126,3 +126,60 @@ def test_models_of_tensors_and_models_with_a_call_of_their_own(tmp_path):
     for copied in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
         assert type(copied) is type(whole)
         np.testing.assert_array_equal(copied.predict(data.x, verbose=0), whole.predict(data.x, verbose=0))
+
+
+class WithUnits(NanGuardModel):
+    """A model with a `call` and arguments of its own."""
+
+    def __init__(self, units=1, **kwargs):
+        super().__init__(**kwargs)
+        self.units, self.dense = units, layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+def of_tensors(guard):
+    inputs = keras.Input((6,))
+    return NanGuardModel(inputs, layers.Dense(1)(inputs), guard=guard)
+
+
+@pytest.mark.parametrize("build", [of_tensors, lambda guard: WithUnits(guard=guard)])
+def test_a_guard_of_its_own(build, tmp_path):
+    """`NanGuardModel(..., guard=guard)` is guarded by that one, which what is saved knows nothing of."""
+    guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 7})
+    model = build(guard)
+    model.compile("adam", "mse")
+    fit(model, epochs=1)
+    assert model.nanguard is guard and len(guard.incidents) == 2
+    model.save(tmp_path / "model.keras")
+    custom = {"WithUnits": WithUnits}
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects=custom)
+    assert loaded.nanguard is not guard and loaded.nanguard.policy.snapshot.every == 100 and "guard" not in model.get_config()
+    assert keras.models.clone_model(model).nanguard is not guard if build is of_tensors else True
+
+
+def test_a_guard_of_its_own_resumes(tmp_path):
+    """With `resume=True` a second run goes on from the snapshots of the first."""
+
+    def run(epochs):
+        keras.utils.set_random_seed(0)
+        model = of_tensors(NanGuard(directory=tmp_path, resume=True, verbose=0, snapshot={"every": 4, "good_after": 1}))
+        model.compile("adam", "mse")
+        data = zoo.regression()
+        history = model.fit(*data.all, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0)
+        return model, history.epoch
+
+    assert run(2)[1] == [0, 1]
+    model, epochs = run(4)
+    assert epochs[-1] == 3 and epochs[0] >= 1
+    assert model.nanguard.session.resuming is None
+
+
+def test_what_is_no_guard():
+    """Anything else is answered with what to write."""
+    with pytest.raises(ValueError, match=r"Expected guard to be a NanGuard. Received: guard='stop'. Write guard=NanGuard"):
+        of_tensors("stop")

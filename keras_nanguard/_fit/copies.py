@@ -1,0 +1,50 @@
+"""The part of `NanGuard` that makes copies of it: tuners copy callbacks for each trial, other processes get pickles."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._fit.reporter import Reporter
+
+__all__ = ["CopyMixin"]
+
+SETTINGS = ("resume", "functions", "diagnose", "logs", "sample_ids")
+"""What a guard is given besides policy, directory and verbosity."""
+
+
+class CopyMixin:
+    """The part of `NanGuard` for its copies and pickles. None of them guards anything, whatever the original guards."""
+
+    incidents: list[Incident]
+    _reporter: Reporter
+    _unused: Callable[[], Any]
+    _counted: Callable[[], tuple[int, int, int]]
+    _copied: Callable[[], dict[str, Any]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle has: settings, incidents and counts."""
+        unused = vars(self._unused())
+        own = {name: value for name, value in vars(self).items() if name in SETTINGS or name not in unused}
+        own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), **self._copied()}
+        return {**unused, **own, "_counts": self._counted(), "_watching": False}
+
+    def __copy__(self) -> Any:
+        """Return a fresh guard with the same settings."""
+        return self._fresh(lambda value: value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a fresh guard with the same settings: the functions themselves, copies of what a subclass has beside."""
+        return self._fresh(lambda value: copy.deepcopy(value, memo), memo)
+
+    def _fresh(self, copied: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+        """Return a guard that has seen nothing. It does not resume: the snapshots in the directory are those of the original."""
+        made = type(self).__new__(type(self))
+        if memo is not None:
+            memo[id(self)] = made
+        unused = self._unused()
+        more = {name: copied(value) for name, value in vars(self).items() if name not in vars(unused) and not hasattr(unused, name)}
+        vars(made).update({**vars(unused), **{name: getattr(self, name) for name in SETTINGS}, **more, "_resumed": True})
+        return made

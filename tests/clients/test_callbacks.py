@@ -1,0 +1,96 @@
+"""All stock callbacks at once, and those that log: whatever the order in the list, each sees what the guard adds."""
+
+from __future__ import annotations
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+
+def stock(folder):
+    """Return a callback of each kind that Keras has and that needs nothing else."""
+    kinds = keras.callbacks
+    return [
+        kinds.CSVLogger(folder / "log.csv"),
+        kinds.EarlyStopping("val_loss", patience=9, restore_best_weights=True),
+        kinds.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        kinds.LearningRateScheduler(lambda epoch, rate: rate),
+        kinds.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
+        kinds.ReduceLROnPlateau("val_loss", patience=9),
+        kinds.TerminateOnNaN(),
+        kinds.BackupAndRestore(folder / "backup"),
+        kinds.SwapEMAWeights(),
+    ]
+
+
+def fit(callbacks, bad=(), epochs=2):
+    data = zoo.regression()
+    for batch in bad:
+        zoo.poison(data, batch)
+    keras.utils.set_random_seed(0)
+    model = zoo.plain(keras.optimizers.Adam(use_ema=True))
+    settings = {"batch_size": zoo.BATCH, "epochs": epochs, "shuffle": False, "verbose": 0, "validation_split": 0.25}
+    return model.fit(data.x, data.y, callbacks=callbacks, **settings).history
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_all_stock_callbacks_in_any_order(seed, tmp_path):
+    """With and without bad data the guard is silent about them, and the CSV file has its columns from the first epoch on."""
+    (tmp_path / "plain").mkdir()
+    plain = fit(stock(tmp_path / "plain"))
+    for bad in ((), (2,)):
+        folder = tmp_path / f"bad{len(bad)}"
+        folder.mkdir()
+        guard = NanGuard(verbose=0, diagnose=False)
+        callbacks = [guard, *stock(folder)]
+        order = np.random.default_rng(seed).permutation(len(callbacks))
+        history = fit([callbacks[place] for place in order], bad)
+        with open(folder / "log.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["refused_steps"]) for row in rows] == history["refused_steps"] == [len(bad)] * 2
+        assert np.isfinite([value for key in plain for value in history[key]]).all() and (folder / "best.keras").exists()
+        assert bad or (zoo.plain_logs(history) == plain and guard.incidents == [])
+
+
+def test_a_csv_file_that_begins_without_refusals(tmp_path):
+    """The key is in the first epoch of a logger that stands before the guard, also where the first refusal comes later."""
+    seen = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(logs["refused_steps"])
+            if epoch == 0:
+                data[1].x[10] = np.nan
+
+    data = [zoo.regression(), zoo.regression()]
+
+    def batches():
+        for epoch in (0, 1):
+            for first in range(0, len(data[0].x), zoo.BATCH):
+                yield data[epoch].x[first : first + zoo.BATCH], data[epoch].y[first : first + zoo.BATCH]
+
+    log = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    guard = NanGuard(verbose=0, diagnose=False)
+    zoo.plain().fit(batches(), steps_per_epoch=zoo.BATCHES, epochs=2, verbose=0, callbacks=[Sees(), log, guard])
+    with open(tmp_path / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert seen == [0, 1] and [float(row["refused_steps"]) for row in rows] == [0, 1]
+
+
+@pytest.mark.requires_backend("tensorflow", reason="Keras' TensorBoard writes by way of TensorFlow")
+@pytest.mark.parametrize("first", [False, True])
+def test_tensorboard(tmp_path, first):
+    """TensorBoard before the guard, or after it, with histograms: one point of `epoch_refused_steps` for each epoch."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
+    guard = NanGuard(verbose=0, diagnose=False)
+    fit([board, guard] if first else [guard, board], bad=(2,))
+    events = loader.EventAccumulator(str(tmp_path / "train"))
+    events.Reload()
+    found = [events.tensors.Items(tag) for tag in events.Tags()["tensors"] if tag == "epoch_refused_steps"]
+    assert len(found) == 1 and [event.step for event in found[0]] == [0, 1]

@@ -1,0 +1,168 @@
+"""Every kind of data that `fit` takes: plain and guarded end with the same state, and one bad batch is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+
+class Sequence(keras.utils.PyDataset):
+    """Batches by number."""
+
+    def __init__(self, data, **workers):
+        super().__init__(**workers)
+        self.data = data
+
+    def __len__(self):
+        return len(self.data.x) // zoo.BATCH
+
+    def __getitem__(self, number):
+        rows = slice(number * zoo.BATCH, (number + 1) * zoo.BATCH)
+        return self.data.x[rows], self.data.y[rows]
+
+
+def generator(data):
+    def batches():
+        while True:
+            yield from Sequence(data)
+
+    return batches(), {"steps_per_epoch": len(Sequence(data))}
+
+
+def workers(data):
+    return Sequence(data, workers=2, use_multiprocessing=False, max_queue_size=4), {"shuffle": False}
+
+
+def processes(data):
+    return Sequence(data, workers=2, use_multiprocessing=True, max_queue_size=4), {"shuffle": False}
+
+
+def sequence(data):
+    return Sequence(data), {"shuffle": False}
+
+
+def torch_loader(data):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(data.x), torch.from_numpy(data.y))
+    return torch.utils.data.DataLoader(pairs, batch_size=zoo.BATCH), {}
+
+
+def grain_loader(data):
+    grain = pytest.importorskip("grain", reason="grain is not installed: pip install grain")
+    rows = [(x, y) for x, y in zip(data.x, data.y, strict=True)]
+    return grain.MapDataset.source(rows).batch(zoo.BATCH).to_iter_dataset(), {}
+
+
+def tf_dataset(prepared):
+    def make(data):
+        tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+        return prepared(tf.data.Dataset.from_tensor_slices((data.x, data.y)).batch(zoo.BATCH), tf), {}
+
+    return make
+
+
+def pandas_frames(data):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    return pandas.DataFrame(data.x), {"y": pandas.DataFrame(data.y), "batch_size": zoo.BATCH, "shuffle": False}
+
+
+SOURCES = {
+    "PyDataset": sequence,
+    "generator": generator,
+    "DataLoader": torch_loader,
+    "DataFrame": pandas_frames,
+    "tf.data": tf_dataset(lambda batches, tf: batches.cache().prefetch(2)),
+    "tf.data, parallel": tf_dataset(lambda batches, tf: batches.map(lambda x, y: (x, y), num_parallel_calls=2)),
+    "tf.data, of unknown length": tf_dataset(lambda batches, tf: batches.filter(lambda x, y: True)),
+    "grain": grain_loader,
+}
+ORDERED = {**SOURCES, "workers": workers} if zoo.BACKEND == "tensorflow" else SOURCES
+SLOW = {"tf.data, parallel", "grain", "workers"}
+
+
+def run(make, data, guard=None, epochs=2):
+    given, settings = make(data)
+    keras.utils.set_random_seed(0)
+    model = zoo.plain(rounded=True)
+    keras.utils.set_random_seed(1)
+    callbacks = [] if guard is None else [guard]
+    history = model.fit(given, epochs=epochs, verbose=0, callbacks=callbacks, **settings).history
+    return history, zoo.state_of(model)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ORDERED])
+def test_plain_is_guarded_and_a_bad_batch_is_refused(name):
+    """A healthy run is silent and the same; of a bad one a step of each epoch is left out, and the state is finite."""
+    with zoo.as_written():
+        plain, state = run(ORDERED[name], zoo.regression())
+        guard = NanGuard(verbose=0, diagnose=False)
+        history, guarded = run(ORDERED[name], zoo.regression(), guard)
+    assert guard.incidents == [] and zoo.plain_logs(history) == plain
+    assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(state, guarded, strict=True))
+    guard = NanGuard(verbose=0, diagnose=False)
+    history, state = run(ORDERED[name], zoo.poison(zoo.regression(), 5), guard)
+    assert history["refused_steps"] == [1, 1] and [incident.batch for incident in guard.incidents] == [5, 5]
+    assert all(np.isfinite(value).all() for _, value in state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [workers, processes])
+def test_workers(make):
+    """With workers the order of batches may vary, so the bad batch is refused wherever it comes."""
+    if make is processes and zoo.BACKEND == "jax":
+        pytest.skip("a process that runs JAX must not be forked")
+    guard = NanGuard(verbose=0, diagnose=False)
+    history, state = run(make, zoo.poison(zoo.regression(), 5), guard)
+    assert sum(history["refused_steps"]) >= 1 and all(np.isfinite(value).all() for _, value in state)
+    healthy = NanGuard(verbose=0, diagnose=False)
+    run(make, zoo.regression(), healthy)
+    assert healthy.incidents == []
+
+
+def sparse_of(data):
+    scipy = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
+    found = data.x.copy()
+    found[found < 0] = 0
+    return scipy.csr_matrix(found)
+
+
+def sparse_run(data, guard=None):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,), sparse=True), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    settings = {"batch_size": zoo.BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
+    history = model.fit(sparse_of(data), data.y, callbacks=[guard] if guard else [], **settings).history
+    return history, zoo.state_of(model)
+
+
+@pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
+def test_scipy_sparse():
+    """A matrix of SciPy's comes as a sparse tensor; NaN in one batch of it is refused."""
+    guard = NanGuard(verbose=0, diagnose=False)
+    plain, guarded = sparse_run(zoo.regression()), sparse_run(zoo.regression(), guard)
+    assert guard.incidents == [] and zoo.plain_logs(guarded[0]) == plain[0]
+    assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(plain[1], guarded[1], strict=True))
+    guard = NanGuard(verbose=0)
+    history, state = sparse_run(zoo.poison(zoo.regression(), 5), guard)
+    assert history["refused_steps"] == [1] and all(np.isfinite(value).all() for _, value in state)
+
+
+@pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")
+def test_ragged():
+    """A ragged tensor that the model makes dense itself; NaN in one batch of it is refused."""
+    import tensorflow as tf
+
+    def fit(guard, bad):
+        data = zoo.poison(zoo.regression(), 5) if bad else zoo.regression()
+        rows = tf.RaggedTensor.from_row_lengths(data.x.reshape(-1), [6] * len(data.x))
+        batches = tf.data.Dataset.from_tensor_slices((rows, data.y)).batch(zoo.BATCH)
+        model = zoo.plain(rounded=True)
+        return model.fit(batches.map(lambda x, y: (x.to_tensor(shape=(None, 6)), y)), epochs=1, verbose=0, callbacks=[guard]).history
+
+    for bad in (False, True):
+        guard = NanGuard(verbose=0, diagnose=False)
+        assert fit(guard, bad)["refused_steps"] == [int(bad)] and len(guard.incidents) == int(bad)
