@@ -106,7 +106,8 @@ class Test:
         again = zoo.run(zoo.plain, data, guard=other, epochs=1)
         assert again.guard.session.step == 12
         if how in FRESH:
-            assert again.guard.session.counts.committed == 12 and zoo.plain_logs(again.history) == zoo.run(zoo.plain, data, epochs=1).history
+            assert again.guard.session.counts.committed == 12
+            assert zoo.plain_logs(again.history) == zoo.run(zoo.plain, data, epochs=1).history
 
     @pytest.mark.parametrize("how", COPIES)
     def test_during_a_fit(self, how):
