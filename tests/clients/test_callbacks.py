@@ -64,10 +64,8 @@ def test_a_csv_file_that_begins_without_refusals(tmp_path):
     class Sees(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             seen.append(logs["refused_steps"])
-            if epoch == 0:
-                data[1].x[10] = np.nan
 
-    data = [zoo.regression(), zoo.regression()]
+    data = [zoo.regression(), zoo.poison(zoo.regression(), 5)]
 
     def batches():
         for epoch in (0, 1):
