@@ -80,6 +80,7 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)):
         children = [(str(number), value) for number, value in enumerate(data)]
     else:
+        data = data.todense() if hasattr(data, "todense") else data
         names = _RAGGED if hasattr(data, "flat_values") else _SPARSE if hasattr(data, "dense_shape") else ()
         children = [(name, getattr(data, name)) for name in names]
         if not children and data is not None:

@@ -13,6 +13,7 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,12 +23,15 @@ import numpy as np
 from keras_nanguard._keras import native_variables, spread_arrays
 
 __all__ = [
-    *("VARIABLE", "dense", "flat", "global_seed_variables", "has_handle", "is_statistic", "is_variable", "named_arrays"),
-    *("native", "read", "read_tensor", "seeds", "unique", "view", "write"),
+    *("VARIABLE", "by_rows", "dense", "flat", "global_seed_variables", "has_handle", "is_sparse", "is_statistic", "is_variable"),
+    *("named_arrays", "native", "read", "read_tensor", "seeds", "unique", "view", "write"),
 ]
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
+
+MAX_SPREAD = 1 << 24
+"""Entries up to which a sparse tensor is read with its zeros."""
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -137,7 +141,12 @@ def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def dense(value: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the `flat_values` of a ragged one."""
+    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the `flat_values` of a ragged one.
+
+    A sparse array of JAX has its zeros, too.
+    """
+    if hasattr(value, "todense"):
+        value = value.todense()
     for name in ("flat_values", "values"):
         inner_values = getattr(value, name, None)
         if inner_values is not None and not callable(inner_values):
@@ -145,6 +154,23 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "detach"):
         return _as_numpy(value)
     return spread_arrays.as_array(value)
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
+    return hasattr(value, "dense_shape") or hasattr(value, "todense")
+
+
+def by_rows(value: Any) -> np.ndarray[Any, Any]:
+    """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros, unless these are too many."""
+    if not hasattr(value, "dense_shape"):
+        return dense(value)
+    shape, values = tuple(int(n) for n in spread_arrays.as_array(value.dense_shape)), spread_arrays.as_array(value.values)
+    if math.prod(shape) > MAX_SPREAD:
+        return values
+    array = np.zeros(shape, values.dtype)
+    array[tuple(spread_arrays.as_array(value.indices).T)] = values
+    return array
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:

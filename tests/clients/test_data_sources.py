@@ -141,7 +141,7 @@ def sparse_run(data, guard=None):
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
 def test_scipy_sparse():
-    """A matrix of SciPy's comes as a sparse tensor; NaN in one batch of it is refused."""
+    """A matrix of SciPy's comes as a sparse tensor; NaN in one batch of it is refused, and the row of the matrix is named."""
     guard = NanGuard(verbose=0, diagnose=False)
     plain, guarded = sparse_run(zoo.regression()), sparse_run(zoo.regression(), guard)
     assert guard.incidents == [] and zoo.plain_logs(guarded[0]) == plain[0]
@@ -149,6 +149,8 @@ def test_scipy_sparse():
     guard = NanGuard(verbose=0)
     history, state = sparse_run(zoo.poison(zoo.regression(), 5), guard)
     assert history["refused_steps"] == [1] and all(np.isfinite(value).all() for _, value in state)
+    assert guard.incidents[0].diagnosis.cause == "input_nonfinite" and guard.incidents[0].diagnosis.samples == (2,)
+    assert [sample.index for sample in guard.bad_samples()] == [5 * zoo.BATCH + 2]
 
 
 @pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")

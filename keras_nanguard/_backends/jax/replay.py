@@ -187,6 +187,8 @@ def like(array: Any, value: Any) -> Any:
 
 def without_rows(value: Any, kept: Any) -> Any:
     """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    if hasattr(value, "todense"):
+        return type(value).fromdense(without_rows(value.todense(), kept))
     return value[np.resize(np.asarray(kept), len(value))] if len(kept) else value[:0]
 
 

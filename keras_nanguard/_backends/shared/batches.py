@@ -32,7 +32,7 @@ class Part:
     @property
     def array(self) -> np.ndarray[Any, Any]:
         """Its numbers."""
-        return keras_variables.dense(self.value)
+        return keras_variables.by_rows(self.value)
 
 
 def parts(args: Any) -> list[Part]:
@@ -63,7 +63,8 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
 
     def taken(role: str, value: Any) -> Any:
-        return current.replay().without_rows(value, kept) if current.replay().is_tensor(value) and len(value.shape) else value
+        has_rows = current.replay().is_tensor(value) or keras_variables.is_sparse(value)
+        return current.replay().without_rows(value, kept) if has_rows and len(value.shape) else value
 
     return mapped(args, taken)
 

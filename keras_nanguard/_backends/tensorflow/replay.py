@@ -111,6 +111,8 @@ def like(array: Any, value: Any) -> Any:
 
 def without_rows(value: Any, kept: Any) -> Any:
     """Return the rows of a tensor that are kept."""
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(value, validate_indices=False), kept))
     return tf.gather(value, kept)
 
 
