@@ -91,9 +91,23 @@ class UndoLog:
         with torch.no_grad():
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in self.uncounted or tensor._version != version:
-                    tensor.copy_(value)
+                    _without_repeats(tensor).copy_(_without_repeats(value, tensor))
         for give, state in self._generators:
             give(state)
+
+
+def _without_repeats(tensor: Any, of: Any = None) -> Any:
+    """Return the part of a tensor that is in memory once: PyTorch writes into no tensor that was expanded (`Normalization(mean=0.0)`).
+
+    Args:
+        of: the tensor whose memory counts, itself by default.
+    """
+    of = tensor if of is None else of
+    strides = of.stride() if of.layout == torch.strided else ()
+    for dim, stride in enumerate(strides):
+        if stride == 0 and of.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _direct_assign(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> Any:
