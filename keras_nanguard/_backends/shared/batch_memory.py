@@ -39,7 +39,8 @@ def bytes_of(value: Any) -> int:
         return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
     count = getattr(shape, "num_elements", None)
     if count is None:
-        return int(value.nbytes)
+        found = getattr(value, "nbytes", None)
+        return bytes_of((value.data, value.indices)) if found is None else int(found)  # a sparse one of JAX has parts
     number = count()  # of TensorFlow
     if number is None or not hasattr(value, "device"):  # ragged, or sparse
         names = ("flat_values", "nested_row_splits") if hasattr(value, "flat_values") else ("values", "indices")
