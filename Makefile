@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo docs pages test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
+.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -86,5 +86,14 @@ test-with:
 	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" "$(PIN)" -e ".[dev,demo,yaml]"
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
+clients: .venv-clients/.ready  ## tuners, pipelines, callbacks, data sources: the table of docs/compatibility.md, in an environment of its own
+	.venv-clients/bin/python benchmarks/clients.py --write docs/compatibility.md
+
+.venv-clients/.ready: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python $(INSTALL) --upgrade pip
+	.venv-clients/bin/python $(INSTALL) "$(TENSORFLOW)" $(BACKEND_jax) $(BACKEND_torch) -e ".[dev,demo,yaml,clients]"
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-lowest .venv-jax .venv-torch build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

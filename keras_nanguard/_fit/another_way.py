@@ -90,7 +90,9 @@ def _rate_rose(run: Run, step: int) -> bool:
     """Whether a schedule has raised the rate by then since shortly before a step, or since the loss was lowest."""
     best, optimizers = run.progress.best, run.train_state().optimizers
     since = min(step - SHORTLY, best.step) if best is not None and best.step > 0 else step - SHORTLY
-    rates = [[keras_optimizers.rate_before(o, run.step - then) for then in (step, since)] for o in optimizers]
+    committed = max(len(run.history.since(step)), 1)  # a schedule goes on with committed steps alone
+    ago = (committed, committed + step - since)
+    rates = [[keras_optimizers.rate_before(o, iterations) for iterations in ago] for o in optimizers]
     return any(then > ROSE * before > 0.0 for then, before in rates)
 
 

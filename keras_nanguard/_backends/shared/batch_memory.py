@@ -16,8 +16,6 @@ MAX_BATCHES = 256
 MAX_BYTES = 64 << 20
 """Bytes of batches that are remembered; a batch larger than that is not."""
 
-_SPARSE_OF_JAX = ("data", "indices", "indptr")
-
 
 def held(args: Any) -> Any:
     """Return arguments as they will still be after later steps: NumPy arrays that someone may write to are copied."""
@@ -41,7 +39,8 @@ def bytes_of(value: Any) -> int:
         return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
     count = getattr(shape, "num_elements", None)
     if count is None:
-        return int(value.nbytes) if hasattr(value, "nbytes") else sum(bytes_of(getattr(value, name, None)) for name in _SPARSE_OF_JAX)
+        found = getattr(value, "nbytes", None)
+        return bytes_of((value.data, value.indices)) if found is None else int(found)  # a sparse one of JAX has parts
     number = count()  # of TensorFlow
     if number is None or not hasattr(value, "device"):  # ragged, or sparse
         names = ("flat_values", "nested_row_splits") if hasattr(value, "flat_values") else ("values", "indices")

@@ -1,0 +1,126 @@
+"""Which clients of Keras a guard works under: the tests of `tests/clients`, run with what is installed, as a table.
+
+    python benchmarks/clients.py                                        # with all three backends, one after the other
+    python benchmarks/clients.py tensorflow --write docs/compatibility.md
+
+Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
+same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
+failed test, `-` a client that is not installed or that this backend does not have. Exits with 1 where one has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client: its name, the distribution whose version is printed (`""`: Keras'), and a pattern of the names of its tests."""
+
+    name: str
+    distribution: str
+    tests: str
+
+
+CLIENTS = (
+    Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch", "keras-tuner", r"test_keras_tuner"),
+    Client("Optuna, with its Keras pruning callback", "optuna-integration", r"test_optuna"),
+    Client("scikeras: Pipeline, GridSearchCV with 1 and 2 jobs, clone", "scikeras", r"test_scikeras"),
+    Client("joblib: processes and threads, cloudpickle", "joblib", r"test_joblib"),
+    Client("preset `tune` without a tuner", "", r"TestPreset"),
+    Client("all stock callbacks in any order", "", r"test_all_stock|test_a_csv"),
+    Client("TensorBoard, with histograms", "tensorboard", r"test_tensorboard"),
+    Client("PyDataset, with and without workers", "", r"\[PyDataset\]|\[workers\]|\[processes\]"),
+    Client("generators", "", r"\[generator\]"),
+    Client("tf.data: cached, parallel, of unknown length, ragged", "tensorflow-cpu", r"\[tf\.data|test_ragged"),
+    Client("torch DataLoader", "torch", r"\[DataLoader\]"),
+    Client("grain", "grain", r"\[grain\]"),
+    Client("pandas DataFrame", "pandas", r"\[DataFrame\]"),
+    Client("SciPy sparse matrices", "scipy", r"test_scipy"),
+    Client("twelve kinds of programs", "", r"test_kinds.*test_"),
+)
+
+
+def outcomes(backend: str) -> dict[str, str]:
+    """Run the tests on a backend; returns the outcome of each: `passed`, `failed` or `skipped`."""
+    environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcomes.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "tests/clients", f"--junitxml={path}"]
+        finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if not path.exists():
+            raise SystemExit(f"Expected a report of pytest. Received:\n{finished.stdout}{finished.stderr}")
+        cases = ElementTree.parse(path).iter("testcase")
+        found = {f"{case.get('classname')}.{case.get('name')}": _outcome(case) for case in cases}
+    failed = [name for name, outcome in found.items() if outcome == "failed"]
+    print(f"{backend}: {len(found)} tests, {len(failed)} failed", *failed, sep="\n  ", file=sys.stderr)
+    return found
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    kinds = {child.tag for child in case}
+    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+
+
+def cell(client: Client, found: dict[str, str]) -> str:
+    """Return what a table says of a client on a backend."""
+    mine = {outcome for name, outcome in found.items() if re.search(client.tests, name)}
+    return "no" if "failed" in mine else "yes" if "passed" in mine else "-"
+
+
+def version(client: Client) -> str:
+    """Return the version of a client that is installed."""
+    try:
+        found = metadata.version(client.distribution or "keras")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+    return found if client.distribution else f"Keras {found}"
+
+
+def table(backends: Sequence[str]) -> str:
+    """Run all, and return the table as Markdown."""
+    found = {backend: outcomes(backend) for backend in backends}
+    lines = [f"| client | version | {' | '.join(backends)} |", "|---" * (len(backends) + 2) + "|"]
+    for client in CLIENTS:
+        lines.append(f"| {client.name} | {version(client)} | {' | '.join(cell(client, found[b]) for b in backends)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Put the table between its two marks in a page."""
+    page = path.read_text("utf-8")
+    if BEGIN not in page or END not in page:
+        remedy = "Put them where the table is to stand."
+        raise SystemExit(f"Expected the lines {BEGIN} and {END}. Received: a page without them, {path}. {remedy}")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", "utf-8")
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("backends", nargs="*", help="those to run; all by default")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    given = parser.parse_args()
+    made = table(given.backends or ("tensorflow", "jax", "torch"))
+    print(made)
+    if given.write is not None:
+        write(given.write, made)
+    return int("| no " in made)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
