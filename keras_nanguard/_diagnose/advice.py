@@ -9,7 +9,7 @@ from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.causes import Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
-from keras_nanguard._policy.progress import MAX_UPDATE, SGD_BEARS
+from keras_nanguard._policy.progress import MAX_UPDATE, SGD_BEARS, bearable_factor
 
 __all__ = ["ADVICE", "advice"]
 
@@ -34,10 +34,8 @@ def _rate(e: Evidence) -> str:
     """Return a tenth of the learning rate, or of that a tenth again where the first update would still be too large."""
     if not e.optimizers:
         return "a tenth of it"
-    rate, bears = e.optimizers[0].learning_rate / 10, SGD_BEARS if e.optimizers[0].name == "SGD" else 1.0
-    while MAX_UPDATE * bears < rate * e.update < math.inf:
-        rate /= 10
-    return f"{rate:.1g}"
+    rate, bears = e.optimizers[0].learning_rate, SGD_BEARS if e.optimizers[0].name == "SGD" else 1.0
+    return f"{rate * bearable_factor(rate * e.update, 0.1, MAX_UPDATE * bears):.1g}"
 
 
 def _hint(e: Evidence) -> str:

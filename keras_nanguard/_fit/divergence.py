@@ -148,9 +148,9 @@ class Divergence:
         if progress.start is None:
             progress.start = next((m.loss for m in run.history.first(run.step)), None)
         now = progress.note(run.history.last(WINDOW))
-        if now is None or progress.signed or not self.check.enabled or processes.count() > 1:
-            return []  # of several processes each sees a loss of its own, and they have to decide the same
-        self._outliers.add(run.history.since(self._outliers.seen + 1))
+        if now is None or not self._can_tell(run):
+            return []
+        self._note_outliers(run)
         look = self._look(run, now)
         best = progress.best or now
         self.doubtful = look.grown or (look.high and now.value - best.value >= CLEARLY * now.spread)
@@ -160,6 +160,14 @@ class Divergence:
             self._suspicion = suspicion
             return []
         return self._blamed(run, suspicion)
+
+    def _can_tell(self, run: Run) -> bool:
+        """Whether divergence is looked for: of several processes each sees a loss of its own, and they have to decide the same."""
+        return self.check.enabled and not run.progress.signed and processes.count() == 1
+
+    def _note_outliers(self, run: Run) -> None:
+        """Look at the steps since the last look for those that stand out."""
+        self._outliers.add(run.history.since(self._outliers.seen + 1))
 
     def tried(self, run: Run) -> list[Finding]:
         """Try another way where the last look has asked for it, and return what that shows. The variables hold the state."""
@@ -297,10 +305,9 @@ class Divergence:
 
         Not where they do better at a lower rate: then it was the rate.
         """
-        self._outliers.add(run.history.since(self._outliers.seen + 1))
-        jumped = self._outliers.since(run.step - NEAR)
-        best = run.progress.best
-        if not jumped or best is None or run.progress.signed or not self.check.enabled or processes.count() > 1:
+        self._note_outliers(run)
+        jumped, best = self._outliers.since(run.step - NEAR), run.progress.best
+        if not jumped or best is None or not self._can_tell(run):
             return findings
         enough = best.value + NOISE * best.spread
         since = [loss for step, loss, _ in run.history.since(jumped[-1] + 1)]

@@ -17,6 +17,7 @@ from keras_nanguard._fit.pending_recovery import initial_statistics, learning
 from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._policy.progress import bearable_factor
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -106,13 +107,9 @@ def _diverged(incident: Incident) -> bool:
 def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:
     """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large."""
     factor, largest = float(p["factor"]), p.get("max_update")
-    predicted = run.progress.update * rate * factor
-    if largest is None or run.progress.restored != 0 or not predicted < math.inf:
+    if largest is None or run.progress.restored != 0:
         return factor
-    largest *= bears([optimizer])
-    while predicted > largest and factor > _LEAST_FACTOR:
-        factor, predicted = factor * p["factor"], predicted * p["factor"]
-    return factor
+    return bearable_factor(run.progress.update * rate, factor, largest * bears([optimizer]), _LEAST_FACTOR)
 
 
 def _before_update(incident: Incident) -> bool:

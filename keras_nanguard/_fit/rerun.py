@@ -101,7 +101,7 @@ class RunsAgain(Run):
         return [(variable, keras_variables.read(variable)) for variable in metrics]
 
     def _begin_metrics(self) -> None:
-        """Let the metrics begin anew, as where an epoch begins."""
+        """Let the metrics begin anew, as where an epoch begins; a module of torch has none."""
         if hasattr(self.model, "reset_metrics"):
             self.state.access.sync_variables()
             self.model.reset_metrics()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-__all__ = ["Level", "Progress", "level_of", "onset"]
+__all__ = ["Level", "Progress", "bearable_factor", "level_of", "onset"]
 
 WINDOW = 16
 """Number of losses whose median is the level."""
@@ -55,6 +55,17 @@ LEVELS, RECENT_LEVELS = 256, 64
 
 NORMAL = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+
+
+def bearable_factor(update: float, factor: float, largest: float, least: float = 0.0) -> float:
+    """Return by what to lower a rate whose first update is this large: the factor, applied again until that is at most `largest`.
+
+    It is applied once where the update is not known, and no further once it is at most `least`.
+    """
+    lowered = factor
+    while largest < update * lowered < math.inf and lowered > least:
+        lowered *= factor
+    return lowered
 
 
 class Level(NamedTuple):
