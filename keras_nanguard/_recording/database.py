@@ -95,13 +95,14 @@ class Database:
     Args:
         path: the file.
         writer: identifies this run. The file belongs to the one that has opened it last.
+        changes: what is written at once; who reads meanwhile sees all of it, or the file as it was.
 
     Raises:
         GuardError: if a file is there that is no recording.
         sqlite3.Error, OSError: if it cannot be written.
     """
 
-    def __init__(self, path: Path, writer: str):
+    def __init__(self, path: Path, writer: str, changes: Changes | None = None):
         self.path, self._writer = path, writer
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
@@ -109,26 +110,22 @@ class Database:
             _check_header(path)
         self._connection = sqlite3.connect(path, timeout=LOCKED, isolation_level=None, check_same_thread=False)
         try:
-            self._begin(fresh)
+            self._begin(fresh, changes or Changes())
         except BaseException:
             self._connection.close()
             raise
 
-    def _begin(self, fresh: bool) -> None:
-        """Make the tables of a file that is new, and take the file over."""
-        if fresh:
-            self._make()
-        self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    def _begin(self, fresh: bool, changes: Changes) -> None:
+        """Make the tables of a file that is new, take the file over, and write the first changes."""
+        if not fresh:
+            self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.execute("PRAGMA synchronous = NORMAL")
         with self._transaction() as run:
+            if fresh:
+                _make(run)
             run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", (json.dumps(self._writer),))
-
-    def _make(self) -> None:
-        with self._transaction() as run:
-            run(f"PRAGMA application_id = {APPLICATION}")
-            for statement in SCHEMA.values():
-                run(statement)
-            run(f"PRAGMA user_version = {VERSION}")
+            self._put(changes)
+        self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:
@@ -142,23 +139,27 @@ class Database:
 
     def write(self, changes: Changes) -> bool:
         """Write in one transaction; returns `False`, and writes nothing, where another run has taken the file over."""
-        many = self._connection.executemany
         with self._transaction() as run:
             owner = run("SELECT value FROM meta WHERE key = 'writer'").fetchone()
             if owner is None or owner[0] != json.dumps(self._writer):
                 return False
-            many("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, _json(value)) for key, value in changes.meta.items()])
-            run("DELETE FROM steps WHERE id < ?", (changes.first,))
-            many(_insert("steps", STEP_COLUMNS), _rows(changes.steps, changes.start))
-            if changes.bins is not None:
-                run("DELETE FROM bins")
-                many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, 0))
-            many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
-            if changes.layers_anew:
-                run("DELETE FROM layers")
-            many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", map(_layer_row, changes.layers))
-            many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
+            self._put(changes)
         return True
+
+    def _put(self, changes: Changes) -> None:
+        """Write within a transaction."""
+        run, many = self._connection.execute, self._connection.executemany
+        many("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, _json(value)) for key, value in changes.meta.items()])
+        run("DELETE FROM steps WHERE id < ?", (changes.first,))
+        many(_insert("steps", STEP_COLUMNS), _rows(changes.steps, changes.start))
+        if changes.bins is not None:
+            run("DELETE FROM bins")
+            many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, 0))
+        many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
+        if changes.layers_anew:
+            run("DELETE FROM layers")
+        many("INSERT INTO layers (step, path, kind, a, b, c) VALUES (?, ?, ?, ?, ?, ?)", map(_layer_row, changes.layers))
+        many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
 
     def close(self) -> None:
         """Close the file; where nobody reads it just now, what is in the log beside it goes into it, and the log goes."""
@@ -168,6 +169,13 @@ class Database:
         except sqlite3.Error:
             pass  # somebody reads: the log stays beside the file, and is part of it
         self._connection.close()
+
+
+def _make(run: Any) -> None:
+    run(f"PRAGMA application_id = {APPLICATION}")
+    for statement in SCHEMA.values():
+        run(statement)
+    run(f"PRAGMA user_version = {VERSION}")
 
 
 def _insert(table: str, columns: Mapping[str, type]) -> str:

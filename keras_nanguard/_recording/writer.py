@@ -81,8 +81,9 @@ class Writer:
         while (changes := self._jobs.get()) is not None:
             while not self.problem:
                 try:
-                    database = database or Database(self.path, self._writer)
-                    if not database.write(changes):
+                    if database is None:
+                        database = Database(self.path, self._writer, changes)
+                    elif not database.write(changes):
                         self.problem = f"another run writes to {self.path}"
                     break
                 except Exception as error:  # noqa: BLE001  whatever it is: training goes on, and a line says so

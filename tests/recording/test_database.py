@@ -315,3 +315,22 @@ def test_wrong_writer(tmp_path):
     one.close()
     other.close()
     assert read(tmp_path)["meta"]["model"] == "other"
+
+
+def test_whoever_reads_while_a_file_is_made_sees_all_of_its_beginning(tmp_path, monkeypatch):
+    """There is no moment at which the file is readable and does not say yet what run it is of."""
+    seen = []
+
+    class Watched(sqlite3.Connection):
+        def execute(self, *args):
+            found = super().execute(*args)
+            with contextlib.suppress(GuardError, sqlite3.Error), monkeypatch.context() as plain:
+                plain.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, **{**k, "timeout": 0}))
+                seen.append(read(tmp_path)["meta"])
+            return found
+
+    connect = sqlite3.connect
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, **{**kwargs, "factory": Watched}))
+        Database(tmp_path / NAME, "me", Changes({"status": "running"})).close()
+    assert seen and all(meta["status"] == "running" for meta in seen)

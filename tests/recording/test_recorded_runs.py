@@ -293,6 +293,7 @@ def test_incidents_of_another_run_stay(tmp_path):
 
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
+            assert guard._recorder.flush()
             seen.append(Recording.read(tmp_path).meta["status"])
 
     guard = NanGuard(directory=tmp_path, **QUIET)
