@@ -25,6 +25,13 @@ def _has_onset(incident: Incident) -> bool:
     return diverged or any(f.kind == "lasting_spike" for f in incident.findings)
 
 
+def _of_data(incident: Incident) -> bool:
+    """Whether the batch itself is bad."""
+    causes = ("input_nonfinite", "target_nonfinite", "target_out_of_range")
+    named = incident.diagnosis is not None and incident.diagnosis.cause in causes
+    return named or any(f.site in ("inputs", "targets") for f in incident.findings)
+
+
 class Incidents:
     """Makes the incidents of one run, and has done what the policy decides about each.
 
@@ -46,6 +53,7 @@ class Incidents:
     ):
         self._run, self._report_now, self._explain, self._explained = run, report, explain, explained
         self._waiting: list[Incident] = []
+        self._diverged_at = -2
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
@@ -66,7 +74,9 @@ class Incidents:
         run.recent.push_refused(run.step, run.transaction.given)
         findings = list(self._explained(run, findings, verdict.loss))
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
-        if not _has_onset(incident):
+        if _has_onset(incident) or (self._diverged_at == run.step - 1 and not _of_data(incident)):
+            self._diverged_at = run.step  # with a finite batch it is still the state that is wrong, whatever the cause is called
+        else:
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from sklearn.datasets import load_digits
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._diagnose.explain_step import Explainer
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 EPOCHS, BATCH = 4, 32
@@ -99,6 +101,24 @@ class TestBroughtHome:
         assert guard.incidents[-1].diagnosis.cause == "divergence"
         advised = next(re.search(r"try (\S+)\)", text) for text in guard.incidents[-1].diagnosis.advice if "try" in text)
         assert float(advised[1]) == pytest.approx(found, rel=0.5), "the advice names the rate that was found"
+
+    def test_a_refusal_on_the_way_that_is_explained_otherwise(self, monkeypatch):
+        """With finite data no batch is left out of the steps that are run again, whatever cause one of the refused steps is given."""
+        explain, refused = Explainer.__call__, []
+
+        def otherwise(self, run, incident, report):
+            diagnosis = explain(self, run, incident, report)
+            if incident.refused:
+                refused.append(incident.step)
+            return diagnosis if len(refused) != 2 or diagnosis is None else replace(diagnosis, cause="input_scale")
+
+        monkeypatch.setattr(Explainer, "__call__", otherwise)
+        guard, y = NanGuard(verbose=0), Y * 100.0 + 1000.0
+        model, _ = fit(unscaled(lambda: optimizers.SGD(10.0)), guard, y=y)
+        assert [i.diagnosis.cause for i in guard.incidents if i.refused][:3] == ["divergence", "input_scale", "divergence"]
+        rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+        best, _ = fit(unscaled(lambda: optimizers.SGD(rate)), y=y)
+        same(model, best)
 
     def test_a_warmup_is_scaled_as_a_whole(self):
         """The run ends as one whose whole schedule was lower, and not as one that rises to a limit at once."""
