@@ -133,6 +133,7 @@ class Diagnosis:
         evidence: sentences, each an observation or a measurement.
         advice: sentences, each a recommendation.
         confidence: between 0.0 and 1.0.
+        diverged: whether training had diverged: with the cause `divergence`, or `input_scale` where unscaled data has led to that.
     """
 
     cause: str = "unknown"
@@ -141,9 +142,15 @@ class Diagnosis:
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     confidence: float = 0.0
+    diverged: bool = False
 
     def __post_init__(self) -> None:
         _one_of(self.cause, CAUSES, "cause")
+
+    @property
+    def causes(self) -> frozenset[str]:
+        """The causes that a rule of a policy matches: `divergence` besides its own, where training had diverged."""
+        return frozenset({self.cause, "divergence"} if self.diverged else {self.cause})
 
     @property
     def place(self) -> str:

@@ -17,8 +17,8 @@ from keras_nanguard._policy.settings import DivergenceCheck
 
 __all__ = ["Suspicion", "raise_rate", "tried"]
 
-LOWER = 0.1
-"""Factor of the learning rate in a trial."""
+LOWER = {0.1: "a tenth", 0.01: "a hundredth"}
+"""Factors of the learning rate in a trial; the second where the first does not help, and its updates would be large as well."""
 
 HIGHER = 10.0**0.5
 """Factor of the learning rate in a trial of whether it was lowered too far."""
@@ -73,14 +73,14 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
     batches = suspicion.jumped and not _rate_rose(run, suspicion.jumped[0])
     without, steps, first = _without_batches(run, suspicion, enough) if batches else (None, frozenset(), 0)
     known = (suspicion.findings or without is not None) and not suspicion.sure and len(run.train_state().optimizers) == 1
-    lower, onset = _lower_rate(run, suspicion.onset) if known else (None, 0)
+    lower, onset, share = _lower_rate(run, suspicion.onset, enough, check) if known else (None, 0, "")
     if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
         left_out = f"{len(steps)} batches from that of step {min(steps) + 1} on"
         note = f"Tried again without {left_out}, the steps since then end at a loss of {without.value:.3g}."
         spike = (Finding("loss", "lasting_spike", value=now),)
         return replace(suspicion, onset=min(first, min(steps)), findings=spike, notes=(*suspicion.notes, note), without=steps)
     if lower is not None and lower.value < enough:
-        note = f"Tried again with a tenth of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
+        note = f"Tried again with {share} of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
         found = suspicion.findings or (Finding("loss", "divergence", value=now),)
         return replace(suspicion, onset=max(onset, suspicion.onset), findings=found, notes=(*suspicion.notes, note))
     return suspicion if suspicion.sure or (lower is None and suspicion.otherwise) else None
@@ -102,16 +102,22 @@ def _enough(run: Run, now: Level, check: DivergenceCheck) -> float:
     return max(clearly, now.value - NOISE * now.spread) if run.recovery.diverged else clearly
 
 
-def _lower_rate(run: Run, onset: int) -> tuple[Level | None, int]:
-    """Return the level that the steps since an onset end at with a lower rate, and from which step; `None` where that cannot be tried.
+def _lower_rate(run: Run, onset: int, enough: float, check: DivergenceCheck) -> tuple[Level | None, int, str]:
+    """Return the level that the steps since an onset end at with a lower rate, from which step, and which share of the rate.
 
-    From the newest snapshot before it or, where the steps since are not all known, the oldest later one from which they are.
+    From the newest snapshot before it or, where the steps since are not all known, the oldest later one from which they are. The level
+    is `None` where that cannot be tried.
     """
     first = run.ring.before(onset)
     for snapshot in [s for s in run.ring.snapshots if first is None or s.step >= first.step]:
-        if (end := run.try_again(snapshot, LOWER)) is not None:
-            return end, snapshot.step
-    return None, 0
+        for factor, share in LOWER.items():
+            if (end := run.try_again(snapshot, factor)) is None:
+                break
+            if end.value < enough or not predicted_update(run) * factor >= check.update:
+                return end, snapshot.step, share
+        else:
+            return end, snapshot.step, share
+    return None, 0, ""
 
 
 def _without_batches(run: Run, suspicion: Suspicion, enough: float) -> tuple[Level | None, frozenset[int], int]:

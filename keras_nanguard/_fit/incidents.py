@@ -21,7 +21,7 @@ __all__ = ["Incidents"]
 
 def _has_onset(incident: Incident) -> bool:
     """Whether an incident is about what began earlier than it was noticed."""
-    diverged = incident.diagnosis is not None and incident.diagnosis.cause == "divergence"
+    diverged = incident.diagnosis is not None and "divergence" in incident.diagnosis.causes
     return diverged or any(f.kind == "lasting_spike" for f in incident.findings)
 
 
