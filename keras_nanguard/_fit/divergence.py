@@ -48,6 +48,9 @@ VIOLENT_AFTER = 45
 FLAT = 0.9
 """Share of the loss of the first step from which on there has been no progress."""
 
+LEARNT = 0.05
+"""Share of the loss of the first step below which training goes well; any lower rate would end at a lower loss soon, for it averages."""
+
 SUSPECT = 0.6
 """Share of what counts as lost from which on another way is worth a trial."""
 
@@ -257,7 +260,8 @@ class Divergence:
         if halves is None:
             return None
         stalled = halves[1] > STALLED * halves[0] and update >= (self.check.update if diverged else 1.0)
-        if not (stalled or slow or update >= self.check.update * (1.0 if diverged else bears(run.train_state().optimizers))):
+        large = update >= self.check.update * (1.0 if diverged else bears(run.train_state().optimizers))
+        if not (stalled or slow or (large and (diverged or look.now.value > LEARNT * (progress.start or math.inf)))):
             return None
         hardly = "not" if halves[1] >= halves[0] else "hardly"
         note = f"Since step {progress.since + 1} the loss has {hardly} fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."

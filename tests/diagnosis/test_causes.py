@@ -54,6 +54,14 @@ def test_the_evidence_decides(cause):
     assert decide(TABLE[cause]).cause == cause
 
 
+def test_unscaled_data_that_has_made_training_diverge():
+    """The cause is the scale of the data; a rule on `divergence` matches it where the run has diverged, and only there."""
+    grown = replace(TABLE["divergence"], rescaled="finite", targets=(Spread("targets", 1e3, 300, 200),))
+    assert conclude(grown).causes == {"input_scale", "divergence"} and conclude(grown).diverged
+    assert conclude(TABLE["input_scale"]).causes == {"input_scale"}
+    assert conclude(TABLE["divergence"]).causes == {"divergence"} and conclude(TABLE["divergence"]).diverged
+
+
 @pytest.mark.parametrize("cause", TABLE)
 def test_every_diagnosis_has_sentences(cause):
     diagnosis = conclude(TABLE[cause])

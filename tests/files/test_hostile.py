@@ -293,7 +293,7 @@ def test_progress_crosses_from_the_child(make):
     assert seen[-1][0] == seen[-1][1]
 
 
-FUZZED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

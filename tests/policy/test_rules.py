@@ -26,6 +26,11 @@ def incident(*findings, refused=True, cause=None, step=5):
 LOSS, WEIGHTS = Finding("loss"), Finding("weights", path="model/post_bn_1/gamma", nan=3, size=10)
 
 
+def unscaled(diverged):
+    """Return an incident whose cause is unscaled data."""
+    return incident(LOSS).with_(diagnosis=Diagnosis("input_scale", diverged=diverged))
+
+
 @pytest.mark.parametrize(
     ("fields", "given", "matches"),
     [
@@ -50,6 +55,11 @@ LOSS, WEIGHTS = Finding("loss"), Finding("weights", path="model/post_bn_1/gamma"
         ({"layer": "dense*"}, incident(WEIGHTS), False),
         ({"cause": "divergence"}, incident(LOSS), False),
         ({"cause": "divergence"}, incident(LOSS, cause="divergence"), True),
+        ({"cause": "divergence"}, unscaled(diverged=True), True),
+        ({"cause": "divergence"}, unscaled(diverged=False), False),
+        ({"cause": "input_scale"}, unscaled(diverged=True), True),
+        ({"unless": {"cause": "divergence"}}, unscaled(diverged=True), False),
+        ({"unless": {"cause": "divergence"}}, unscaled(diverged=False), True),
         ({"unless": {"on": "weights"}}, incident(LOSS, WEIGHTS), False),
         ({"unless": {"on": "weights"}}, incident(LOSS), True),
         ({"unless": {"cause": ["spike", "transient"]}}, incident(LOSS, cause="transient"), False),

@@ -98,9 +98,17 @@ def fitted(action, mode, directory):
     return model, guard, x, y
 
 
-@pytest.mark.parametrize("with_directory", [True, False], ids=["directory", "no directory"])
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("mode", MODES)
+def table():
+    """Return every mode with every action, with and without a directory; one of both is left to the campaigns, turn and turn about."""
+    for n, mode in enumerate(MODES):
+        for m, action in enumerate(ACTIONS):
+            for with_directory in (True, False):
+                marks = [pytest.mark.slow] if with_directory == bool((n + m) % 2) else []
+                name = f"{mode}-{action}-{'directory' if with_directory else 'no directory'}"
+                yield pytest.param(mode, action, with_directory, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("mode", "action", "with_directory"), table())
 def test_a_second_incident(mode, action, with_directory, tmp_path):
     """A refused step soon or long after it is found, its bundle holds the batches of the steps before, and replays as it was."""
     directory = tmp_path / "run" if with_directory else None

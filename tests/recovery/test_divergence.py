@@ -42,8 +42,8 @@ def unscaled(optimizer):
     return build
 
 
-def fit(build, guard=None, y=Y, callbacks=(), epochs=EPOCHS, **options):
-    keras.utils.set_random_seed(0)
+def fit(build, guard=None, y=Y, callbacks=(), epochs=EPOCHS, seed=0, **options):
+    keras.utils.set_random_seed(seed)
     model = build()
     guards = [guard] if guard is not None else []
     history = model.fit(X, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[*guards, *callbacks], **options).history
@@ -296,6 +296,30 @@ class TestRateIsRemembered:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         assert changes(guard) and rate <= 0.003 * 1.001
         assert [line for line in lines if "It is raised to that." in line] == lines
+
+    @pytest.mark.requires_backend("tensorflow", reason="with this seed there it is the rate of a hundredth that helps, and no other")
+    def test_a_tenth_of_the_rate_is_no_better(self):
+        """Where most units have died at a tenth of the rate as well, a hundredth is tried, and the run goes on at that."""
+
+        def build():
+            sizes = [layers.Dense(size, "relu") for size in (32, 16, 32)]
+            model = keras.Sequential([keras.Input((64,)), *sizes, layers.Dense(64)])
+            model.compile(momentum(30.0)(), "mse")
+            return model
+
+        guard = NanGuard(verbose=0)
+        model, _ = fit(build, guard, y=X, seed=4)
+        stock, _ = fit(build, y=X, seed=4)
+        assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.3)
+        assert "Tried again with a hundredth of the learning rate" in str(guard.incidents[0].diagnosis)
+        assert model.evaluate(X, X, verbose=0) < 0.6 * stock.evaluate(X, X, verbose=0)
+
+    @pytest.mark.requires_backend("tensorflow", reason="with this seed there a trial would end at a lower loss at a lower rate")
+    def test_a_run_that_goes_well_is_not_doubted(self):
+        """Any run at a constant rate ends at a lower loss soon where the rate is lowered: that alone is no reason to."""
+        guard = NanGuard(verbose=0)
+        fit(mlp(lambda: optimizers.RMSprop(0.01)), guard, epochs=11, seed=1)
+        assert guard.incidents == []
 
 
 def test_an_ending_gives_the_rate_back(capsys):

@@ -13,15 +13,22 @@ from support import zoo
 
 SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
 TOGETHER = {
-    "graph": ("adam", "momentum", "bad_target", "observed", "healthy"),
-    "float16": ("mixed_float16", "mixed_float16_momentum", "overflow"),
-    "more of the optimizer": ("ema", "schedule", "several_steps"),
+    "graph": ("adam", "bad_target", "observed", "healthy"),
+    "float16": ("mixed_float16", "overflow"),
+    "more of the optimizer": ("ema", "several_steps"),
     "eager": ("eager",),
-    "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
+    "two optimizers": ("two_optimizers",),
     "own step": ("own_step", "uneven", "on_batch"),
     "compiled": ("compiled",),
+    "campaign": ("momentum", "mixed_float16_momentum", "schedule", "healthy_two_optimizers"),
 }
 """Cases that share a process."""
+
+
+def cases(*names: str) -> list[Any]:
+    """Return cases as parameters; some are left to the campaigns."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in TOGETHER["campaign"] else []) for name in names]
+
 
 STEPS = [3, 7, 8, 18, 22, 23]
 REPLICAS = [[0], [1], [0, 1]] * 2
@@ -48,7 +55,7 @@ def result(once):
 ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", "schedule", "eager", "two_optimizers", "own_step"]
 
 
-@pytest.mark.parametrize("name", [*ORACLE, "bad_target", "several_steps"])
+@pytest.mark.parametrize("name", cases(*ORACLE, "bad_target", "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
     """Keras ends in NaN; the guarded run ends, in the copy of each replica, where it ends without the bad batches."""
     told = result(name)
@@ -57,7 +64,7 @@ def test_a_bad_batch_never_happened(result, name):
     assert told["steps"] == STEPS and all(told["refused"])
 
 
-@pytest.mark.parametrize("name", [*ORACLE, "bad_target"])
+@pytest.mark.parametrize("name", cases(*ORACLE, "bad_target"))
 def test_replicas_are_named(result, name):
     """An incident names the replica that saw it, or both of them."""
     told = result(name)["replicas"]
@@ -67,7 +74,7 @@ def test_replicas_are_named(result, name):
         assert told == REPLICAS
 
 
-@pytest.mark.parametrize("name", ORACLE)
+@pytest.mark.parametrize("name", cases(*ORACLE))
 def test_rows_are_those_of_the_whole_batch(result, name):
     """The diagnosis tells the rows of the batch as the user made it, not those of a replica's share of it."""
     told = result(name)
@@ -91,7 +98,7 @@ def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
     }
 
 
-@pytest.mark.parametrize("name", ["healthy", "healthy_two_optimizers"])
+@pytest.mark.parametrize("name", cases("healthy", "healthy_two_optimizers"))
 def test_a_healthy_run_is_untouched(result, name):
     """On clean data a guarded run and one that is not guarded are the same, bit by bit."""
     told = result(name)
