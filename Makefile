@@ -24,8 +24,9 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network on broken data with and without the guard, and without what is broken
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY) lint types  ## everything that CI runs: the whole suite on TensorFlow, on JAX and on PyTorch
+test: $(READY)  ## everything that CI runs: the whole suite on TensorFlow, on JAX and on PyTorch
 	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
+	$(MAKE) lint types && \
 	$(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests && wait $$made
 	$(MAKE) test-jax test-torch
 

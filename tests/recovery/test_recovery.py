@@ -239,6 +239,7 @@ class TestDivergingRate:
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(right, rel=1e-3)
 
 
+@pytest.mark.requires_backend("tensorflow", reason="the script is the same on each backend")
 def test_benchmark_in_short():
     """Two scenarios of the recovery benchmark run from the command line and recover."""
     script = Path(__file__).parents[2] / "benchmarks" / "recovers.py"

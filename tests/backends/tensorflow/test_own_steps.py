@@ -232,7 +232,7 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("two steps in one", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_healthy_run_is_that_of_stock_keras(name, mode):
     guard = NanGuard(verbose=0)

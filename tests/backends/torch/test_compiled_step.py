@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["keras", "half precision", pytest.param("own step", marks=pytest.mark.slow)])
 def test_a_bad_batch_never_happened(name, steady):
     """A compiled guarded fit ends where one ends that was never given the bad batches, and is compiled once."""
     build, policy = CASES[name]
@@ -143,6 +143,7 @@ def test_the_next_fit_compiles_nothing(steady):
     torch.compiler.set_stance("default")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_guarded_for_good():
     """`NanGuardModel` compiles its step, too."""
     model = network(NanGuardModel)(jit_compile=True)
