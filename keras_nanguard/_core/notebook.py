@@ -20,7 +20,7 @@ def block(
         title: the first line.
         lines: paragraphs below it.
         head, rows: a table.
-        good: whether the title tells of something good.
+        good: whether the title reports something good.
     """
     colour = "#1b7a3d" if good else "#c0262d"
     parts = [f'<div style="border-left:4px solid {colour};padding:2px 12px"><strong>{escape(title)}</strong>']

@@ -307,11 +307,11 @@ def read(path: str | Path | None) -> Bundle:
         raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}") from error
 
 
-def _before(folder: Path, told: Any) -> Sequence[Any]:
-    if not told or not (folder / "before.npz").is_file():
+def _before(folder: Path, before: Any) -> Sequence[Any]:
+    if not before or not (folder / "before.npz").is_file():
         return ()
-    arrays = _load(folder / "before.npz", [str(name) for name in told["dtypes"]])
-    batches: Sequence[Any] = _packed(told["batches"], arrays)
+    arrays = _load(folder / "before.npz", [str(name) for name in before["dtypes"]])
+    batches: Sequence[Any] = _packed(before["batches"], arrays)
     return batches
 
 

@@ -129,7 +129,7 @@ class AdaptiveClip:
         return {name: getattr(self, name) for name in names}
 
     def resume(self, found: Mapping[str, Any]) -> None:
-        """Go on from what `to_dict` told."""
+        """Go on from what `to_dict` returned."""
         self.deviations, self.smoothing = float(found["deviations"]), float(found["smoothing"])
         self.mean, self.variance = float(found["mean"]), float(found["variance"])
         self._install()

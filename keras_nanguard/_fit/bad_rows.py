@@ -53,7 +53,7 @@ class BadRows:
 
     def __init__(self, recorder: Recorder, ids: Sequence[Any] | str | None):
         self._recorder, self._ids = recorder, ids
-        self._told, self._search = 0, RowSearch()
+        self._reported, self._search = 0, RowSearch()
 
     def note(self, incident: Incident, report: Report | None) -> None:
         """Note the rows that are to blame for an incident, and known bad ones in its batch. Never raises."""
@@ -61,7 +61,7 @@ class BadRows:
             return
         try:
             self._note(incident, report.batch)
-        except Exception:  # noqa: BLE001  data of a kind that cannot be told by rows; training goes on
+        except Exception:  # noqa: BLE001  data of a kind that has no rows to compare; training goes on
             return
 
     @np.errstate(all="ignore")  # what is looked at is not finite
@@ -116,9 +116,9 @@ class BadRows:
     def line(self) -> str:
         """Return the line that says which bad rows there are, `""` where there is no new one since the last."""
         found = list(self._recorder.samples.values())
-        if len(found) <= self._told:
+        if len(found) <= self._reported:
             return ""
-        self._told = len(found)
+        self._reported = len(found)
         listed = ", ".join(_shown(sample.label) for sample in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
         return f"NanGuard: {len(found)} distinct bad {'row' if len(found) == 1 else 'rows'} so far: {listed}"
 

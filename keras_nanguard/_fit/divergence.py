@@ -43,7 +43,7 @@ CHECKPOINT = 100
 """Steps after a rollback, or after the start, at which it is asked first whether training has stalled; then after twice as many."""
 
 VIOLENT_AFTER = 45
-"""Step at which a violent start is judged: early enough to be run again, late enough for a trial to show something."""
+"""Step at which a violent start is judged: early enough for its steps to be run again, and a trial shows something by then."""
 
 FLAT = 0.9
 """Share of the loss of the first step from which on there has been no progress."""
@@ -57,7 +57,7 @@ SUSPECT = 0.6
 EXTREME = 30.0
 """Multiple of the start from which a level needs no time, and where a kernel has grown as well no trial."""
 
-AGAIN = 0.5
+AFTER_DIVERGENCE = 0.5
 """Factor of what counts as lost, and as growth, once the run has diverged before."""
 
 CLEARLY = 3.0
@@ -127,7 +127,7 @@ class Divergence:
         self.check = check
         self.doubtful = False
         self._kernels, self._outliers = Kernels(), Outliers()
-        self._asked = self._told = False
+        self._asked = self._reported = False
         self._judged, self._pause, self._again = -1, PAUSE, 0
         self.start_over()
 
@@ -184,8 +184,8 @@ class Divergence:
         if suspicion is None:
             return []
         self._shown_since = None
-        if suspicion.reported and run.policy.checks.trend.enabled and not self._told:
-            self._told = True
+        if suspicion.reported and run.policy.checks.trend.enabled and not self._reported:
+            self._reported = True
             return [Finding("loss", "spike", value=suspicion.now.value)]
         return []
 
@@ -197,7 +197,7 @@ class Divergence:
 
     def _look(self, run: Run, now: Level) -> _Look:
         progress, check = run.progress, self.check
-        factor = AGAIN if run.recovery.diverged else 1.0
+        factor = AFTER_DIVERGENCE if run.recovery.diverged else 1.0
         best, start = progress.best or now, progress.start or math.inf
         risen = now.value >= check.rise * start
         lost = progress.lost(now) if now.value - best.value >= NOISE * best.spread else 0.0

@@ -1,6 +1,6 @@
 """Looks at each layer now and then, between two steps: norms of weights and gradients, how far one update moves the weights, statistics.
 
-A look copies the weights, and of the optimizer what tells their gradients (see `gradient_slots`). The next one, after the following
+A look copies the weights, and of the optimizer what their gradients follow from (see `gradient_slots`). The next one, after the following
 execution, compares. Nothing of it is in the step. How often depends on
 what it takes: all looks together take no more than a small share of the time that training takes.
 """
@@ -98,9 +98,9 @@ class LayerLooks:
             norm = sizes(value)[0]
             moved = np.nan if before is None else sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
             variables.append((str(getattr(variable, "path", "")), "trainable"))
-            told = self._slots.get(id(variable))
-            updated_once = told is not None and id(told[0].updates) in once
-            gradient = told[0].norm(told[1], keras_variables.view(told[0].variable)) if told and updated_once else np.nan
+            slot = self._slots.get(id(variable))
+            updated_once = slot is not None and id(slot[0].updates) in once
+            gradient = slot[0].norm(slot[1], keras_variables.view(slot[0].variable)) if slot and updated_once else np.nan
             values.append((gradient, norm, moved / norm if norm else np.nan))
         for layer in keras_layers.batchnorms(run.model):
             for variable in (layer.moving_mean, layer.moving_variance) if layer.built else ():

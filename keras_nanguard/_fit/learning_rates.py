@@ -136,7 +136,7 @@ class Rate:
 
         A callback that scales the rate it finds (ReduceLROnPlateau) goes on from the lowered one and is left alone; one
         that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
-        tells which it is: the geometric mean of the lowered and of the old level lies between the two.
+        shows which it is: the geometric mean of the lowered and of the old level lies between the two.
         """
         if self.limit < math.inf:
             self._bound()
@@ -168,10 +168,10 @@ class Rate:
         return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute, "limit": limit}
 
     def resume(self, done: Mapping[str, Any], write: bool) -> None:
-        """Go on from what `to_dict` told.
+        """Go on from what `to_dict` returned.
 
         Args:
-            done: what it told.
+            done: what it returned.
             write: whether a plain rate is written as it was. Without it, one that someone has changed since counts as
                 chosen anew, and nothing that was done to it before matters any more.
         """

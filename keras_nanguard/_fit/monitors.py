@@ -23,11 +23,11 @@ from keras_nanguard._keras import layers as keras_layers, optimizers as keras_op
 __all__ = ["Monitors"]
 
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
-"""Steps of the first looks after the start, and after a rollback; then one every `EVERY` steps."""
+"""Steps of the first looks after the start, and after a rollback; then one every `LOOK_INTERVAL` steps."""
 
-EVERY = 50
+LOOK_INTERVAL = 50
 
-NEVER = 50
+MIN_COMMITTED = 50
 """Good steps after which statistics that stand where they were initialised never move at all."""
 
 LEAP = 1e3
@@ -56,7 +56,7 @@ class Monitors:
         self.checks = checks
         self.due: float = LOOKS[0]
         self.statistics, self.ceiling = 0.0, math.inf
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._weights: Mapping[int, np.ndarray[Any, Any]] = {}  # fingerprints of kernels
         self._weights_of = self._still = 0
         self._variances: dict[int, float] = {}
@@ -71,17 +71,17 @@ class Monitors:
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._weights, self._variances = run.counts.rollbacks, {}, {}
             self._since = run.progress.since
-            self._told.clear()
+            self._reported.clear()
             self._divergence.start_over()
-        self.due = next((self._since + at for at in LOOKS if self._since + at > step), step + EVERY)
+        self.due = next((self._since + at for at in LOOKS if self._since + at > step), step + LOOK_INTERVAL)
         found = self._divergence.look(run)
         if found:
             return found
         watches = {"dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
         for name, watch in watches.items():
             findings = list(watch(run))
-            if findings and name not in self._told:
-                self._told.add(name)
+            if findings and name not in self._reported:
+                self._reported.add(name)
                 found += findings
         return found
 
@@ -132,7 +132,7 @@ class Monitors:
     def _stuck(self, run: Run) -> Iterator[Finding]:
         """BatchNorm statistics that stand where they were initialised, although the layer learns."""
         patience = self.checks.statistics.stuck_after
-        if not self.checks.statistics.enabled or not patience or run.counts.committed < min(NEVER, patience):
+        if not self.checks.statistics.enabled or not patience or run.counts.committed < min(MIN_COMMITTED, patience):
             return
         first = run.ring.oldest()
         for layer in _learning(run.model):

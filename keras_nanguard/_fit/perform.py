@@ -76,7 +76,7 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     if _before_update(incident) and not run.recovery.pending.tried:
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
-    told = []
+    changed = []
     retrace = False
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rate(optimizer)
@@ -84,19 +84,19 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
         limit = p.get("safe", 1.0) * at if _diverged(incident) else math.inf
         if run.progress.restored != 0 and before < ROSE * at and before <= limit * (1 + 1e-6) < rate.limit:
             retrace |= rate.limit_to(limit)
-            told.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
+            changed.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
             continue
         before, after, anew = rate.lower(_factor(run, optimizer, before, p), p.get("min_lr", 0.0))
         retrace |= rate.limit_to(limit) or anew
         if after < before:
-            told.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
+            changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:
         run.state.access.rebuild()
-    if not told:
+    if not changed:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
     recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") and not run.recovery.diverged else None
     run.recovery.pending.lowered(recovery)
-    return "done", "learning rate of " + ", ".join(told)
+    return "done", "learning rate of " + ", ".join(changed)
 
 
 def _diverged(incident: Incident) -> bool:
@@ -120,7 +120,7 @@ def _before_update(incident: Incident) -> bool:
 def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     if p.get("deviations") is not None:
         return _clip_adaptively(run, int(incident.values.get("onset", incident.step)), p["deviations"], p["smoothing"])
-    told, reasons = [], []
+    changed, reasons = [], []
     for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
         now = inner.global_clipnorm
@@ -132,10 +132,10 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
             reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
         else:
             run.recovery.change(inner, "global_clipnorm", tight)
-            told.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
-    if told:
+            changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    if changed:
         run.state.access.rebuild()
-    return ("done", ", ".join([*told, *reasons])) if told else ("skipped", ", ".join(reasons) or "there is no optimizer")
+    return ("done", ", ".join([*changed, *reasons])) if changed else ("skipped", ", ".join(reasons) or "there is no optimizer")
 
 
 def _clip_adaptively(run: Run, onset: int, deviations: float, smoothing: float) -> Answer:
@@ -154,7 +154,7 @@ def _clip_adaptively(run: Run, onset: int, deviations: float, smoothing: float) 
 
 
 def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    told = []
+    changed = []
     for optimizer in run.train_state().optimizers:
         if not (variables := keras_optimizers.scales_of(optimizer)):
             continue
@@ -169,13 +169,13 @@ def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapp
         if growth:
             run.recovery.change(optimizer, "dynamic_growth_steps", growth)
         doubling = f", doubling after {growth} good steps" if growth else ""
-        told.append(f"loss scale {before:g} -> {after:g}{doubling}")
-    if not told:
+        changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
+    if not changed:
         return "skipped", "the model does not scale its loss"
     run.recovery.pending.scale_bounds = (p["floor"], p["ceiling"])
     if p.get("growth_steps"):
         run.state.access.rebuild()
-    return "done", ", ".join(told)
+    return "done", ", ".join(changed)
 
 
 def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -295,7 +295,7 @@ def _restored(run: Run, incident: Incident, report: Report | None) -> str:
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
     """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
-    told = []
+    changed = []
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
@@ -303,12 +303,12 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         lowered = rate.value
         if restore:
             rate.give_back()
-            told.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
+            changed.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
         else:
-            told.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
+            changed.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
     if restore:
         run.recovery.pending.recovery = None
-    return told
+    return changed
 
 
 def _call(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:

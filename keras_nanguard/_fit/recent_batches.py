@@ -1,4 +1,4 @@
-"""The batches of the last committed steps: references that are let go again as others come.
+"""The batches of the last committed steps: references that are released as others come.
 
 Remembering a batch costs an append, and a look at the shapes of its arrays: batches of any size may come, and those that
 are remembered never take more than a fixed number of bytes. Which state they go on from is asked for when something has gone wrong.

@@ -1,4 +1,4 @@
-"""What a run tells its recorder besides the steps: how it began, learning rates, rollbacks, snapshots."""
+"""What a run records besides the steps: how it began, learning rates, rollbacks, snapshots."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
         before: `rate_factor` before them.
     """
     run.recorder.note(budgets=budgets(run))
-    told = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
-    if rate_factor(run) != before or told:
-        _factor_changed(run, before, "; ".join(told))
+    lowered = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
+    if rate_factor(run) != before or lowered:
+        _factor_changed(run, before, "; ".join(lowered))
         note_rate(run, ahead=True)
 
 

@@ -176,7 +176,7 @@ def _check(end: float) -> None:
 
 
 def _telling(flat: Array) -> Array:
-    """Return the places of a few entries by which a row is told from others: what is not finite, then the largest."""
+    """Return the places of a few entries that distinguish a row from others: what is not finite, then the largest."""
     size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
     order = np.argsort(np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable")
     return order[::-1][:_PROBES]

@@ -47,12 +47,12 @@ def bad_state(
 
 def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
     """Return the numbers of one step that an incident carries."""
-    told = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
+    measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
     for optimizer in list(optimizers)[:1]:
-        told["learning_rate"] = keras_optimizers.learning_rate(optimizer)
+        measured["learning_rate"] = keras_optimizers.learning_rate(optimizer)
     if any(keras_optimizers.is_loss_scaled(o) for o in optimizers):
-        told["loss_scale"] = verdict.scale
-    return told
+        measured["loss_scale"] = verdict.scale
+    return measured
 
 
 def in_batch(report: Report | None, model: Any = None) -> list[Finding]:

@@ -4,7 +4,7 @@ Most optimizers add the gradient, or its square, to an array that they keep::
 
     after = kept * before + scale * gradient
 
-so its norm can be told between two steps, on every backend, from what is there anyway: after clipping, without the loss scale.
+so its norm follows between two steps, on every backend, from what is there anyway: after clipping, without the loss scale.
 
 Names private to Keras that are used here, because there is no public way: the lists of slots of each optimizer
 (``_momentums``, ``_velocities``, ``_accumulators``, ``_accumulated_grads``, ``_m``), one for each variable that it trains.
@@ -41,7 +41,7 @@ class GradientSlot:
         kept: the share of it that a step leaves.
         scale: what the gradient is multiplied by.
         squared: whether its square is added.
-        updates: the variable that counts the updates of the optimizer: the gradient can be told where there was one.
+        updates: the variable that counts the updates of the optimizer: the gradient is known where there was one.
     """
 
     variable: Any
@@ -96,11 +96,11 @@ SLOTS: dict[type, Callable[[Any, int, Any], GradientSlot | None]] = {
     keras.optimizers.Adagrad: _second_moment("_accumulators", ""),
     keras.optimizers.Adadelta: _second_moment("_accumulated_grads", "rho"),
 }
-"""How each optimizer of Keras keeps its gradients; those that are not here keep no array from which they can be told."""
+"""How each optimizer of Keras keeps its gradients; those that are not here keep no array that they follow from."""
 
 
 def gradient_slots(optimizers: Iterable[Any]) -> dict[int, GradientSlot]:
-    """Return where the gradient of each weight can be told, by `id` of the weight. The variables hold the state before a step."""
+    """Return where the gradient of each weight is kept, by `id` of the weight. The variables hold the state before a step."""
     found: dict[int, GradientSlot] = {}
     for outer in optimizers:
         optimizer = keras_optimizers.inner(outer)

@@ -177,9 +177,9 @@ class Progress:
     def halves(self, now: Level) -> tuple[float, float] | None:
         """Return the lowest levels of the first and of the second half of the steps since the last rollback, where both are known."""
         middle = (self.since + now.step + 1) / 2
-        early = [level.value for level in self.levels if self.since <= level.step < middle]
-        late = [level.value for level in self.levels if level.step >= middle]
-        return (min(early), min(late)) if early and late else None
+        first = [level.value for level in self.levels if self.since <= level.step < middle]
+        second = [level.value for level in self.levels if level.step >= middle]
+        return (min(first), min(second)) if first and second else None
 
     def rolled_back(self, snapshot: int, step: int) -> None:
         """Forget the levels of steps that are undone: those after a snapshot; what comes begins with `step`."""

@@ -1,7 +1,7 @@
 """Monitoring of finite loss and gradient norm: jumps, and growth that will overflow. Imports no backend.
 
 Both are judged on the logarithm of the magnitude, relative to the healthy steps of the same run, and both prefer missed
-alarms to false ones: a false alarm costs a healthy run more than a late one costs a diverging run, which overflows soon
+alarms to false ones: a false alarm costs a healthy run more than a delayed one costs a diverging run, which overflows soon
 and is refused then. With `v` the magnitude of the loss or of the gradient norm:
 
     start      median of the first five values
@@ -86,9 +86,9 @@ class _Series:
         self._level = self._spread = 0.0
         self._limit = self._lowest = -math.inf
         self._threshold = self._sustained = math.inf
-        self.settle()
+        self.resolve_pending()
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Discard growth and jumps in progress, and keep the statistics."""
         self._grown, self._jumping, self._last_reported = 0, False, -math.inf
 
@@ -202,7 +202,7 @@ class Trend:
                 found = (*found, Finding("gradients", kind, value=gradient_norm))
         return found
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Discard growth and jumps in progress, and keep the statistics. To be called after a rollback."""
-        self._loss.settle()
-        self._norm.settle()
+        self._loss.resolve_pending()
+        self._norm.resolve_pending()

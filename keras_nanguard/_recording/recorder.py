@@ -82,7 +82,7 @@ class Recorder:
         self._writer: Writer | None = None
         self._owners: set[str] = set()
         self._lock = threading.RLock()
-        self._told = ""
+        self._reported = ""
         self._loaded = self._running = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,9 +238,9 @@ class Recorder:
     def problem(self) -> str:
         """Return why the file is not written, once; `""` while it is."""
         found = self._problem or (self._writer.problem if self._writer is not None else "")
-        if found == self._told:
+        if found == self._reported:
             return ""
-        self._told = found or self._told
+        self._reported = found or self._reported
         return found
 
     # What is read

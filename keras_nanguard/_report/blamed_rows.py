@@ -94,12 +94,12 @@ def _parts(folder: Path) -> list[tuple[str, Array]]:
             arrays = {name: stored[name] for name in sorted(stored.files, key=lambda name: (len(name), name))}
     except _UNREADABLE:
         return []
-    paths, dtypes = _told(folder)
+    paths, dtypes = _reported(folder)
     typed = [(paths.get(name, ""), _widened(array, dtypes.get(name, ""))) for name, array in arrays.items()]
     return [(path, array) for path, array in typed if array.ndim and array.size and array.dtype.kind in "fiu"]
 
 
-def _told(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return what a bundle says of its arrays, by their names in the file: their paths, and their dtypes."""
     try:
         about = _document(folder / "bundle.json")
@@ -124,8 +124,8 @@ def _packed(structure: Any) -> Any:
 def _input_names(folder: Path) -> tuple[str, ...]:
     """Return the name of each `keras.Input` of the model of a bundle where they stand in a list, as their arrays do."""
     try:
-        told = _document(folder / "model.json")["config"]["input_layers"]
-        entries = [told] if told and isinstance(told[0], str) else [entry for entry in told if isinstance(entry, list)]
+        layers = _document(folder / "model.json")["config"]["input_layers"]
+        entries = [layers] if layers and isinstance(layers[0], str) else [entry for entry in layers if isinstance(entry, list)]
         return tuple("" if str(entry[0]).startswith(GENERATED_PREFIXES) else str(entry[0]) for entry in entries)
     except _UNREADABLE:
         return ()

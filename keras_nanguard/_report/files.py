@@ -13,7 +13,7 @@ from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import console, html, log, told
+from keras_nanguard._report import console, html, log, recorded_incidents
 
 __all__ = ["read", "recorded", "save", "write"]
 
@@ -129,7 +129,7 @@ def _of_recording(path: Path) -> list[Incident]:
     if not path.exists():
         raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
     try:
-        return [incident for incident, _ in told.incidents(recorded(path))]
+        return [incident for incident, _ in recorded_incidents.incidents(recorded(path))]
     except FileFormatError as error:
         raise GuardError(f"{path}: {error}") from error
 

@@ -22,7 +22,7 @@ import numpy as np
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
-from keras_nanguard._report import told
+from keras_nanguard._report import recorded_incidents
 from keras_nanguard._report.cards import cards
 
 __all__ = ["page", "rendered"]
@@ -115,7 +115,7 @@ def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequen
     """
     known = [event for event in recording.events if event.kind == "incident"]
     if len(known) > len(incidents):
-        found = told.incidents(recording, strict=False)
+        found = recorded_incidents.incidents(recording, strict=False)
         return [incident for incident, _ in found], [step for _, step in found]
     at: dict[str, deque[int]] = {}
     for event in known:

@@ -20,7 +20,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED
-from keras_nanguard._report import console, files, told
+from keras_nanguard._report import console, files, recorded_incidents
 
 __all__ = ["budgets", "curve", "frame", "watch"]
 
@@ -72,13 +72,13 @@ class _Seen:
 
     @classmethod
     def look(cls, directory: str | os.PathLike[str]) -> _Seen:
-        """Read it; before the first step there may be nothing, and a log that is damaged is told from the recording."""
+        """Read it; before the first step there may be nothing, and of a log that is damaged the recording takes the place."""
         recording = files.recorded(directory)
         try:
             return cls(recording, files.read(directory))
         except GuardError as error:
             if recording.meta:
-                return cls(recording, [incident for incident, _ in told.incidents(recording, strict=False)], str(error))
+                return cls(recording, [incident for incident, _ in recorded_incidents.incidents(recording, strict=False)], str(error))
             if any(Path(directory).iterdir()):
                 raise
             return cls(recording, [])

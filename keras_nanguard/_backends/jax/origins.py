@@ -1,4 +1,4 @@
-"""Where NaN and Inf are born, on JAX: watches every primitive of an eager run, and follows what comes of each bad value.
+"""Where NaN and Inf occur first, on JAX: watches every primitive of an eager run, and follows each bad value.
 
 The same as `origins` does on TensorFlow. With compilation turned off, every primitive runs by itself on arrays, those of
 the backward pass included, also below `jax.grad`. Values are known by the array object that holds them.
@@ -122,7 +122,7 @@ class Origins(OriginTracker):
             self._variables[id(outputs[0])] = self._variables[id(inputs[0])]
 
     def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
-        """Return the earliest birth behind a primitive's inputs, or its own."""
+        """Return the earliest origin behind a primitive's inputs, or its own."""
         if name == "device_put" and (found := self._of_batch(bad[0])) is not None:
             return found
         parents = [self._parent(t) for t in inputs]
@@ -131,7 +131,7 @@ class Origins(OriginTracker):
         return self._known(parents, constant) or self._from(name, inputs, bad[0])
 
     def _of_batch(self, tensor: Any) -> Origin | None:
-        """Return the birth of the array of the batch that has just been brought to the device, maybe in another dtype."""
+        """Return the origin of the array of the batch that has just been brought to the device, maybe in another dtype."""
         array = np.asarray(tensor)
         for other, origin in self._batch:
             if other.shape == array.shape and np.array_equal(other.astype(array.dtype), array, equal_nan=True):
@@ -147,7 +147,7 @@ class Origins(OriginTracker):
         return CONSTANT
 
     def _stored(self, tensor: Any) -> Origin:
-        """Return the birth of what a variable held from the start."""
+        """Return the origin of what a variable held from the start."""
         origin = self._from(self._variables[id(tensor)], (), tensor, stored=True)
         self._keep(tensor, origin)
         return origin

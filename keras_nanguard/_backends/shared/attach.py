@@ -146,7 +146,7 @@ class Attachment(StateAccess):
         return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_train_state()))
 
     def _cached_step(self, *modes: Any) -> Any:
-        """Return the step of an earlier fit, traced in these modes, where it can serve this one, too; else `None`."""
+        """Return the step of an earlier fit, traced in these modes, where it fits this one, too; else `None`."""
         self._modes = modes
         if self._before or self._changed or self._adjusted or self.session.transaction is not None:
             return None

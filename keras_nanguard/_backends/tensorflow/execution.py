@@ -103,7 +103,7 @@ class StepTrace:
             self.owner.note_created(variable, variable.numpy())
 
     def inspect(self, start: int, foreign: Iterable[int] = ()) -> None:
-        """Read the trace: keep only what the body writes; ask for another trace where this mode cannot serve it.
+        """Read the trace: keep only what the body writes; ask for another trace where this mode does not suit it.
 
         Variables that are `foreign` are looked after by another replica.
         """

@@ -1,9 +1,9 @@
-"""Where NaN and Inf are born: watches every operation of an eager run, and follows what comes of each bad value.
+"""Where NaN and Inf occur first: watches every operation of an eager run, and follows each bad value.
 
-An operation whose inputs are finite and whose result is not gives *birth*; its descendants carry its number. So the
-birth behind a bad loss or gradient is read off the loss or gradient itself: a bad value that something masks away on
+An operation whose inputs are finite and whose result is not is an *origin*; its descendants carry its number. So the
+origin behind a bad loss or gradient is read off the loss or gradient itself: a bad value that something masks away on
 the way (`where`, `max`, a metric nobody trains on) is never blamed. Infinite constants of the program (a mask of -Inf)
-are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) gives birth.
+are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) is the origin.
 
 TensorFlow reports each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
 has no public name. Where it is gone the layer table alone has to show it (`keras_nanguard._backends.shared.instrument`).
@@ -50,7 +50,7 @@ class Origins(OriginTracker):
             op_callbacks.remove_op_callback(self._seen)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        """Return the origin behind the bad value that was last written into this variable, if any was."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
         return self._completed(self._written.get(getattr(handle, "_id", -1)))
 
@@ -88,7 +88,7 @@ class Origins(OriginTracker):
             self._written.pop(handle._id, None)
 
     def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
-        """Return the earliest birth behind an operation's inputs, or its own."""
+        """Return the earliest origin behind an operation's inputs, or its own."""
         parents = [self._parent(t) for t in inputs]
         constant = (CONSTANT in parents and not any(_has_nan(t) for t in bad)) or name in ("Fill", "Const")
         return self._known(parents, constant) or self._from(name, inputs, bad[0])

@@ -95,7 +95,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def slope(origin: Any) -> Any:
-    """Return the birth behind a gradient as it is: the backward pass computes its own slopes."""
+    """Return the origin behind a gradient as it is: the backward pass computes its own slopes."""
     return origin
 
 

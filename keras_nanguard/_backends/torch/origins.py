@@ -1,8 +1,8 @@
-"""Where NaN and Inf are born, on PyTorch: watches every operation of a run, and follows what comes of each bad value.
+"""Where NaN and Inf occur first, on PyTorch: watches every operation of a run, and follows each bad value.
 
 The same as `origins` does on TensorFlow. A `TorchDispatchMode` sees each operation that runs, those of the
 backward pass included. Values are known by the storage that they stand in, as autograd makes new tensors of the same
-storage at will; a storage that is written in place takes over the birth of what is written.
+storage at will; a storage that is written in place takes over the origin of what is written.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         OriginTracker.__init__(self, *args, **kwargs)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the birth behind a tensor, `None` where it is finite or nothing is known of it."""
+        """Return the origin behind a tensor, `None` where it is finite or nothing is known of it."""
         if not isinstance(tensor, torch.Tensor) or _is_finite(tensor):
             return None
         return super().of(tensor)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the birth behind the bad value that was last written into this variable, if any was."""
+        """Return the origin behind the bad value that was last written into this variable, if any was."""
         return self.of(getattr(variable, "value", variable))
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
@@ -104,7 +104,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return storage(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, and look at what comes of it."""
+        """Run one operation, and look at its result."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         written = _written(func, args, kwargs)
@@ -137,7 +137,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
                 self._lineage[number] = self._inherited(name, inputs, look or self._looked_at(inputs), output, given)
 
     def _inherited(self, name: str, inputs: Sequence[Any], look: Any, bad: Any, given: Any) -> Origin:
-        """Return the earliest birth behind an operation's inputs, or its own."""
+        """Return the earliest origin behind an operation's inputs, or its own."""
         parents, operands = look
         constant = CONSTANT in parents and not bool(torch.isnan(bad).any())
         constant |= not inputs or (name.startswith(FILLING) and _bad_number(given))

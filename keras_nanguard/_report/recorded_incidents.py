@@ -1,4 +1,4 @@
-"""The incidents that a recording tells of, for runs that have no log of incidents, or a damaged one."""
+"""The incidents in a recording, for runs that have no log of incidents, or a damaged one."""
 
 from __future__ import annotations
 
