@@ -58,8 +58,8 @@ def measure(fault: dict[str, Any], batch: int) -> tuple[float, float, str]:
     with inject(model, kind="nan", step=6, **fault):
         model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[guard, clock])
     diagnosis = guard.incidents[0].diagnosis
-    told = f"{diagnosis.cause} in {diagnosis.culprit or 'no place'}, rows {list(diagnosis.samples)}"
-    return statistics.median(clock.steps[1:6]), clock.steps[6], told
+    words = f"{diagnosis.cause} in {diagnosis.culprit or 'no place'}, rows {list(diagnosis.samples)}"
+    return statistics.median(clock.steps[1:6]), clock.steps[6], words
 
 
 def main() -> None:
@@ -70,9 +70,9 @@ def main() -> None:
     given = parser.parse_args()
     worst = 0.0
     for name, fault in FAULTS.items():
-        step, incident, told = measure(fault, given.batch)
+        step, incident, words = measure(fault, given.batch)
         worst = max(worst, incident / step)
-        print(f"{name:20s} step {step * 1e3:7.1f} ms, incident {incident * 1e3:8.0f} ms = {incident / step:5.1f} steps: {told}", flush=True)
+        print(f"{name:20s} step {step * 1e3:7.1f} ms, incident {incident * 1e3:8.0f} ms = {incident / step:5.1f} steps: {words}")
     if given.check and worst >= LIMIT:
         sys.exit(f"a diagnosis took {worst:.0f} steps; the limit is {LIMIT}")
 

@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--models mlp wide ...] [--rounds 15] [--json out.json] [--xla] [--replicas 2]
 
 Every round times one epoch of each variant on the same data, in an order that changes from round to round, and takes
-ratios within the round; the median over the rounds is told with its quartiles. Absolute times are shown only to say
+ratios within the round; the median over the rounds is reported with its quartiles. Absolute times are shown only to say
 what the ratio is of. The claim, checked with `--check`:
 
     cnn, transformer, resnet50    NanGuard at most 1.03 x plain fit

@@ -90,7 +90,7 @@ def measured(model, data, batch, callbacks):
     return [min(part) for part in zip(*clock.epochs[1:])]
 
 
-def told(ratios):
+def reported(ratios):
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"x{middle:.3f} [{low:.2f}, {high:.2f}]"
 
@@ -144,7 +144,7 @@ def main(names):
         print(f"{name:14s}{plain * 1e3:8.2f} ms a step")
         for variant in [v for v in VARIANTS if v != "plain"]:
             wall, processor = ([taken[variant][kind] / taken["plain"][kind] for taken in rounds] for kind in (0, 1))
-            print(f"    {variant:16s} wall {told(wall)}   processor {told(processor)}", flush=True)
+            print(f"    {variant:16s} wall {reported(wall)}   processor {reported(processor)}", flush=True)
 
 
 if __name__ == "__main__":

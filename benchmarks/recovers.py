@@ -109,12 +109,12 @@ def scenarios(count: int) -> list[Scenario]:
     draw = random.Random(20240229)
     pairs = [(site, kind) for site, kinds in KINDS.items() for kind in kinds]
     draw.shuffle(pairs)
-    told = []
+    reported = []
     for number in range(count):
         site, kind = pairs[number % len(pairs)]
         fits = [name for name in MODELS if site != "loss_scale" or name.endswith("float16")]
-        told.append(Scenario(number, draw.choice(fits), site, kind, draw.randrange(5, STEPS * 2 // 3), number % 3))
-    return told
+        reported.append(Scenario(number, draw.choice(fits), site, kind, draw.randrange(5, STEPS * 2 // 3), number % 3))
+    return reported
 
 
 def digits() -> tuple[Any, Any, Any, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/scan.py [--rounds 7]     # ResNet101V2, weights and Adam's slots; the claim is at least 0.8
 
-Rounds are paired: both read the file in turn, from the system's cache; the median of the ratios is told.
+Rounds are paired: both read the file in turn, from the system's cache; the median of the ratios is reported.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from unittest import mock
 
 import keras
 import numpy as np
-from overhead_backends import CASES, measured, told
+from overhead_backends import CASES, measured, reported
 
 from keras_nanguard import NanGuard
 
@@ -83,7 +83,7 @@ def compare(path: str, case: str, rounds: int) -> None:
         times.append(taken)
     wall, processor = ([taken["without"][kind] / taken["with"][kind] for taken in times] for kind in (0, 1))
     spent = statistics.median(taken["with"][0] for taken in times) / (1 if path == "step_cache" else steps)
-    print(f"{path:16s}{case:16s}{spent * 1e3:9.2f} ms with   without: wall {told(wall)}   processor {told(processor)}", flush=True)
+    print(f"{path:16s}{case:16s}{spent * 1e3:9.2f} ms with   without: wall {reported(wall)}   processor {reported(processor)}", flush=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A policy file: rules of one's own decide what is kept, who is told, and when a run ends. They are in policy.toml beside this script.
+"""A policy file: rules of one's own decide what is kept, who is notified, and when a run ends. They are in policy.toml beside this script.
 
     python examples/policy_file.py
 """

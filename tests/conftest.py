@@ -76,11 +76,11 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     def found(name, make):
         folder = base / f"once-{name}"
         folder.mkdir(exist_ok=True)
-        told = folder / "told.json"
+        reported = folder / "reported.json"
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not told.exists():
-                told.write_text(json.dumps(make(folder)))
-        return json.loads(told.read_text())
+            if not reported.exists():
+                reported.write_text(json.dumps(make(folder)))
+        return json.loads(reported.read_text())
 
     return found

@@ -119,7 +119,7 @@ def test_counts_over_fits_and_after_errors():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ({"site": "nowhere"}, "site='nowhere'"),
         ({"kind": "bad"}, "kind='bad'"),
@@ -135,15 +135,15 @@ def test_counts_over_fits_and_after_errors():
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_bad_arguments(arguments, told):
-    """An argument that cannot be meant is told of with what was expected, what came, and what to do."""
+def test_bad_arguments(arguments, reported):
+    """An argument that cannot be meant is reported with what was expected, what came, and what to do."""
     arguments = {"model": build(), "site": "inputs", **arguments}
-    with pytest.raises(GuardError, match=rf"(?s)Expected.*Received.*{told}"):
+    with pytest.raises(GuardError, match=rf"(?s)Expected.*Received.*{reported}"):
         inject(arguments.pop("model"), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ({"site": "weights", "path": "nothing/*"}, "weights that match path='nothing/"),
         ({"site": "inputs", "path": "7"}, "inputs that match path='7'"),
@@ -152,10 +152,10 @@ def test_bad_arguments(arguments, told):
         ({"site": "loss", "step": 99}, "4 train steps ran"),
     ],
 )
-def test_faults_without_a_place(arguments, told):
+def test_faults_without_a_place(arguments, reported):
     """A fault that has no place in this model, or never happened, is an error: such a test would prove nothing."""
     model = build(run_eagerly=True)
-    with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(told)}"), inject(model, **arguments):
+    with pytest.raises(GuardError, match=f"(?s)Expected.*{re.escape(reported)}"), inject(model, **arguments):
         train(model)
     assert "_make_function" not in vars(model)
 
@@ -186,7 +186,7 @@ def test_corrupt(kind, dtype):
     """`corrupt` changes the first entries of a variable of any float dtype, and no others."""
     variable = keras.Variable(np.full((2, 3), 0.5), dtype=dtype)
     corrupt(variable, kind, entries=2, magnitude=4.0)
-    held = np.asarray(keras_variables.read(variable))  # JAX holds float32 for a variable of float64, unless told otherwise
+    held = np.asarray(keras_variables.read(variable))  # JAX holds float32 for a variable of float64, by default
     flat = held.astype("float64").reshape(-1)
     largest = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38, "float64": 1.79e308}[str(held.dtype)]
     wanted = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "overflow": largest, "spike": 2.0, "zero": 0.0}[kind]
@@ -196,7 +196,7 @@ def test_corrupt(kind, dtype):
 
 @pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
 def test_corrupt_refuses(bad):
-    """What cannot hold the fault is told of."""
+    """What cannot hold the fault is reported."""
     with pytest.raises(GuardError, match=r"(?s)Expected a keras.Variable of a float dtype.*Received"):
         corrupt(bad)
     with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):

@@ -106,7 +106,7 @@ def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
 
 @pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 def test_a_recording_is_enough(tmp_path, capsys):
-    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are told from its events."""
+    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are reported from its events."""
     run, healthy = synthetic(300, 2), synthetic(300, 0)
     for name, recording in (("run", run), ("healthy", healthy)):
         (tmp_path / name).mkdir()
@@ -133,7 +133,7 @@ def test_a_field_of_another_type(tmp_path, capsys, field):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps({**INCIDENTS[1].to_dict(), field: ODD[field]}) + "\n")
     assert main(["report", str(path)]) == 2
-    assert "malformed field" in (told := capsys.readouterr().err) and "bad.jsonl" in told
+    assert "malformed field" in (reported := capsys.readouterr().err) and "bad.jsonl" in reported
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):

@@ -55,8 +55,8 @@ def test_gradients_of_all_layers_are_those_of_the_step(optimizer, often):
     steps = trained[0]["step"].tolist()
     assert len(steps) >= 2
     for place, step in enumerate(steps):
-        told = np.sqrt(np.nansum([found["gradient_norm"][place] ** 2 for found in trained]))  # a bias before BatchNorm has next to none
-        np.testing.assert_allclose(told, measured[step], rtol=2e-3)
+        reported = np.sqrt(np.nansum([found["gradient_norm"][place] ** 2 for found in trained]))  # a bias before BatchNorm has next to none
+        np.testing.assert_allclose(reported, measured[step], rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_norm_of_one_slot(dtype):
     slot = slot_gradients.GradientSlot(None, 0.9, 0.1)
     for size in (1.0, 1e-3, 1e-6):
         after = (0.9 * before.astype("float64") + 0.1 * size * gradient.astype("float64")).astype(dtype)
-        told = slot.norm(before, after)
-        assert np.isnan(told) or told == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
-        assert size < 1.0 or dtype != "float32" or not np.isnan(told)
+        reported = slot.norm(before, after)
+        assert np.isnan(reported) or reported == pytest.approx(size * np.linalg.norm(gradient.astype("float64")), rel=0.1)
+        assert size < 1.0 or dtype != "float32" or not np.isnan(reported)
 
 
 class Weights(keras.callbacks.Callback):

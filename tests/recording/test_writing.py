@@ -155,6 +155,6 @@ def test_memory_after_a_restart(tmp_path):
     finally:
         tracemalloc.stop()
     assert held < 6e6
-    told = [event for event in second.recording.events if event.kind == "incident"]
-    assert len(told) > 2000 and told[-1].step == 7999 and all(event.data == incident.to_dict() for event in told[-50:])
+    reported = [event for event in second.recording.events if event.kind == "incident"]
+    assert len(reported) > 2000 and reported[-1].step == 7999 and all(event.data == incident.to_dict() for event in reported[-50:])
     assert sum(event.kind == "incident" for event in Recording.read(tmp_path).events) == 8000

@@ -202,15 +202,15 @@ SCHEDULES = {
 
 def expected_walk(rates, bad, factor, batches=12):
     """Return how far each step goes when each bad one multiplies all later rates by the factor."""
-    told, iteration, now = [], 0, 1.0
+    reported, iteration, now = [], 0, 1.0
     for step in range(batches):
         if step in bad:
-            told.append(0.0)
+            reported.append(0.0)
             now *= factor
         else:
-            told.append(float(rates(iteration)) * now)
+            reported.append(float(rates(iteration)) * now)
             iteration += 1
-    return told
+    return reported
 
 
 class TestLowerLr:
@@ -423,7 +423,7 @@ class TestFixLossScale:
         assert optimizer.dynamic_growth_steps == 2000
 
     def test_skipped(self):
-        """A model that does not scale its loss is told as such."""
+        """A model that does not scale its loss is reported as such."""
         guard = acting("fix_loss_scale")
         train(guard, 3)
         assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "the model does not scale its loss")]
@@ -486,7 +486,7 @@ class TestResetBatchnorm:
             np.testing.assert_array_equal(one, other)
 
     def test_skipped(self):
-        """A model without BatchNormalization is told as such."""
+        """A model without BatchNormalization is reported as such."""
         guard = acting("reset_batchnorm")
         walk(line("sgd", run_eagerly=True), guard, 3)
         assert outcomes(guard, "reset_batchnorm")[0][1] == "skipped"
@@ -706,21 +706,21 @@ class TestRaiseError:
 
 class TestCall:
     def test_done(self):
-        """The function gets the incident; what it returns is told."""
+        """The function gets the incident; what it returns is reported."""
         seen = []
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: seen.append(incident) or "paged"})
         train(guard, 3)
         assert [i.step for i in seen] == [3] and outcomes(guard, "call") == [(3, "done", "paged")]
 
     def test_failing(self):
-        """A function that raises is told, and training goes on."""
+        """A function that raises is reported, and training goes on."""
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: 1 / 0})
         train(guard, 3)
         assert outcomes(guard, "call") == [(3, "skipped", "ZeroDivisionError: division by zero")]
         assert guard.session.step == 12
 
     def test_skipped(self):
-        """A name that nobody registered is told together with those that are."""
+        """A name that nobody registered is reported together with those that are."""
         guard = acting({"call": {"function": "page"}}, functions={"other": print})
         train(guard, 3)
         assert "other" in outcomes(guard, "call")[0][2] and outcomes(guard, "call")[0][1] == "skipped"

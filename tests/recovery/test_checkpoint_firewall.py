@@ -99,7 +99,7 @@ def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
 
 
 def test_observing_changes_nothing(tmp_path):
-    """Under `observe` the file is written as it is, and the incident told."""
+    """Under `observe` the file is written as it is, and the incident reported."""
     guard = NanGuard("observe", verbose=0)
     fit([Vandal(), guard, keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")], epochs=2)
     assert not finite_file(tmp_path / "m.keras")

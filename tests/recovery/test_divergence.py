@@ -197,8 +197,8 @@ class TestBroughtHome:
         guard = NanGuard(verbose=0, snapshot={"every": every, "good_after": 1})
         model.fit(x, y, batch_size=32, epochs=10, verbose=0, callbacks=[guard, Losses()])
         assert changes(guard)
-        for told, mean in seen:
-            assert told == pytest.approx(mean, rel=1e-3)
+        for reported, mean in seen:
+            assert reported == pytest.approx(mean, rel=1e-3)
 
     def test_nothing_helps(self):
         """A program that fails by itself at the first step ends within a few steps, with the cause, and with its rate as it was."""

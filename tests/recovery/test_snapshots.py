@@ -113,8 +113,8 @@ class TestRing:
             zoo.poison(data, batch, where="y")
             data.y[batch * 8 + 2] = 1e38  # the loss overflows, the data is finite
         zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=1)
-        told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert told == ["back to the state after 5 steps; 2 committed steps undone"]
+        reported = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+        assert reported == ["back to the state after 5 steps; 2 committed steps undone"]
 
 
 class TestLeastLoss:
@@ -308,8 +308,8 @@ class TestResume:
         guard_end = keras.callbacks.LambdaCallback(on_train_batch_end=look)
         zoo.run(lambda: model, data, guard=second, epochs=2, callbacks=[guard_end])
         assert seen[6] == (0.1, 3.0, (2.0, 2.0**24)) and seen[8] == (0.01, 1.5, (2.0, 2.0**24))
-        told = [[o.status for o in i.outcomes if o.action == "lower_lr"] for i in second.incidents]
-        assert told == [["done"], []], "the second time in all was the last that the limit allows"
+        reported = [[o.status for o in i.outcomes if o.action == "lower_lr"] for i in second.incidents]
+        assert reported == [["done"], []], "the second time in all was the last that the limit allows"
         assert model.optimizer.inner_optimizer.global_clipnorm is None
 
     def test_same_budget_in_the_next_fit(self):
@@ -363,7 +363,7 @@ class TestResume:
         assert f"epochs={epochs}" in capsys.readouterr().out
         assert sorted(tmp_path.rglob("*")) == before
         again.model.fit(data().x, data().y, batch_size=8, epochs=1, verbose=0)
-        assert again.model.history.epoch == [0], "the fit after it begins as it is told"
+        assert again.model.history.epoch == [0], "the fit after it begins as it is reported"
 
     def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
         """The same with a `CallbackList` of one's own, which knows no number of epochs."""
@@ -541,8 +541,8 @@ class TestFiles:
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
         with pytest.warns(UserWarning, match="skips a snapshot"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
-        told = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
-        assert told == ["back to the state after 3 steps; 5 committed steps undone"]
+        reported = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+        assert reported == ["back to the state after 3 steps; 5 committed steps undone"]
 
     def test_keep(self, tmp_path):
         """There are never more than `keep` folders, those of an earlier run included, and the newest is the new run's."""

@@ -171,7 +171,7 @@ TOLD = """return [...document.querySelectorAll(".plot")].every(p =>
 
 
 def test_a_screen_reader_has_names(browser, pages):
-    """Every control and picture has a name, headings skip no level, each chart is told in words, table heads have a scope."""
+    """Every control and picture has a name, headings skip no level, each chart is reported in words, table heads have a scope."""
     opened(browser, pages["usual"])
     assert browser.execute_script(UNNAMED) == []
     levels = browser.execute_script("return [...document.querySelectorAll('h1, h2, h3')].map(h => +h.tagName[1])")

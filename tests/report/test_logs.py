@@ -1,4 +1,4 @@
-"""What other callbacks, History and the screen are told."""
+"""What other callbacks, History and the screen are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fit(data, *callbacks, epochs=2, model=None, **kwargs):
 
 
 class Threads(keras.callbacks.Callback):
-    """Notes in which threads it is told of batches, and does not mind which."""
+    """Notes in which threads it is reported of batches, and does not mind which."""
 
     async_safe = True
 
@@ -208,6 +208,6 @@ def test_refused_overflow_shows_its_own_loss():
 
 def test_warning_for_two_guards_points_here():
     """The warning for a second guard points at the line that called fit."""
-    with pytest.warns(UserWarning, match="Two NanGuards") as told:
+    with pytest.warns(UserWarning, match="Two NanGuards") as reported:
         fit(zoo.regression(), NanGuard(verbose=0), NanGuard(verbose=0), epochs=1)
-    assert [w.filename for w in told if "Two" in str(w.message)] == [__file__]
+    assert [w.filename for w in reported if "Two" in str(w.message)] == [__file__]

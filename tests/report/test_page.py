@@ -290,10 +290,10 @@ class TestBlamedRows:
         )
         assert found["rows"][0]["of"] == "x/age"
 
-    @pytest.mark.parametrize("told", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
-    def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, told):
+    @pytest.mark.parametrize("reported", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
+    def test_what_a_bundle_says_of_its_arrays_may_be_damaged(self, folder, reported):
         np.savez(folder / "batch.npz", **{"0": np.ones((3, 2))})
-        (folder / "bundle.json").write_text(told)
+        (folder / "bundle.json").write_text(reported)
         (found,) = blamed_rows.shown(folder, [0])
         assert found["of"] == ""
 
@@ -348,10 +348,10 @@ class TestSeveralRuns:
 
     def test_what_they_have_in_common(self):
         """Causes with how many of the runs they hit, what sets the bad ones apart, rows that were to blame in several."""
-        told = compare.common(self.seen())
-        assert told[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in told)
-        assert "Their highest learning rate was at least 0.001, that of the others at most 1e-05." in told
-        assert any("x[217]" in line for line in told)
+        reported = compare.common(self.seen())
+        assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
+        assert "Their highest learning rate was at least 0.001, that of the others at most 1e-05." in reported
+        assert any("x[217]" in line for line in reported)
         assert compare.common([compare.RunSeen("a", Recording(), ())]) == ["0 of 1 runs had incidents."]
 
     def test_command(self, tmp_path, capsys):
@@ -370,8 +370,8 @@ class TestSeveralRuns:
         (tmp_path / "notes.txt").write_text("not a run")
         capsys.readouterr()
         assert main(["report", *paths, str(tmp_path / "notes.txt")]) == 1
-        told = capsys.readouterr()
-        assert "2 of 3 runs" in told.out and "passed over" in told.err and "notes.txt" in told.err
+        reported = capsys.readouterr()
+        assert "2 of 3 runs" in reported.out and "passed over" in reported.err and "notes.txt" in reported.err
         assert main(["report", str(tmp_path / "notes.txt"), str(tmp_path / "none")]) == 2
         assert main(["report", paths[2], "-o", str(tmp_path / "one.html")]) == 0
         assert files.recorded(paths[0]).meta == {}

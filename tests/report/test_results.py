@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and validation under guard: what is not finite is told with the layer where it begins."""
+"""`evaluate`, `predict` and validation under guard: what is not finite is reported with the layer where it begins."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ def test_what_cannot_be_read_later(tmp_path, monkeypatch):
     monkeypatch.setattr(watch.time, "sleep", screen.then)
     watch.watch(tmp_path, screen=screen)
     shown = screen.file.getvalue()
-    told = re.sub(r"\x1b\[[0-9;]*m|[\W_]", "", shown)  # a line may break anywhere
-    assert "whichisanotherfile" in told and "netfinished" in told.split("whichisanotherfile")[-1]
+    reported = re.sub(r"\x1b\[[0-9;]*m|[\W_]", "", shown)  # a line may break anywhere
+    assert "whichisanotherfile" in reported and "netfinished" in reported.split("whichisanotherfile")[-1]
 
 
 def test_a_damaged_line_of_the_log(tmp_path, capsys):

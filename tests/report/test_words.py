@@ -136,8 +136,8 @@ class TestLines:
     def test_round_numbers(self):
         """In a loop without epochs the 10th, the 100th and the 1000th of a kind have a line, which says so."""
         lines = Lines()
-        told = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
-        assert list(told) == [1, 10, 100, 1000] and told[100].endswith(" The 100th of its kind.")
+        reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n)))}
+        assert list(reported) == [1, 10, 100, 1000] and reported[100].endswith(" The 100th of its kind.")
 
     def test_every(self):
         """With `every` each incident and each epoch with refused steps has its line."""
@@ -147,8 +147,8 @@ class TestLines:
     def test_epochs(self):
         """An epoch has a line if it is the first with refused steps, has twice as many as the last that had one, or no other steps."""
         lines = Lines()
-        told = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
-        assert told == [False, True, False, False, False, True, False, False]
+        reported = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
+        assert reported == [False, True, False, False, False, True, False, False]
         assert lines.epoch(8, 3, 0, ["loss"]) and lines.epoch(9, 3, 0, ["loss"])
 
     def test_control_characters(self):
@@ -160,8 +160,8 @@ class TestLines:
 def test_kinds():
     """Incidents by kind of trouble, the most frequent first."""
     back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
-    told = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
-    assert [(len(group), why(group[0]), group[0].step) for group in told] == [
+    reported = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
+    assert [(len(group), why(group[0]), group[0].step) for group in reported] == [
         (2, "input_nonfinite in 'x/age'", 3),
         (1, "nonfinite loss", 7),
     ]

@@ -115,15 +115,15 @@ def reduced(text):
 
 def traffic():
     """Return the bytes that one step exchanges between devices, plain and guarded, for two sizes of the model."""
-    told = {}
+    reported = {}
     for width in (16, 256):
         for word, callbacks in (("plain", []), ("guarded", [NanGuard(verbose=0)])):
             with compiled() as seen:
                 x, y = data(bad=False)
                 model(width).fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0, callbacks=callbacks)
             step, given = seen[0]
-            told[f"{word} {width}"] = sum(reduced(step.lower(*given).compile().as_text()))
-    return told
+            reported[f"{word} {width}"] = sum(reduced(step.lower(*given).compile().as_text()))
+    return reported
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def _abstract(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
 
-def told(what):
+def reported(what):
     """Set the stage for one of what is asked for, and return what comes of it."""
     devices = distribution.list_devices()
     if what.startswith("model"):
@@ -169,4 +169,4 @@ def told(what):
 
 if __name__ == "__main__":
     for asked in ASKED:
-        print(json.dumps(told(asked)), flush=True)
+        print(json.dumps(reported(asked)), flush=True)

@@ -83,10 +83,10 @@ def placed():
 def main():
     distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
     for what in RUNS:
-        print(json.dumps(told(what)), flush=True)
+        print(json.dumps(reported(what)), flush=True)
 
 
-def told(what):
+def reported(what):
     """Train in one of the ways, as if nothing had been before, and tell how it ended."""
     keras.backend.clear_session(free_memory=False)
     distribution.set_distribution(placed())

@@ -84,11 +84,11 @@ def oracle(
     return {
         "stock": sum(not zoo.finite(array) for _, array in stock.state),
         "differences": zoo.differences(guarded, without),
-        **told(guard),
+        **reports(guard),
     }
 
 
-def told(guard: NanGuard) -> dict[str, Any]:
+def reports(guard: NanGuard) -> dict[str, Any]:
     """Return what the guard tells of a run."""
     return {
         "steps": [incident.step for incident in guard.incidents],
@@ -211,7 +211,7 @@ def overflow() -> dict[str, Any]:
     done = run(lambda: zoo.plain(scaled(keras.optimizers.Adam())), data, guard, epochs=1, callbacks=[Watch()])
     before, after = states[1], states[2]
     changed = {key: (before[key].tolist(), after[key].tolist()) for key in before if not np.array_equal(before[key], after[key])}
-    return {"changed": changed, "overflows": guard.session.overflows, "finite": all(zoo.finite(a) for _, a in done.state), **told(guard)}
+    return {"changed": changed, "overflows": guard.session.overflows, "finite": all(zoo.finite(a) for _, a in done.state), **reports(guard)}
 
 
 @case
@@ -232,7 +232,7 @@ def observed() -> dict[str, Any]:
     guard = NanGuard("observe", verbose=0)
     one, other = run(zoo.plain, data, guard), run(zoo.plain, data)
     same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
-    return {"same": all(same), **told(guard)}
+    return {"same": all(same), **reports(guard)}
 
 
 @case
@@ -248,7 +248,7 @@ def healthy_two_optimizers() -> dict[str, Any]:
 def clean(build: Callable[[], Any]) -> dict[str, Any]:
     """Return in what a guarded run on clean data differs from one that is not guarded."""
     guard = NanGuard(verbose=0)
-    return {"differences": zoo.differences(run(build, zoo.regression(), guard), run(build, zoo.regression())), **told(guard)}
+    return {"differences": zoo.differences(run(build, zoo.regression(), guard), run(build, zoo.regression())), **reports(guard)}
 
 
 @case
@@ -310,7 +310,7 @@ def uneven() -> dict[str, Any]:
     data = zoo.Data(data.x[:-7], data.y[:-7])
     guard = NanGuard(verbose=0)
     done, stock = run(own, data, guard), run(own, data)
-    return {"finite": all(zoo.finite(a) for _, a in done.state), "stock": all(zoo.finite(a) for _, a in stock.state), **told(guard)}
+    return {"finite": all(zoo.finite(a) for _, a in done.state), "stock": all(zoo.finite(a) for _, a in stock.state), **reports(guard)}
 
 
 @case
@@ -325,7 +325,7 @@ def on_batch() -> dict[str, Any]:
     model.train_on_batch(zoo.poison(data, 1).x[8:16], data.y[8:16])
     now = dict(state_of(model))
     changed = [path for path, a in before if not (path.startswith("loss/") or np.array_equal(a, now[path]))]  # Keras resets metrics
-    return {"changed": changed, **told(model.nanguard)}
+    return {"changed": changed, **reports(model.nanguard)}
 
 
 def main(names: list[str]) -> None:

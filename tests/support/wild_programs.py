@@ -45,7 +45,7 @@ class Wild:
 
 EVERYWHERE = ("tensorflow", "jax", "torch")
 REFUSED = "a step that overflows is refused whole; Keras commits its moving statistics, and counts its loss"
-MEMORISED = "the loss of a wrong label, where all others have next to none, is told as a spike of a divergence"
+MEMORISED = "the loss of a wrong label, where all others have next to none, is reported as a spike of a divergence"
 FUSED = "oneDNN computes a tanh right behind a Dense layer in one operation with it, unless somebody reads what is between them"
 
 WILD: dict[str, Wild] = {}
@@ -347,7 +347,7 @@ def _critic(shift: float) -> Any:
 
 @wild("wgan-critic-both-signs", negative=(0.2, 0.9), spike=at_least(1.5))
 def critic():
-    """Scores of what cannot be told apart, times labels of both signs: the loss of each batch has either sign."""
+    """Scores of what cannot be reported apart, times labels of both signs: the loss of each batch has either sign."""
     return _critic(0.0)
 
 

@@ -245,15 +245,15 @@ def plain_logs(logs: dict[str, Any]) -> dict[str, Any]:
 
 def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:
     """Return the paths of all variables, and the names of all History entries, in which two runs differ."""
-    told = []
+    reported = []
     assert [a.shape for _, a in one.state] == [a.shape for _, a in other.state], "the runs have other variables"
     for (path, a), (_, b) in zip(one.state, other.state):
         if not _same(a, b, tolerance):
-            told.append(f"{path}: {np.ravel(a)[:3]} and {np.ravel(b)[:3]}")
+            reported.append(f"{path}: {np.ravel(a)[:3]} and {np.ravel(b)[:3]}")
     for key in set(plain_logs(one.history)) | set(plain_logs(other.history)):
         if not _same(np.array(one.history.get(key)), np.array(other.history.get(key)), tolerance):
-            told.append(f"history[{key!r}]: {one.history.get(key)} and {other.history.get(key)}")
-    return told
+            reported.append(f"history[{key!r}]: {one.history.get(key)} and {other.history.get(key)}")
+    return reported
 
 
 def _same(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:

@@ -64,14 +64,14 @@ def named(directory):
     return NanGuard(policy, directory=directory, verbose=0, functions={"said": said}, diagnose=False, resume=True)
 
 
-def told(incidents):
+def reported(incidents):
     """Return everything that incidents say, as text: NaN is not equal to itself."""
     return [str(incident.to_dict()) for incident in incidents]
 
 
 def compare(other, guard, work, fresh):
     """Check that a guard is a copy of another one, and does what this one does, alone."""
-    assert type(other) is type(guard) and other is not guard and told(other.incidents) == ([] if fresh else told(guard.incidents))
+    assert type(other) is type(guard) and other is not guard and reported(other.incidents) == ([] if fresh else reported(guard.incidents))
     assert other.incidents is not guard.incidents
     names = ("policy", "directory", "verbose", "functions", "diagnose", "resume")
     assert all(getattr(other, name) == getattr(guard, name) for name in names)
@@ -143,14 +143,14 @@ class Test:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
             assert pool.submit(NanGuard.summary, guard).result(timeout=240) == guard.summary()
-            assert told(pool.submit(returned, guard).result(timeout=240).incidents) == told(guard.incidents)
+            assert reported(pool.submit(returned, guard).result(timeout=240).incidents) == reported(guard.incidents)
 
     @pytest.mark.parametrize("how", COPIES)
     def test_records(self, how):
         """Incidents and policies are equal to their copies."""
         guard = NanGuard(verbose=0)
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
-        assert told([COPIES[how](guard.incidents[0])]) == told(guard.incidents)
+        assert reported([COPIES[how](guard.incidents[0])]) == reported(guard.incidents)
         for policy in (guard.policy, Policy.from_any("stop")):
             assert COPIES[how](policy) == policy
 

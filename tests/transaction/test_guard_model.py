@@ -43,8 +43,8 @@ def test_epochs_and_fits_count_anew(steps):
     per_epoch = zoo.BATCHES + len(BAD)
     for number in range(2):
         history = fit(model)
-        told = model.nanguard.incidents[number * 4 :]
-        assert [(i.step, i.epoch, i.batch) for i in told] == [(e * per_epoch + b, e, b) for e in range(2) for b in BAD]
+        reported = model.nanguard.incidents[number * 4 :]
+        assert [(i.step, i.epoch, i.batch) for i in reported] == [(e * per_epoch + b, e, b) for e in range(2) for b in BAD]
         assert history["refused_steps"] == [2, 2]
     assert ", 4 refused" in model.nanguard.summary()
 

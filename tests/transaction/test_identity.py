@@ -22,9 +22,9 @@ NOT_ON_JAX = {
     "model-unlisted-state": "a pure step cannot write what is no part of its state",
     "model-stateful-rnn": "Keras hands the states of stateful RNNs to no step on JAX",
     "feed-dataset": "tf.data is not at hand",
-    "precision-float64": "JAX has no float64 unless it is told so before it starts",
+    "precision-float64": "JAX has no float64 unless it is reported so before it starts",
 }
-"""Programs that cannot be told in Keras' words there, by the start of their name, with the reason."""
+"""Programs that cannot be reported in Keras' words there, by the start of their name, with the reason."""
 
 TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
 """XLA fuses what it compiles; two programs that mean the same may round differently."""

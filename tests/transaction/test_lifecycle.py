@@ -99,7 +99,7 @@ def test_repeated_fits_and_recompile():
 
 
 def test_two_guards():
-    """Of two guards in one list the first one guards, and the user is told."""
+    """Of two guards in one list the first one guards, and the user is reported."""
     model, data = zoo.plain(), zoo.poison(zoo.regression(), 2)
     one, two = NanGuard(verbose=0), NanGuard(verbose=0)
     with pytest.warns(UserWarning, match="Two NanGuards"):
@@ -175,12 +175,12 @@ def test_saved_models_are_plain_keras(tmp_path):
     plain = zoo.plain()
     fit(plain, zoo.regression())
     plain.save(tmp_path / "plain.keras")
-    told = []
+    reported = []
     for name in ("during", "after", "plain"):
         done = subprocess.run([sys.executable, "-c", LOAD, tmp_path / f"{name}.keras"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-        told.append(done.stdout)
-    assert told[0] == told[1] == told[2]
+        reported.append(done.stdout)
+    assert reported[0] == reported[1] == reported[2]
 
 
 def test_optimizer_stays_as_it_was():

@@ -137,7 +137,7 @@ def compiled(step, xla=False):
 
 @pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
 def test_loop(kind):
-    """A GradientTape loop through `watch` and `step` ends in the same numbers, and is told of each refusal."""
+    """A GradientTape loop through `watch` and `step` ends in the same numbers, and is reported of each refusal."""
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     step, refused = loop_step(model, optimizer), []
     if kind != "eager":
@@ -153,7 +153,7 @@ def test_loop(kind):
 
 
 def test_loop_stops():
-    """A loop in which every step is bad is told to stop within a dozen steps, with the weights as they were."""
+    """A loop in which every step is bad is reported to stop within a dozen steps, with the weights as they were."""
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):

@@ -112,8 +112,8 @@ RUNS = [
 class TestSites:
     def test_found_where_it_happened(self, mode, precision):
         """A fault at any site is an incident of the very step it happened in."""
-        told = {incident.step for incident in _guarded(mode, precision).incidents}
-        assert [case for case in _plan(mode, precision) if case.step not in told] == []
+        reported = {incident.step for incident in _guarded(mode, precision).incidents}
+        assert [case for case in _plan(mode, precision) if case.step not in reported] == []
 
     def test_nothing_else_is_told(self, mode, precision):
         """No incident but of a faulty step, or of the steps of the same execution that a bad state left no choice."""
@@ -122,12 +122,12 @@ class TestSites:
 
     def test_names_the_site(self, mode, precision):
         """The incident of a fault that is not finite names its site, or the state where it was there before the step."""
-        told = {}
+        reported = {}
         for incident in _guarded(mode, precision).incidents:
-            told.setdefault(incident.step, incident)
+            reported.setdefault(incident.step, incident)
         wrong = []
         for case in _plan(mode, precision):
-            sites = told[case.step].sites if case.step in told else ()
+            sites = reported[case.step].sites if case.step in reported else ()
             if case.kind in NONFINITE and not set(sites) & set(FIRST[case.site]):
                 wrong.append((case, sites))
         assert wrong == []
@@ -142,14 +142,14 @@ class TestSites:
 class TestSpikes:
     @pytest.mark.parametrize("site", ["loss", "gradients", "targets"])
     def test_within_an_execution(self, site):
-        """A spike within `steps_per_execution` is told of in its own step, although others ran after it."""
+        """A spike within `steps_per_execution` is reported of in its own step, although others ran after it."""
         model, data, guard = *_level("steps4", "float32", 48), NanGuard(POLICY, verbose=0, diagnose=False)
         with inject(model, site=site, kind="spike", step=34):
             model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
         assert [i.step for i in guard.incidents][:1] == [34]
 
     def test_overflow_of_a_slot(self):
-        """A momentum at the end of its range gives finite, huge weights: told of in the next step, and healed."""
+        """A momentum at the end of its range gives finite, huge weights: reported of in the next step, and healed."""
         model, data, guard = *_level("graph", "float32", 24), NanGuard(verbose=0, diagnose=False)
         with inject(model, site="slots", kind="overflow", step=14):
             model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
@@ -163,7 +163,7 @@ class TestOutsideWrites:
     @pytest.mark.parametrize("kind", ["nan", "inf"])
     @pytest.mark.parametrize("what", ["kernel", "gamma", "moving_mean", "moving_variance", "momentum", "velocity"])
     def test_seen_and_healed(self, what, kind):
-        """A weight, statistic or slot that another callback makes bad is told of in the next step, and healed."""
+        """A weight, statistic or slot that another callback makes bad is reported of in the next step, and healed."""
 
         class Vandal(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
@@ -189,7 +189,7 @@ class TestOutsideWrites:
         assert guard.session.refused <= 12
 
     def test_runaway_loss_scale(self):
-        """A loss scale above all bounds is told of in that step, and put right."""
+        """A loss scale above all bounds is reported of in that step, and put right."""
         keras.config.set_dtype_policy("mixed_float16")
         model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
         data = zoo.regression()

@@ -111,19 +111,19 @@ def test_warnings_are_issued_again():
 def test_one_guard_for_two_threads():
     """A guard that guards a fit in one thread is refused to another."""
     guard, data, models = NanGuard(verbose=0), zoo.regression(), [net(), net()]
-    entered, told = threading.Event(), threading.Event()
+    entered, reported = threading.Event(), threading.Event()
 
     class Waits(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             entered.set()
-            assert told.wait(LIMIT)
+            assert reported.wait(LIMIT)
 
     def second():
         assert entered.wait(LIMIT)
         try:
             return fit(models[1], data, guard)
         finally:
-            told.set()
+            reported.set()
 
     first, refused = together(lambda: fit(models[0], data, guard, Waits(), epochs=1), second)
     assert isinstance(first, list) and "guards a running fit" in str(refused)

@@ -112,7 +112,7 @@ def test_04_restoring_in_inference_mode():
 
 
 def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
-    """A snapshot that holds NaN, whole by its checksum, is told as a bad state when a run resumes from it."""
+    """A snapshot that holds NaN, whole by its checksum, is reported as a bad state when a run resumes from it."""
     snapshot = {"storage": "disk", **OFTEN}
     monkeypatch.setattr("keras_nanguard._fit.snapshots.first_bad", lambda variables, tolerated: "")
     real = DiskRing.take
@@ -121,9 +121,9 @@ def test_05_nan_turned_into_zero_at_load(tmp_path, monkeypatch):
         kernel = self.state.model.layers[0].kernel
         before = kernel.numpy()
         corrupt(kernel)
-        told = real(self, *args, **kwargs)
+        reported = real(self, *args, **kwargs)
         kernel.assign(before)
-        return told
+        return reported
 
     monkeypatch.setattr(DiskRing, "take", take)
     zoo.run(eager, zoo.regression(), guard=guarded(directory=tmp_path, snapshot=snapshot), epochs=1)
@@ -138,10 +138,10 @@ def test_06_silent_rollback_silent_skip(capsys):
     """Every kind of refused step and every rollback is in the output, all steps are in History and in the incidents."""
     guard = guarded(verbose=1)
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
-    told = capsys.readouterr().out
-    assert all(f"step {step} (epoch 1, batch {step}) refused" in told for step in (7, 9)) and len(guard.incidents) == 3
-    assert "rollback: back to the state after 4 steps; 2 committed steps undone" in told and "learning rate" in told
-    assert "3 of 12 steps were refused" in told and run.history["refused_steps"] == [3]
+    reported = capsys.readouterr().out
+    assert all(f"step {step} (epoch 1, batch {step}) refused" in reported for step in (7, 9)) and len(guard.incidents) == 3
+    assert "rollback: back to the state after 4 steps; 2 committed steps undone" in reported and "learning rate" in reported
+    assert "3 of 12 steps were refused" in reported and run.history["refused_steps"] == [3]
     assert "3 refused" in guard.summary()
 
 
@@ -188,12 +188,12 @@ def test_10_a_decision_for_each_replica(mode):
     """One decision for each step: the same incidents lead to the same decisions, however the step was compiled."""
     fields = ("step", "epoch", "batch", "refused")
     data = overflowing(3, 4, 5, 9)
-    told = []
+    reported = []
     for options in ({"run_eagerly": True}, zoo.MODES[mode]):
         guard = guarded()
         zoo.run(lambda options=options: zoo.plain(**options), data, guard=guard, epochs=1)
-        told.append([([getattr(i, f) for f in fields], i.decision) for i in guard.incidents])
-    assert told[0] == told[1] and len(told[0]) == 4
+        reported.append([([getattr(i, f) for f in fields], i.decision) for i in guard.incidents])
+    assert reported[0] == reported[1] and len(reported[0]) == 4
     policy, ledgers = Policy.from_any(), [Ledger(), Ledger()]
     for step in (3, 4, 5, 9):
         incident = Incident(step, 0, step, (Finding("loss"),))
@@ -230,7 +230,7 @@ def test_11_the_stop_path_on_a_bad_model(policy, tmp_path):
 
 
 def test_12_alarm_on_an_ordinary_overflow():
-    """Overflows that loss scaling handles are counted, not told, and cost no rate."""
+    """Overflows that loss scaling handles are counted, not reported, and cost no rate."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
     model = zoo.plain(optimizer, run_eagerly=True)
     guard, data = guarded(), zoo.regression()
@@ -241,7 +241,7 @@ def test_12_alarm_on_an_ordinary_overflow():
 
 
 def test_13_a_finite_loss_with_nan_predictions():
-    """Predictions that are not finite are told although the loss is, in predict as in evaluate."""
+    """Predictions that are not finite are reported although the loss is, in predict as in evaluate."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
     model.compile("sgd", lambda y, p: ops.mean(ops.where(ops.isfinite(p), p, 0.0)))
     model.layers[0].bias.assign([np.nan, 0.0])

@@ -182,7 +182,7 @@ def test_the_same_as_with_waiting(order, action, site):
 
 @pytest.mark.parametrize("action", ["rollback", "stop"])
 def test_a_step_that_is_judged_after_it_has_committed(order, action):
-    """A spike is told by the host; where it puts another state in place, the step that was started runs again from that one."""
+    """A spike is reported by the host; where it puts another state in place, the step that was started runs again from that one."""
     data = zoo.regression()
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] *= 1e4
     rule = {"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}
@@ -263,7 +263,7 @@ def ends(data, batch):
 
 
 def test_a_fit_that_is_cut_short_tells_of_its_last_step(deferred, monkeypatch):
-    """The last step before an exception was bad, and nobody had asked for it yet; what is told of the exception comes after."""
+    """The last step before an exception was bad, and nobody had asked for it yet; what is reported of the exception comes after."""
     of_data = Finding("inputs", "nonfinite"), None
     monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
     guard = NanGuard(verbose=0)

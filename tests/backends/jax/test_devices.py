@@ -13,7 +13,7 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "support" / "jax_devices.py"
 
 
-def told(devices, *asked):
+def reported(devices, *asked):
     root = Path(__file__).parents[3]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -26,7 +26,7 @@ def told(devices, *asked):
 def on_four(once):
     """Everything that is asked of four devices."""
     asked = ("data", "data float16", "data rollback", "data traffic", "model", "model rollback")
-    return once("four devices", lambda folder: told(4, *asked))
+    return once("four devices", lambda folder: reported(4, *asked))
 
 
 @pytest.mark.parametrize("what", ["data", "data float16", "model"])
@@ -54,7 +54,7 @@ def test_traffic_of_a_verdict(on_four):
     """A verdict adds as many bytes to a step on 8 devices as on 2, and as many to a large model as to a small one."""
     more = []
     for devices in (2, 4, 8):
-        found = (on_four if devices == 4 else told(devices, "data traffic"))["data traffic"]
+        found = (on_four if devices == 4 else reported(devices, "data traffic"))["data traffic"]
         more += [found[f"guarded {width}"] - found[f"plain {width}"] for width in (16, 256)]
         assert found["plain 256"] > 10 * found["plain 16"] > 0, "the gradients are exchanged"
     assert len(set(more)) == 1

@@ -34,8 +34,8 @@ def started(way, directories, *runs):
     return [subprocess.Popen([sys.executable, str(PROGRAM), *command], **piped) for command in commands]
 
 
-def told(way, directory, *runs):
-    """Return for each run what both processes told at its end, and what each printed during it."""
+def reported(way, directory, *runs):
+    """Return for each run what both processes reported at its end, and what each printed during it."""
     ends = [process.communicate(timeout=240) for process in started(way, (directory, directory), *runs)]
     found = [_parted(out) for out, _ in ends]
     assert [len(parts) for parts in found] == [len(runs)] * 2, ends[0][1][-2000:]
@@ -64,7 +64,7 @@ def way(request):
 def runs(way, once):
     """Every run that comes to its end by itself, in one pair of processes; and the directory."""
     ended = ("plain", "without", "bad", "ahead", "rollback", "endless", "whole")
-    found, directory = once(way, lambda folder: (told(way, folder, *ended), str(folder)))
+    found, directory = once(way, lambda folder: (reported(way, folder, *ended), str(folder)))
     return found, Path(directory)
 
 
@@ -137,7 +137,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
     first.communicate(timeout=60)
     left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())
     assert any(name.startswith("snapshot-") for name in left)
-    both, printed = told(way, tmp_path, "resumed")["resumed"]
+    both, printed = reported(way, tmp_path, "resumed")["resumed"]
     assert "goes on from" in printed[0]
     for one in both:
         for a, b in zip(one["weights"], whole["weights"]):
@@ -145,7 +145,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
 
 
 def test_not_the_same_directory(way, runs, tmp_path):
-    """Where one process finds a snapshot and the other does not, both are told so, and neither waits for the other."""
+    """Where one process finds a snapshot and the other does not, both learn of it, and neither waits for the other."""
     here = tmp_path / "here"
     shutil.copytree(runs[1] / "whole", here / "killed")
     processes = started(way, (here, tmp_path / "elsewhere"), "resumed")

@@ -113,7 +113,7 @@ def test_written_over(recwarn, strategy, optimizer, steps):
 
 
 def test_an_update_that_overflows(way):
-    """Finite gradients times a rate make infinite weights: told, whichever way the step goes, and undone."""
+    """Finite gradients times a rate make infinite weights: reported, whichever way the step goes, and undone."""
     data = zoo.regression(batches=24)
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
     net = network(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([5], [1e-2, 1e30])))
@@ -680,7 +680,7 @@ def test_loop_of_another_layout():
 
 
 def test_loop_without_a_state():
-    """A step that does not hand back its state is told how to be written."""
+    """A step that does not hand back its state gets an error that says how to write it."""
     loop, guard = Loop(), NanGuard(verbose=0)
     with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="return loss, state"):
         guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])

@@ -105,7 +105,7 @@ def test_large_arrays(kernels):
 
 @pytest.mark.parametrize("name", ["Adam", "accumulates"])
 def test_what_was_not_written_is_not_found_bad(name):
-    """The values that a refused update would have written are no state, and nothing is told of them."""
+    """The values that a refused update would have written are no state, and nothing is reported of them."""
     run = zoo.run(lambda: network(BY_KERNELS[name][0]()), zoo.regression().with_poison((2,)), guard=True, epochs=1)
     (incident,) = run.guard.incidents
     assert incident.refused and {f.site for f in incident.findings}.isdisjoint({"weights", "slots"})

@@ -43,7 +43,7 @@ def results(process: str) -> dict[str, Any]:
 
 @pytest.fixture
 def result(once):
-    """`result(name)`: what a case told; all cases of its process run at once."""
+    """`result(name)`: what a case reported; all cases of its process run at once."""
 
     def of_case(name: str) -> dict[str, Any]:
         process = next(process for process, names in TOGETHER.items() if name in names)
@@ -58,28 +58,28 @@ ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", 
 @pytest.mark.parametrize("name", cases(*ORACLE, "bad_target", "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
     """Keras ends in NaN; the guarded run ends, in the copy of each replica, where it ends without the bad batches."""
-    told = result(name)
-    assert told["stock"] > 0, "the poison does nothing to Keras"
-    assert told["differences"] == []
-    assert told["steps"] == STEPS and all(told["refused"])
+    reported = result(name)
+    assert reported["stock"] > 0, "the poison does nothing to Keras"
+    assert reported["differences"] == []
+    assert reported["steps"] == STEPS and all(reported["refused"])
 
 
 @pytest.mark.parametrize("name", cases(*ORACLE, "bad_target"))
 def test_replicas_are_named(result, name):
     """An incident names the replica that saw it, or both of them."""
-    told = result(name)["replicas"]
-    if zoo.OLD and name in ("two_optimizers", "own_step"):  # told of both replicas although one of them saw it
-        assert all(set(true) <= set(found) for true, found in zip(REPLICAS, told))
+    reported = result(name)["replicas"]
+    if zoo.OLD and name in ("two_optimizers", "own_step"):  # reported of both replicas although one of them saw it
+        assert all(set(true) <= set(found) for true, found in zip(REPLICAS, reported))
     else:
-        assert told == REPLICAS
+        assert reported == REPLICAS
 
 
 @pytest.mark.parametrize("name", cases(*ORACLE))
 def test_rows_are_those_of_the_whole_batch(result, name):
     """The diagnosis tells the rows of the batch as the user made it, not those of a replica's share of it."""
-    told = result(name)
-    assert set(told["causes"]) == {"input_nonfinite"}
-    assert told["samples"] == [[1], [6], [1, 6]] * 2
+    reported = result(name)
+    assert set(reported["causes"]) == {"input_nonfinite"}
+    assert reported["samples"] == [[1], [6], [1, 6]] * 2
 
 
 def test_one_replica_is_no_replica(result):
@@ -89,9 +89,9 @@ def test_one_replica_is_no_replica(result):
 
 def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
     """The loss scale learns on every replica from what one of them saw, once, and nothing else moves."""
-    told = result("overflow")
-    assert told["finite"] and told["overflows"] == 1 and told["steps"] == []
-    assert told["changed"] == {
+    reported = result("overflow")
+    assert reported["finite"] and reported["overflows"] == 1 and reported["steps"] == []
+    assert reported["changed"] == {
         f"loss_scale_optimizer/{name} on replica {replica}": change
         for name, change in {"step_counter": [2, 0], "dynamic_scale": [64.0, 32.0]}.items()
         for replica in (0, 1)
@@ -101,26 +101,26 @@ def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
 @pytest.mark.parametrize("name", cases("healthy", "healthy_two_optimizers"))
 def test_a_healthy_run_is_untouched(result, name):
     """On clean data a guarded run and one that is not guarded are the same, bit by bit."""
-    told = result(name)
-    assert told["differences"] == [] and told["steps"] == []
+    reported = result(name)
+    assert reported["differences"] == [] and reported["steps"] == []
 
 
 def test_observe_changes_nothing(result):
     """Under `observe` the run ends where Keras ends it, NaN included, and the replica is named."""
-    told = result("observed")
-    assert told["same"] and told["steps"] == [4] and told["replicas"] == [[1]] and told["refused"] == [False]
+    reported = result("observed")
+    assert reported["same"] and reported["steps"] == [4] and reported["replicas"] == [[1]] and reported["refused"] == [False]
 
 
 def test_a_replica_without_rows(result):
     """A last batch with fewer rows than replicas is as good as Keras makes it."""
-    told = result("uneven")
-    assert told["finite"] == (told["stock"] or zoo.OLD) and (told["steps"] == []) == told["stock"]
+    reported = result("uneven")
+    assert reported["finite"] == (reported["stock"] or zoo.OLD) and (reported["steps"] == []) == reported["stock"]
 
 
 def test_train_on_batch(result):
     """A `NanGuardModel` refuses a bad batch of `train_on_batch`, of which every replica is given all rows."""
-    told = result("on_batch")
-    assert told["changed"] == [] and told["steps"] == [1] and told["replicas"] == [[0, 1]] and told["samples"] == [[2]]
+    reported = result("on_batch")
+    assert reported["changed"] == [] and reported["steps"] == [1] and reported["replicas"] == [[0, 1]] and reported["samples"] == [[2]]
 
 
 def test_asked_to_compile(result):

@@ -178,7 +178,7 @@ def test_loop_heals():
 
 
 def test_module_that_is_bad_before():
-    """A module that holds NaN before the first step is told of, with its own name for the parameter."""
+    """A module that holds NaN before the first step is reported, with its own name for the parameter."""
     model = network()
     with torch.no_grad():
         model[4].weight[0, 0] = float("nan")
@@ -407,7 +407,7 @@ def test_guarded_for_good(policy):
 
 
 def test_observing_changes_nothing():
-    """Under `observe` a poisoned run goes as it would, and is told of."""
+    """Under `observe` a poisoned run goes as it would, and is reported."""
     data = zoo.regression().with_poison((3,))
     build = functools.partial(zoo.plain, dropout=False)
     guard = NanGuard("observe", verbose=0)
@@ -595,7 +595,7 @@ def test_one_look_for_each_step(away, monkeypatch, own_step):
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_an_update_that_overflows(request, later):
-    """It is healed in its own step, or in the next one where the host would have to wait once more, and told of that step."""
+    """It is healed in its own step, or in the next one where the host would have to wait once more, and reported of that step."""
     if later:
         request.getfixturevalue("away")
     guard = NanGuard(verbose=0)
