@@ -14,8 +14,6 @@ sys.path.insert(0, str(HERE.parent))
 for _name, _value in {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}.items():
     os.environ.setdefault(_name, _value)
 
-from pygments.lexers.special import TextLexer  # noqa: E402
-
 from keras_nanguard import __version__  # noqa: E402
 
 project = "keras_nanguard"
@@ -93,6 +91,5 @@ def _links_of_the_repository(app: Any, name: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
-    app.add_lexer("mermaid", TextLexer)  # drawn on GitHub; here its source, as no script is fetched
     app.connect("autodoc-process-docstring", _fences_to_directives, priority=400)  # before napoleon
     app.connect("source-read", _links_of_the_repository)
