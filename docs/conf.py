@@ -35,10 +35,12 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_permalinks_icon = "#"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
+highlight_language = "text"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 

@@ -15,6 +15,8 @@ from typing import Any
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = [*sorted(FOLDER.glob("*.py")), *sorted(FOLDER.glob("*.toml"))]
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+"""What a terminal shows as colours and weights."""
 
 
 def page_of(file: str) -> str:
@@ -51,7 +53,7 @@ def _output(output: dict[str, Any]) -> str:
     if "image/png" in data:
         encoded = "".join(data["image/png"]).replace("\n", "")
         return f'<p><img alt="The figure that this code draws" src="data:image/png;base64,{encoded}"></p>'
-    text = "".join(output.get("text", data.get("text/plain", "")))
+    text = ESCAPES.sub("", "".join(output.get("text", data.get("text/plain", ""))))
     return f"````text\n{text.rstrip()}\n````"
 
 

@@ -18,13 +18,13 @@ PLACES = {
     "guard": (2.1, 2),
     "_fit": (2.1, 3),
     "_lint": (4.4, 3),
-    "_report": (0.8, 4),
+    "_report": (0.7, 4),
     "_diagnose": (3.0, 4),
-    "_files": (4.0, 5),
+    "_files": (4.15, 5),
     "testing": (5.4, 5),
-    "actions": (2.28, 6),
+    "actions": (2.36, 6),
     "_backends": (4.8, 6),
-    "_recording": (0.5, 7),
+    "_recording": (0.4, 7),
     "_policy": (2.2, 7),
     "_keras": (4.4, 7),
     "errors": (5.6, 7),
@@ -61,7 +61,7 @@ WITHOUT_KERAS = {"_core", "_recording", "_policy", "_report", "errors", "actions
 
 COLUMN, ROW, WIDTH, HEIGHT = 122, 74, 104, 34
 LEFT, TOP = 10, 20
-SIZE = (LEFT + 10 + round(5.6 * COLUMN) + WIDTH, TOP + 8 * ROW + HEIGHT + 56)
+SIZE = (LEFT + 10 + round(5.6 * COLUMN) + WIDTH, TOP + 8 * ROW + HEIGHT + 74)
 COLORS = {True: ("#dbeafe", "#2563eb"), False: ("#fef3c7", "#b45309")}
 """Fill and border of a package that loads without Keras, and of one that does not."""
 
