@@ -84,7 +84,7 @@ def _fences_to_directives(app: Any, what: str, name: str, obj: Any, options: Any
         inside = inside != bool(fence)
     lines[:] = made
     if what == "property" and lines:  # napoleon takes what is before a colon for the type
-        lines[0] = lines[0].replace(": ", " – ")
+        lines[0] = lines[0].replace(": ", " -- ")
 
 
 def _links_of_the_repository(app: Any, name: str, source: list[str]) -> None:
