@@ -44,6 +44,7 @@ campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
 
 docs: $(READY)  ## the site, in docs/_build/html; a warning is an error, and nothing is fetched
 	$(BIN)/python docs/reference_pages.py
+	$(BIN)/python docs/packages_picture.py
 	$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

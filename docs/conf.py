@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 for _name, _value in {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}.items():
     os.environ.setdefault(_name, _value)
 
-from pygments.lexers.special import TextLexer  # noqa: E402
+import example_pages  # noqa: E402
 
 from keras_nanguard import __version__  # noqa: E402
 
@@ -35,10 +35,12 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_permalinks_icon = "#"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
+highlight_language = "text"
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
@@ -81,18 +83,30 @@ def _fences_to_directives(app: Any, what: str, name: str, obj: Any, options: Any
             made.append(f"    {line}" if inside and line else line)
         inside = inside != bool(fence)
     lines[:] = made
+    if what == "property" and lines:  # napoleon takes what is before a colon for the type
+        lines[0] = lines[0].replace(": ", " -- ")
 
 
 def _links_of_the_repository(app: Any, name: str, source: list[str]) -> None:
-    """Let links that leave docs/ lead to pages of the site; the code itself is named, but no part of the site."""
+    """Let links that leave docs/ lead to pages of the site; the code of the package is named, but no part of the site."""
     text = source[0]
+    for path in (*example_pages.SCRIPTS, *example_pages.NOTEBOOKS):
+        target = "../" * name.count("/") + example_pages.page_of(path.name)
+        text = re.sub(rf"\]\((?:\.\./)+examples/{re.escape(path.name)}\)", f"]({target})", text)
     for target, page in OUTSIDE.items():
         text = re.sub(rf"\]\((?:\.\./)*{re.escape(target)}", f"]({'../' * name.count('/')}{page}", text)
     text = re.sub(r"\[(`[^`\]]+`)\]\((?:\.\./)+(?:keras_nanguard|tests|examples|benchmarks)[^)]*\)", r"\1", text)
-    source[0] = re.sub(r"\[([^`\]]+)\]\((?:\.\./)+((?:keras_nanguard|tests|examples|benchmarks)[^)]*)\)", r"\1 (`\2`)", text)
+    text = re.sub(r"\[([^`\]]+)\]\((?:\.\./)+((?:keras_nanguard|tests|examples|benchmarks)[^)]*)\)", r"\1 (`\2`)", text)
+    source[0] = text
+
+
+def _examples(app: Any, name: str, source: list[str]) -> None:
+    """Append the sources of the examples to their pages."""
+    if name in example_pages.PAGES:
+        source[0] += "\n" + example_pages.PAGES[name]()
 
 
 def setup(app: Any) -> None:
-    app.add_lexer("mermaid", TextLexer)  # drawn on GitHub; here its source, as no script is fetched
     app.connect("autodoc-process-docstring", _fences_to_directives, priority=400)  # before napoleon
     app.connect("source-read", _links_of_the_repository)
+    app.connect("source-read", _examples)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from diagnosis.test_causes import TABLE
+from support.docs_tools import load
 from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, edges, modules
 
 from keras_nanguard import actions
@@ -31,7 +32,7 @@ DOTTED = r"_[a-z]\w*(?:\.\w+)+|[A-Z]\w+\.\w+"
 OURS = r"(?:_[a-z]+|keras_nanguard|tests|benchmarks|examples|docs)/[\w./-]*(?:::[\w.]+)?"
 """How the two pages name a path or `path::name`, and a module, a name in one or `Class.name`; how the other pages name a path of ours."""
 
-NOT_THERE = {"tests/backends/NAME", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
+NOT_THERE = {"tests/backends/NAME", "docs/NAME.md", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
 """What a recipe is to make, and what is Keras' own."""
 
 
@@ -145,8 +146,8 @@ def test_the_table_of_packages_is_the_order_of_the_layout():
 
 
 def test_the_picture_shows_the_imports_that_there_are():
-    """Its arrows are the imports between packages, without those that follow from others."""
-    arrows = set(re.findall(r"^ +(\w+) --> (\w+)$", section(ARCHITECTURE, "Packages"), re.M))
+    """Its arrows are the imports between packages, without those that follow from others; its colours say what loads without Keras."""
+    drawn = load("packages_picture")
     direct: dict[str, set[str]] = {}
     for module in set(modules()) - {""}:
         own = module.partition(".")[0]
@@ -156,7 +157,18 @@ def test_the_picture_shows_the_imports_that_there_are():
         return direct[package].union(*map(beyond, direct[package])) if direct[package] else set()
 
     implied = {(one, far) for one in direct for other in direct[one] for far in beyond(other)}
-    assert arrows == {(one, other) for one in direct for other in direct[one]} - implied
+    assert set(drawn.ARROWS) == {(one, other) for one in direct for other in direct[one]} - implied
+    assert set(drawn.PLACES) == set(direct) - {"_version"}
+    assert set(KNOW_NO_KERAS) - {"_version"} == drawn.WITHOUT_KERAS
+
+
+def test_the_picture_is_drawn_and_shown():
+    """The file is what `docs/packages_picture.py` writes, with each package and arrow in it, and the page shows it."""
+    drawn = load("packages_picture")
+    assert text(drawn.PICTURE) == drawn.picture()
+    assert all(f">{name}</text>" in drawn.picture() for name in drawn.PLACES)
+    assert all(f"<title>{one} imports {other}</title>" in drawn.picture() for one, other in drawn.ARROWS)
+    assert "](pictures/packages.svg)" in section(ARCHITECTURE, "Packages")
 
 
 # The recipes

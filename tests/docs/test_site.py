@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
+import json
 import os
 import re
 import shutil
@@ -19,6 +21,7 @@ pytest.importorskip("myst_parser", reason="takes the extra docs: pip install -e 
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+TAGS = re.compile(r"<[^>]+>")
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 
 
@@ -91,6 +94,22 @@ def test_nothing_is_loaded_from_elsewhere(pages):
     """No page loads a script, a style, a font or a picture from another place."""
     loaded = {link for found in pages.values() for link in found.loaded}
     assert [link for link in loaded if re.match(r"(\w+:)?//", link)] == []
+
+
+def test_every_example_can_be_read(site, pages):
+    """The site has the text of each script, policy file and notebook, and its page links to that place."""
+    shown = {name: TAGS.sub("", (site / f"{name}.html").read_text(encoding="utf-8")) for name in ("examples_sources", "notebooks")}
+    shown = {name: html.unescape(text) for name, text in shown.items()}
+    linked = {re.sub(r"[\W_]", "", urllib.parse.urlsplit(link).fragment) for link in pages[site / "examples.html"].links}
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix in (".py", ".toml"):
+            assert path.read_text(encoding="utf-8").strip() in shown["examples_sources"], path.name
+        elif path.suffix == ".ipynb":
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            missing = [cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip() not in shown["notebooks"]]
+            assert missing == [], path.name
+        if path.is_file() and path.name != "pictures.py":
+            assert re.sub(r"[\W_]", "", path.name) in linked, path.name
 
 
 def test_two_clicks_from_the_front_page(site, pages):
