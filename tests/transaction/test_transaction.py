@@ -55,8 +55,9 @@ def _runs(optimizer: str, mode: str) -> tuple[zoo.Run, zoo.Run]:
 
 
 CASES = [(optimizer, mode) for mode in zoo.MODES for optimizer in OPTIMIZERS]
-# XLA takes seconds for each compilation and shares all of its code but the cluster with graph mode
-CASES = [case for case in CASES if case[1] != "xla" or case[0] in ("adam", "rmsprop-accumulation")]
+# XLA takes seconds for each compilation and shares all of its code but the cluster with graph mode; so do eager steps on JAX
+LONG = {"xla", "eager"} if zoo.BACKEND == "jax" else {"xla"}
+CASES = [case for case in CASES if case[1] not in LONG or case[0] in ("adam", "rmsprop-accumulation")]
 
 
 @pytest.mark.parametrize(("optimizer", "mode"), CASES)
