@@ -140,9 +140,9 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
 
         Raises:
             GuardError: if the class itself is among the callbacks: Keras then calls this on the class, and gives the model
-                in place of the guard.
+                in place of the guard; or if the model is one of `tf_keras`.
         """
-        arguments.require_instance(self, NanGuard)
+        arguments.require_instance(self, NanGuard, model)
         if model is None:
             return
         if self._fit is not None and self._fit.runs:
