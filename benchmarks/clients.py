@@ -5,7 +5,8 @@
 
 Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
 same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
-failed test, `-` a client that is not installed or that this backend does not have. Exits with 1 where one has failed.
+failed test, or one that took more than five minutes, `-` a client that is not installed or that this backend does not have. Clients do
+not depend on one another: where one fails the table has all others. Exits with 1 where one has failed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,32 @@ class Client:
 
 
 CLIENTS = (
-    Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch", "keras-tuner", r"test_keras_tuner"),
+    Client("KerasHub: BERT classifier, from tokens and from text", "keras-hub", r"\[KerasHub: BERT"),
+    Client("KerasHub: GPT-2 with LoRA", "keras-hub", r"\[KerasHub: GPT"),
+    Client("KerasHub: ResNet and ViT", "keras-hub", r"\[KerasHub: (ResNet|ViT)"),
+    Client("KerasRS: ranking, ranking of lists, retrieval", "keras-rs", r"\[KerasRS"),
+    Client("KerasCV: image classifier", "keras-cv", r"\[KerasCV"),
+    Client("BayesFlow: coupling flow, flow matching", "bayesflow", r"\[BayesFlow"),
+    Client("TensorFlow Probability in a loss", "tensorflow-probability", r"\[TensorFlow Probability"),
+    Client("AutoKeras, with a mended head", "autokeras", r"test_autokeras"),
+    Client("Keras 2 (`tf_keras`): a clear error", "tf_keras", r"test_keras_2"),
+    Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch, a `fit` of its own", "keras-tuner", r"test_keras_tuner"),
+    Client("Ray Tune", "ray", r"test_ray_tune"),
     Client("Optuna, with its Keras pruning callback", "optuna-integration", r"test_optuna"),
     Client("scikeras: Pipeline, GridSearchCV with 1 and 2 jobs, clone", "scikeras", r"test_scikeras"),
     Client("joblib: processes and threads, cloudpickle", "joblib", r"test_joblib"),
     Client("preset `tune` without a tuner", "", r"TestPreset"),
     Client("all stock callbacks in any order", "", r"test_all_stock|test_a_csv"),
+    Client("a learning rate finder, under `observe`", "", r"test_a_rate_finder"),
     Client("TensorBoard, with histograms", "tensorboard", r"test_tensorboard"),
+    Client("MLflow: callback and autolog", "mlflow-skinny", r"test_mlflow"),
+    Client("Weights & Biases: metrics logger, model checkpoint", "wandb", r"test_wandb"),
+    Client("tqdm: TqdmCallback", "tqdm", r"test_tqdm"),
     Client("PyDataset, with and without workers", "", r"\[PyDataset\]|\[workers\]|\[processes\]"),
     Client("generators", "", r"\[generator\]"),
-    Client("tf.data: cached, parallel, of unknown length, ragged", "tensorflow-cpu", r"\[tf\.data|test_ragged"),
+    Client("tf.data: cached, parallel, of unknown length", "tensorflow-cpu", r"\[tf\.data"),
+    Client("sparse and ragged tensors of TensorFlow", "tensorflow-cpu", r"test_ragged|test_tensors_of_tensorflow"),
+    Client("Hugging Face datasets: NumPy, torch, to_tf_dataset", "datasets", r"\[datasets"),
     Client("torch DataLoader", "torch", r"\[DataLoader\]"),
     Client("grain", "grain", r"\[grain\]"),
     Client("pandas DataFrame", "pandas", r"\[DataFrame\]"),
@@ -54,12 +71,16 @@ CLIENTS = (
 )
 
 
+APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors")
+"""One test that hangs is ended after so many seconds, one that crashes takes its worker alone with it, and the others go on."""
+
+
 def outcomes(backend: str) -> dict[str, str]:
     """Run the tests on a backend; returns the outcome of each: `passed`, `failed` or `skipped`."""
     environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcomes.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "tests/clients", f"--junitxml={path}"]
+        command = [sys.executable, "-m", "pytest", "-q", "tests/clients", f"--junitxml={path}", *APART]
         finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if not path.exists():
             raise SystemExit(f"Expected a report of pytest. Received:\n{finished.stdout}{finished.stderr}")

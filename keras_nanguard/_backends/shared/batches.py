@@ -13,7 +13,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import arguments, leaves
 from keras_nanguard._core.evidence import Constant, Spread
-from keras_nanguard._keras import sparse_arrays, variables as keras_variables
+from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as keras_variables
 
 __all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
 
@@ -89,9 +89,13 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
     if sparse_arrays.has_coordinates(part.value):
         places, values, _ = sparse_arrays.coordinates(part.value)
         return tuple(int(i) for i in np.unique(places[~np.isfinite(finiteness.widen(values)), 0]))
-    if array.shape[:1] != (count,):
+    splits = getattr(part.value, "nested_row_splits", ())  # of a ragged tensor, the outermost first
+    if array.shape[:1] != (count,) and not splits:
         return ()
-    return tuple(int(i) for i in np.flatnonzero(~np.isfinite(array).reshape(count, -1).all(axis=1)))
+    wrong = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+    for split in reversed(splits):
+        wrong = np.searchsorted(spread_arrays.as_array(split), wrong, "right") - 1
+    return tuple(int(i) for i in np.unique(wrong))
 
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:
