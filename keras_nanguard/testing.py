@@ -27,6 +27,7 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
+from keras_nanguard._core.literals import FaultKind, FaultSite
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.settings import matches_path
 
@@ -83,8 +84,8 @@ class Fault:
 def inject(
     model: Any,
     *,
-    site: str,
-    kind: str = "nan",
+    site: FaultSite,
+    kind: FaultKind = "nan",
     step: int | Iterable[int] = 0,
     count: int = 1,
     path: str = "*",

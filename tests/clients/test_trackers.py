@@ -1,4 +1,4 @@
-"""Callbacks of trackers, each the real one, in a process of its own: before the guard and after it they log its keys from the first epoch on."""
+"""Callbacks of trackers, each the real one, in a process of its own: wherever they stand, they log the keys of the guard."""
 
 from __future__ import annotations
 
