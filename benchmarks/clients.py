@@ -6,7 +6,7 @@
 Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
 same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
 failed test, or one that took more than five minutes, `-` a client that is not installed or that this backend does not have. Clients do
-not depend on one another: where one fails the table has all others. Exits with 1 where one has failed.
+not depend on one another: where one fails the table has all others. `?` was not run, or not to its end. Exits with 1 where one has failed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+BACKENDS = ("tensorflow", "jax", "torch")
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 
 
@@ -71,35 +73,45 @@ CLIENTS = (
 )
 
 
-APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors")
+APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors", "-p", "no:cacheprovider")
 """One test that hangs is ended after so many seconds, one that crashes takes its worker alone with it, and the others go on."""
 
+RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL) +(?:\[ *\d+%\] )?(tests/.*?)(?: - .*)?$")
+"""A line of `pytest -v` on several workers, as a test ends."""
 
-def outcomes(backend: str) -> dict[str, str]:
-    """Run the tests on a backend; returns the outcome of each: `passed`, `failed` or `skipped`."""
+
+def outcomes(backend: str, limit: float) -> dict[str, str]:
+    """Run the tests on a backend; returns the outcome of each: `passed`, `failed`, `skipped`, or `unfinished` after `limit` seconds."""
     environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outcomes.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "tests/clients", f"--junitxml={path}", *APART]
-        finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if not path.exists():
-            raise SystemExit(f"Expected a report of pytest. Received:\n{finished.stdout}{finished.stderr}")
-        cases = ElementTree.parse(path).iter("testcase")
-        found = {f"{case.get('classname')}.{case.get('name')}": _outcome(case) for case in cases}
-    failed = [name for name, outcome in found.items() if outcome == "failed"]
-    print(f"{backend}: {len(found)} tests, {len(failed)} failed", *failed, sep="\n  ", file=sys.stderr)
+    command = [sys.executable, "-m", "pytest", "tests/clients"]
+    settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
+        try:
+            process.wait(limit)
+            finished = True
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            finished = False
+        log.seek(0)
+        lines = log.read().splitlines()
+    found = {match[2].strip(): match[1].lower().replace("error", "failed") for match in map(RESULT.search, lines) if match}
+    if not found:
+        raise SystemExit("Expected outcomes of tests. Received:\n" + "\n".join(lines))
+    if not finished:
+        listed = subprocess.run([*command, "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
+        found = {**{name.strip(): "unfinished" for name in listed if "::" in name}, **found}
+    bad = [f"{outcome}: {name}" for name, outcome in found.items() if outcome in ("failed", "unfinished")]
+    print(f"{backend}: {len(found)} tests, {len(bad)} failed or unfinished", *bad, sep="\n  ", file=sys.stderr, flush=True)
+    print(*(line for line in lines if line.startswith("E  ")), sep="\n", file=sys.stderr, flush=True)
     return found
-
-
-def _outcome(case: ElementTree.Element) -> str:
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
 
 
 def cell(client: Client, found: dict[str, str]) -> str:
     """Return what a table says of a client on a backend."""
     mine = {outcome for name, outcome in found.items() if re.search(client.tests, name)}
-    return "no" if "failed" in mine else "yes" if "passed" in mine else "-"
+    return "no" if "failed" in mine else "?" if "unfinished" in mine else "yes" if "passed" in mine else "-"
 
 
 def version(client: Client) -> str:
@@ -111,13 +123,20 @@ def version(client: Client) -> str:
     return found if client.distribution else f"Keras {found}"
 
 
-def table(backends: Sequence[str]) -> str:
-    """Run all, and return the table as Markdown."""
-    found = {backend: outcomes(backend) for backend in backends}
+def table(backends: Sequence[str], found: Mapping[str, dict[str, str]], before: str = "") -> str:
+    """Return the table as Markdown; a backend that was not run keeps the cells that it has in the text before, if any."""
+    known = _cells(before)
     lines = [f"| client | version | {' | '.join(backends)} |", "|---" * (len(backends) + 2) + "|"]
     for client in CLIENTS:
-        lines.append(f"| {client.name} | {version(client)} | {' | '.join(cell(client, found[b]) for b in backends)} |")
+        cells = [cell(client, found[b]) if b in found else known.get((client.name, b), "?") for b in backends]
+        lines.append(f"| {client.name} | {version(client)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cells(text: str) -> dict[tuple[str, str], str]:
+    """Return the cells of a table by client and backend."""
+    rows = [[part.strip() for part in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return {(row[0], backend): cell for row in rows[1:] for backend, cell in zip(rows[0][2:], row[2:], strict=True)}
 
 
 def write(path: Path, text: str) -> None:
@@ -134,13 +153,18 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("backends", nargs="*", help="those to run; all by default")
-    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced, after each backend")
+    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for the tests of a backend")
     given = parser.parse_args()
-    made = table(given.backends or ("tensorflow", "jax", "torch"))
+    found: dict[str, dict[str, str]] = {}
+    for backend in given.backends or BACKENDS:
+        found[backend] = outcomes(backend, given.limit)
+        before = given.write.read_text("utf-8") if given.write is not None else ""
+        made = table(BACKENDS if given.write is not None else list(found), found, before.partition(BEGIN)[2].partition(END)[0])
+        if given.write is not None:
+            write(given.write, made)
     print(made)
-    if given.write is not None:
-        write(given.write, made)
-    return int("| no " in made)
+    return int(any("failed" in outcome.values() for outcome in found.values()))
 
 
 if __name__ == "__main__":
