@@ -95,3 +95,17 @@ def test_a_bad_value(unspread, limit):
     model.fit(scipy.csr_matrix(wide), np.ones((len(wide), 1), "float32"), callbacks=[guard], **settings)
     (incident,) = guard.incidents
     assert incident.diagnosis.cause == "input_nonfinite" and incident.batch == 5 and incident.diagnosis.samples == (2,)
+
+
+@pytest.mark.requires_backend("tensorflow", reason="TensorFlow alone has ragged tensors")
+def test_rows_of_a_ragged_tensor():
+    """A bad number in a ragged tensor, nested or not, belongs to a row of the batch, which can be left out."""
+    import tensorflow as tf
+
+    from keras_nanguard._backends.shared import batches
+
+    for rows in ([[1.0], [], [2.0, np.nan]], [[[1.0], []], [], [[3.0], [4.0, np.nan]]]):
+        batch = ((tf.ragged.constant(rows), tf.zeros((3, 1))),)
+        assert [found.rows for found in batches.bad(batch, ("inputs",))] == [(2,)]
+        rest = batches.without(batch, [2])
+        assert batches.row_count(rest) == 2 and batches.bad(rest, ("inputs",)) == ()
