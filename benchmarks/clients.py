@@ -2,6 +2,7 @@
 
     python benchmarks/clients.py                                        # with all three backends, one after the other
     python benchmarks/clients.py tensorflow --write docs/compatibility.md
+    python benchmarks/clients.py jax --only Keras --write docs/compatibility.md
 
 Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
 same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
@@ -80,28 +81,30 @@ RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL) +(?:\[ *\d+%\] )?(test
 """A line of `pytest -v` on several workers, as a test ends."""
 
 
-def outcomes(backend: str, limit: float) -> dict[str, str]:
-    """Run the tests on a backend; returns the outcome of each: `passed`, `failed`, `skipped`, or `unfinished` after `limit` seconds."""
+def outcomes(backend: str, limit: float, clients: Sequence[Client]) -> dict[str, str]:
+    """Run the tests of clients on a backend.
+
+    Returns:
+        The outcome of each: `passed`, `failed`, `skipped`, or `unfinished` after `limit` seconds.
+    """
     environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "tests/clients"]
     settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pytest = [sys.executable, "-m", "pytest"]
+    listed = subprocess.run([*pytest, "tests/clients", "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
+    names = [name.strip() for name in listed if "::" in name and any(re.search(client.tests, name) for client in clients)]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
+        process = subprocess.Popen([*pytest, *names, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
         try:
             process.wait(limit)
-            finished = True
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            finished = False
         log.seek(0)
         lines = log.read().splitlines()
     found = {match[2].strip(): match[1].lower().replace("error", "failed") for match in map(RESULT.search, lines) if match}
     if not found:
         raise SystemExit("Expected outcomes of tests. Received:\n" + "\n".join(lines))
-    if not finished:
-        listed = subprocess.run([*command, "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
-        found = {**{name.strip(): "unfinished" for name in listed if "::" in name}, **found}
+    found = {**dict.fromkeys(names, "unfinished"), **found}
     bad = [f"{outcome}: {name}" for name, outcome in found.items() if outcome in ("failed", "unfinished")]
     print(f"{backend}: {len(found)} tests, {len(bad)} failed or unfinished", *bad, sep="\n  ", file=sys.stderr, flush=True)
     print(*(line for line in lines if line.startswith("E  ")), sep="\n", file=sys.stderr, flush=True)
@@ -109,9 +112,9 @@ def outcomes(backend: str, limit: float) -> dict[str, str]:
 
 
 def cell(client: Client, found: dict[str, str]) -> str:
-    """Return what a table says of a client on a backend."""
+    """Return what a table says of a client on a backend, `""` where none of its tests was chosen."""
     mine = {outcome for name, outcome in found.items() if re.search(client.tests, name)}
-    return "no" if "failed" in mine else "?" if "unfinished" in mine else "yes" if "passed" in mine else "-"
+    return "no" if "failed" in mine else "?" if "unfinished" in mine else "yes" if "passed" in mine else "-" if mine else ""
 
 
 def version(client: Client) -> str:
@@ -124,11 +127,11 @@ def version(client: Client) -> str:
 
 
 def table(backends: Sequence[str], found: Mapping[str, dict[str, str]], before: str = "") -> str:
-    """Return the table as Markdown; a backend that was not run keeps the cells that it has in the text before, if any."""
+    """Return the table as Markdown; what was not run keeps the cells that it has in the text before, if any."""
     known = _cells(before)
     lines = [f"| client | version | {' | '.join(backends)} |", "|---" * (len(backends) + 2) + "|"]
     for client in CLIENTS:
-        cells = [cell(client, found[b]) if b in found else known.get((client.name, b), "?") for b in backends]
+        cells = [cell(client, found.get(b, {})) or known.get((client.name, b), "?") for b in backends]
         lines.append(f"| {client.name} | {version(client)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -155,10 +158,12 @@ def main() -> int:
     parser.add_argument("backends", nargs="*", help="those to run; all by default")
     parser.add_argument("--write", type=Path, help="page whose table is replaced, after each backend")
     parser.add_argument("--limit", type=float, default=1500.0, help="seconds for the tests of a backend")
+    parser.add_argument("--only", default="", help="run the clients whose names match this pattern")
     given = parser.parse_args()
+    clients = [client for client in CLIENTS if re.search(given.only, client.name)]
     found: dict[str, dict[str, str]] = {}
     for backend in given.backends or BACKENDS:
-        found[backend] = outcomes(backend, given.limit)
+        found[backend] = outcomes(backend, given.limit, clients)
         before = given.write.read_text("utf-8") if given.write is not None else ""
         made = table(BACKENDS if given.write is not None else list(found), found, before.partition(BEGIN)[2].partition(END)[0])
         if given.write is not None:
