@@ -150,7 +150,7 @@ def test_ray_tune(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 runs on TensorFlow alone, with or without a guard")
+@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 takes callbacks, stock ones as well, on TensorFlow alone")
 @pytest.mark.parametrize("bad", [False, True])
 def test_autokeras(bad, tmp_path):
     """AutoKeras copies the guard for each trial and for its last fit; healthy logs are the plain ones, of bad data a step is refused."""
