@@ -88,14 +88,21 @@ test-with:
 	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" "$(PIN)" -e ".[dev,demo,yaml]"
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
 
-clients: .venv-clients/.ready  ## tuners, pipelines, callbacks, data sources: the table of docs/compatibility.md, in an environment of its own
+clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data sources: the table of docs/compatibility.md, in an environment of its own
 	.venv-clients/bin/python benchmarks/clients.py --write docs/compatibility.md
 
 .venv-clients/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python $(INSTALL) --upgrade pip
 	.venv-clients/bin/python $(INSTALL) "$(TENSORFLOW)" $(BACKEND_jax) $(BACKEND_torch) -e ".[dev,demo,yaml,clients]"
+	.venv-clients/bin/python -m pip freeze | grep -E "^(tensorflow.*|jax|jaxlib|torch|keras|numpy)==" > .venv-clients/constraints.txt
+	@for client in $(CLIENTS); do echo "$$client"; \
+	.venv-clients/bin/python $(INSTALL) -c .venv-clients/constraints.txt "$$client" || echo "$$client is left out: it does not install"; done
 	@touch $@
+
+# Each by itself: one that does not install beside the others leaves a `-` in the table. None may change Keras or a backend.
+CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
+	mlflow-skinny sqlalchemy alembic wandb
 
 clean:
 	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -2,10 +2,12 @@
 
     python benchmarks/clients.py                                        # with all three backends, one after the other
     python benchmarks/clients.py tensorflow --write docs/compatibility.md
+    python benchmarks/clients.py jax --only Keras --write docs/compatibility.md
 
 Each row is a client with the version that was run. A cell says `yes` where the client runs untouched, a healthy run is silent and the
 same, and bad data is refused (under a tuner: a hopeless trial is never the best one): all tests of that client have passed. `no` is a
-failed test, `-` a client that is not installed or that this backend does not have. Exits with 1 where one has failed.
+failed test, or one that took more than five minutes, `-` a client that is not installed or that this backend does not have. Clients do
+not depend on one another: where one fails the table has all others. `?` was not run, or not to its end. Exits with 1 where one has failed.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+BACKENDS = ("tensorflow", "jax", "torch")
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 
 
@@ -36,16 +40,32 @@ class Client:
 
 
 CLIENTS = (
-    Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch", "keras-tuner", r"test_keras_tuner"),
+    Client("KerasHub: BERT classifier, from tokens and from text", "keras-hub", r"\[KerasHub: BERT"),
+    Client("KerasHub: GPT-2 with LoRA", "keras-hub", r"\[KerasHub: GPT"),
+    Client("KerasHub: ResNet and ViT", "keras-hub", r"\[KerasHub: (ResNet|ViT)"),
+    Client("KerasRS: ranking, ranking of lists, retrieval", "keras-rs", r"\[KerasRS"),
+    Client("KerasCV: image classifier", "keras-cv", r"\[KerasCV"),
+    Client("BayesFlow: coupling flow, flow matching", "bayesflow", r"\[BayesFlow"),
+    Client("TensorFlow Probability in a loss", "tensorflow-probability", r"\[TensorFlow Probability"),
+    Client("AutoKeras, with a mended head", "autokeras", r"test_autokeras"),
+    Client("Keras 2 (`tf_keras`): a clear error", "tf_keras", r"test_keras_2"),
+    Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch, a `fit` of its own", "keras-tuner", r"test_keras_tuner"),
+    Client("Ray Tune", "ray", r"test_ray_tune"),
     Client("Optuna, with its Keras pruning callback", "optuna-integration", r"test_optuna"),
     Client("scikeras: Pipeline, GridSearchCV with 1 and 2 jobs, clone", "scikeras", r"test_scikeras"),
     Client("joblib: processes and threads, cloudpickle", "joblib", r"test_joblib"),
     Client("preset `tune` without a tuner", "", r"TestPreset"),
     Client("all stock callbacks in any order", "", r"test_all_stock|test_a_csv"),
+    Client("a learning rate finder, under `observe`", "", r"test_a_rate_finder"),
     Client("TensorBoard, with histograms", "tensorboard", r"test_tensorboard"),
+    Client("MLflow: callback and autolog", "mlflow-skinny", r"test_mlflow"),
+    Client("Weights & Biases: metrics logger, model checkpoint", "wandb", r"test_wandb"),
+    Client("tqdm: TqdmCallback", "tqdm", r"test_tqdm"),
     Client("PyDataset, with and without workers", "", r"\[PyDataset\]|\[workers\]|\[processes\]"),
     Client("generators", "", r"\[generator\]"),
-    Client("tf.data: cached, parallel, of unknown length, ragged", "tensorflow-cpu", r"\[tf\.data|test_ragged"),
+    Client("tf.data: cached, parallel, of unknown length", "tensorflow-cpu", r"\[tf\.data"),
+    Client("sparse and ragged tensors of TensorFlow", "tensorflow-cpu", r"test_ragged|test_tensors_of_tensorflow"),
+    Client("Hugging Face datasets: NumPy, torch, to_tf_dataset", "datasets", r"\[datasets"),
     Client("torch DataLoader", "torch", r"\[DataLoader\]"),
     Client("grain", "grain", r"\[grain\]"),
     Client("pandas DataFrame", "pandas", r"\[DataFrame\]"),
@@ -54,31 +74,47 @@ CLIENTS = (
 )
 
 
-def outcomes(backend: str) -> dict[str, str]:
-    """Run the tests on a backend; returns the outcome of each: `passed`, `failed` or `skipped`."""
+APART = ("-n", "2", "--dist", "worksteal", "--timeout", "300", "--continue-on-collection-errors", "-p", "no:cacheprovider")
+"""One test that hangs is ended after so many seconds, one that crashes takes its worker alone with it, and the others go on."""
+
+RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL) +(?:\[ *\d+%\] )?(tests/.*?)(?: - .*)?$")
+"""A line of `pytest -v` on several workers, as a test ends."""
+
+
+def outcomes(backend: str, limit: float, clients: Sequence[Client]) -> dict[str, str]:
+    """Run the tests of clients on a backend.
+
+    Returns:
+        The outcome of each: `passed`, `failed`, `skipped`, or `unfinished` after `limit` seconds.
+    """
     environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outcomes.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "tests/clients", f"--junitxml={path}"]
-        finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if not path.exists():
-            raise SystemExit(f"Expected a report of pytest. Received:\n{finished.stdout}{finished.stderr}")
-        cases = ElementTree.parse(path).iter("testcase")
-        found = {f"{case.get('classname')}.{case.get('name')}": _outcome(case) for case in cases}
-    failed = [name for name, outcome in found.items() if outcome == "failed"]
-    print(f"{backend}: {len(found)} tests, {len(failed)} failed", *failed, sep="\n  ", file=sys.stderr)
+    settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pytest = [sys.executable, "-m", "pytest"]
+    listed = subprocess.run([*pytest, "tests/clients", "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
+    names = [name.strip() for name in listed if "::" in name and any(re.search(client.tests, name) for client in clients)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*pytest, *names, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        lines = log.read().splitlines()
+    found = {match[2].strip(): match[1].lower().replace("error", "failed") for match in map(RESULT.search, lines) if match}
+    if not found:
+        raise SystemExit("Expected outcomes of tests. Received:\n" + "\n".join(lines))
+    found = {**dict.fromkeys(names, "unfinished"), **found}
+    bad = [f"{outcome}: {name}" for name, outcome in found.items() if outcome in ("failed", "unfinished")]
+    print(f"{backend}: {len(found)} tests, {len(bad)} failed or unfinished", *bad, sep="\n  ", file=sys.stderr, flush=True)
+    print(*(line for line in lines if line.startswith("E  ")), sep="\n", file=sys.stderr, flush=True)
     return found
 
 
-def _outcome(case: ElementTree.Element) -> str:
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-
-
 def cell(client: Client, found: dict[str, str]) -> str:
-    """Return what a table says of a client on a backend."""
+    """Return what a table says of a client on a backend, `""` where none of its tests was chosen."""
     mine = {outcome for name, outcome in found.items() if re.search(client.tests, name)}
-    return "no" if "failed" in mine else "yes" if "passed" in mine else "-"
+    return "no" if "failed" in mine else "?" if "unfinished" in mine else "yes" if "passed" in mine else "-" if mine else ""
 
 
 def version(client: Client) -> str:
@@ -90,13 +126,20 @@ def version(client: Client) -> str:
     return found if client.distribution else f"Keras {found}"
 
 
-def table(backends: Sequence[str]) -> str:
-    """Run all, and return the table as Markdown."""
-    found = {backend: outcomes(backend) for backend in backends}
+def table(backends: Sequence[str], found: Mapping[str, dict[str, str]], before: str = "") -> str:
+    """Return the table as Markdown; what was not run keeps the cells that it has in the text before, if any."""
+    known = _cells(before)
     lines = [f"| client | version | {' | '.join(backends)} |", "|---" * (len(backends) + 2) + "|"]
     for client in CLIENTS:
-        lines.append(f"| {client.name} | {version(client)} | {' | '.join(cell(client, found[b]) for b in backends)} |")
+        cells = [cell(client, found.get(b, {})) or known.get((client.name, b), "?") for b in backends]
+        lines.append(f"| {client.name} | {version(client)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cells(text: str) -> dict[tuple[str, str], str]:
+    """Return the cells of a table by client and backend."""
+    rows = [[part.strip() for part in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return {(row[0], backend): cell for row in rows[1:] for backend, cell in zip(rows[0][2:], row[2:], strict=True)}
 
 
 def write(path: Path, text: str) -> None:
@@ -113,13 +156,20 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("backends", nargs="*", help="those to run; all by default")
-    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced, after each backend")
+    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for the tests of a backend")
+    parser.add_argument("--only", default="", help="run the clients whose names match this pattern")
     given = parser.parse_args()
-    made = table(given.backends or ("tensorflow", "jax", "torch"))
+    clients = [client for client in CLIENTS if re.search(given.only, client.name)]
+    found: dict[str, dict[str, str]] = {}
+    for backend in given.backends or BACKENDS:
+        found[backend] = outcomes(backend, given.limit, clients)
+        before = given.write.read_text("utf-8") if given.write is not None else ""
+        made = table(BACKENDS if given.write is not None else list(found), found, before.partition(BEGIN)[2].partition(END)[0])
+        if given.write is not None:
+            write(given.write, made)
     print(made)
-    if given.write is not None:
-        write(given.write, made)
-    return int("| no " in made)
+    return int(any("failed" in outcome.values() for outcome in found.values()))
 
 
 if __name__ == "__main__":

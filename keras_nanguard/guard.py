@@ -31,6 +31,7 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._policy.keywords import Overrides, Preset, Unpack
 from keras_nanguard._policy.no_effect import GuardOptions
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._report import console, files
@@ -83,7 +84,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
 
     def __init__(
         self,
-        policy: str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
+        policy: Preset | str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
         *,
         directory: str | os.PathLike[str] | None = None,
         verbose: int = 1,
@@ -92,7 +93,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         resume: bool = False,
         logs: bool = True,
         sample_ids: Sequence[Any] | str | None = None,
-        **overrides: Any,
+        **overrides: Unpack[Overrides],
     ):
         super().__init__()
         self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
@@ -139,10 +140,9 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         """Called by Keras before anything else; puts the transaction in place.
 
         Raises:
-            GuardError: if the class itself is among the callbacks: Keras then calls this on the class, and gives the model
-                in place of the guard.
+            GuardError: if the class itself is among the callbacks (Keras gives it the model), or the model is one of `tf_keras`.
         """
-        arguments.require_instance(self, NanGuard)
+        arguments.require_instance(self, NanGuard, model)
         if model is None:
             return
         if self._fit is not None and self._fit.runs:

@@ -26,7 +26,8 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import GuardError, expected, require_keras_3
+from keras_nanguard._core.literals import FaultKind, FaultSite
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.settings import matches_path
 
@@ -83,8 +84,8 @@ class Fault:
 def inject(
     model: Any,
     *,
-    site: str,
-    kind: str = "nan",
+    site: FaultSite,
+    kind: FaultKind = "nan",
     step: int | Iterable[int] = 0,
     count: int = 1,
     path: str = "*",
@@ -131,6 +132,7 @@ def inject(
     """
     _check("site", site, SITES)
     _check("kind", kind, KINDS)
+    require_keras_3(model)
     if not hasattr(model, "train_step") or not getattr(model, "compiled", False):
         raise GuardError(
             expected("a compiled keras.Model", f"model={model!r}", "Call model.compile(optimizer, loss) first.")

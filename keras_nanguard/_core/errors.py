@@ -17,6 +17,7 @@ __all__ = [
     "PolicyError",
     "expected",
     "no_model",
+    "require_keras_3",
 ]
 
 
@@ -39,6 +40,19 @@ def no_model(received: object, command: str) -> GuardError:
     name = received.__name__ if isinstance(received, type) else type(received).__name__
     what = f"the class {name}" if isinstance(received, type) else f"an object of class {name}"
     return GuardError(expected("a Keras model", what, "Pass the model itself."))
+
+
+def require_keras_3(*things: object) -> None:
+    """Refuse models and optimizers of Keras 2, which is `tf_keras` today, and `tf.keras` with `TF_USE_LEGACY_KERAS=1`.
+
+    Raises:
+        GuardError: if one of them is.
+    """
+    for thing in things:
+        if any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(thing).__mro__):
+            received = f"{getattr(thing, 'name', type(thing).__name__)!r}, an object of tf_keras, which is Keras 2"
+            remedy = "Write `import keras` in place of tf_keras, and unset TF_USE_LEGACY_KERAS."
+            raise GuardError(expected("a model and optimizers of Keras 3", received, remedy))
 
 
 class NanGuardError(Exception):

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["check"]
 
@@ -39,6 +39,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if kind in (Union, types.UnionType):
         return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return isinstance(value, str)  # the record itself says which words there are
     if kind is tuple:
         return isinstance(value, tuple) and all(_fits(item, inner[0]) for item in value)
     if kind is Mapping:

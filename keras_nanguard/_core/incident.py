@@ -14,6 +14,7 @@ from typing import Any
 from keras_nanguard._core import field_types
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.literals import Cause, Kind, Site
 from keras_nanguard._core.notebook import block
 
 __all__ = [
@@ -95,8 +96,8 @@ class Finding:
         value: the offending number (a loss, a norm, a scale), or `None`.
     """
 
-    site: str
-    kind: str = "nonfinite"
+    site: Site
+    kind: Kind = "nonfinite"
     path: str = ""
     nan: int | None = None
     inf: int | None = None
@@ -136,7 +137,7 @@ class Diagnosis:
         diverged: whether training had diverged: with the cause `divergence`, or `input_scale` where unscaled data has led to that.
     """
 
-    cause: str = "unknown"
+    cause: Cause = "unknown"
     culprit: str = ""
     samples: tuple[int, ...] = ()
     evidence: tuple[str, ...] = ()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.literals import Site
 
 __all__ = ["FIELDS", "PERIOD", "Report", "Verdict", "logged_losses", "named_outputs", "predicted"]
 
@@ -131,7 +132,7 @@ class Report:
     def findings(self) -> list[Finding]:
         """Return one finding per bad row; a sum that overflowed although every entry is finite is an explosion."""
         found = [
-            Finding(site, "nonfinite", path, int(nan), int(inf), int(size))
+            Finding(cast(Site, site), "nonfinite", path, int(nan), int(inf), int(size))
             for (site, path), (nan, inf, size) in zip(self.rows, self.counts)
             if nan or inf
         ]
@@ -139,7 +140,7 @@ class Report:
         v = self.verdict
         if not math.isfinite(v.loss):
             found.append(Finding("loss", "nonfinite", "", int(math.isnan(v.loss)), int(math.isinf(v.loss)), 1, v.loss))
-        sums = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
+        sums: dict[Site, float] = {"gradients": v.gradients, "statistics": v.statistics, "weights": v.weights, "slots": v.slots}
         if "slots" in seen:  # the sum over the weights may be over the slots as well
             seen.add("weights")
         for site, number in sums.items():

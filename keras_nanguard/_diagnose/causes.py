@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from keras_nanguard._core.evidence import BACKWARD, Evidence, Origin
 from keras_nanguard._core.history import JUMP, RISE
+from keras_nanguard._core.literals import Cause
 
 __all__ = ["RULES", "Conclusion", "decide", "grown", "kind"]
 
@@ -46,7 +47,7 @@ SCALE_TOO_HIGH = 2.0**24
 class Conclusion:
     """A cause, with its place, its confidence, and the rule that decided."""
 
-    cause: str
+    cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = 0.9
@@ -143,7 +144,7 @@ def _monitors(e: Evidence) -> Conclusion | None:
             return Conclusion("divergence", e.first_path, confidence=0.8, because="dead")
         if e.low_precision == "float16":
             return Conclusion("float16_underflow", e.first_path, confidence=0.7, because="dead")
-        cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
+        cause: Cause = "divergence" if e.growth.jump[0] >= RISE and e.first_path else "unknown"
         return Conclusion(cause, e.first_path, confidence=0.6, because="dead")
     if e.target_fault is not None:
         return Conclusion("target_out_of_range", e.target_fault.loss, e.target_fault.rows, 0.8, "negative")

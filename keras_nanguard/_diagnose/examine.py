@@ -15,7 +15,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, origins_of, preserved
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import no_model
+from keras_nanguard._core.errors import no_model, require_keras_3
 from keras_nanguard._core.evidence import Evidence, LayerRow
 from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._diagnose.advice import advice
@@ -111,6 +111,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Ex
     print(keras_nanguard.diagnose(model, x[:32], y[:32]))
     ```
     """
+    require_keras_3(model)
     if not isinstance(model, keras.Model):
         raise no_model(model, "diagnose {path} --data FILE")
     x, y, sample_weight = (keras.tree.map_structure(_tensor, part) for part in (x, y, sample_weight))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core.errors import GuardError, PolicyError, expected
+from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
 from keras_nanguard._policy.fields import problem, raise_problems, shown
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import SECTIONS
@@ -129,12 +129,13 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
     return dict(given)
 
 
-def require_instance(guard: Any, kind: type[Any]) -> None:
+def require_instance(guard: Any, kind: type[Any], model: Any) -> None:
     """Refuse to go on where Keras called a method on the class: it was in the list of callbacks in place of a guard.
 
     Raises:
-        GuardError: if it is so.
+        GuardError: if it is so, or if the model is not one of Keras 3.
     """
+    require_keras_3(model)
     if not isinstance(guard, kind):
         name = kind.__name__
         raise GuardError(expected(f"a {name} among the callbacks", f"the class {name} itself", f"Write callbacks=[{name}()]."))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import adapted, loop_step
-from keras_nanguard._core.errors import GuardError, GuardInUseError
+from keras_nanguard._core.errors import GuardError, GuardInUseError, require_keras_3
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
@@ -48,7 +48,7 @@ class LoopMixin:
                 `torch.optim`, too.
 
         Raises:
-            GuardError: if there is no optimizer.
+            GuardError: if there is no optimizer, or if the model or an optimizer is one of `tf_keras`.
             GuardInUseError: if this guard already watches a loop.
 
         Example:
@@ -66,6 +66,7 @@ class LoopMixin:
             raise GuardInUseError(
                 "Expected a guard that watches no loop. Received: one that does. Use one NanGuard for each loop."
             )
+        require_keras_3(model, *optimizers)
         model, optimizers = adapted(model, optimizers)
         optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
         if not optimizers:

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._keras import spread_arrays
+from keras_nanguard._keras import sparse_arrays, spread_arrays
 
 __all__ = ["arrays_of", "keep"]
 
@@ -80,9 +80,11 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)):
         children = [(str(number), value) for number, value in enumerate(data)]
     else:
-        data = data.todense() if hasattr(data, "todense") else data
-        names = _RAGGED if hasattr(data, "flat_values") else _SPARSE if hasattr(data, "dense_shape") else ()
-        children = [(name, getattr(data, name)) for name in names]
+        if hasattr(data, "todense") and (sparse_arrays.fits(data) or not sparse_arrays.has_coordinates(data)):
+            data = data.todense()
+        children = [(name, getattr(data, name)) for name in _RAGGED] if hasattr(data, "flat_values") else []
+        if sparse_arrays.is_sparse(data):
+            children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
         if not children and data is not None:
             yield path, data
     for name, child in children:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -30,7 +31,7 @@ def bad_state(
     With site `state` all of them are reported as trouble that was there before the step, finite numbers included that are
     so large that sums over them are not; else each is reported under its own site.
     """
-    groups = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
+    groups: dict[Site, Any] = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     findings = []
     for own, variables in groups.items():
         for variable in variables:
@@ -63,7 +64,7 @@ def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
             nan, inf, size = finiteness.counts(array)
             if nan or inf:
                 place = named("/".join(filter(None, (name, path))), names)
-                findings.append(Finding(site, "nonfinite", place, nan, inf, size))
+                findings.append(Finding(cast(Site, site), "nonfinite", place, nan, inf, size))
     return findings
 
 

@@ -13,14 +13,13 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_nanguard._keras import native_variables, spread_arrays
+from keras_nanguard._keras import native_variables, sparse_arrays, spread_arrays
 
 __all__ = [
     *("VARIABLE", "by_rows", "dense", "flat", "global_seed_variables", "has_handle", "is_sparse", "is_statistic", "is_variable"),
@@ -29,9 +28,6 @@ __all__ = [
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
-
-MAX_SPREAD = 1 << 24
-"""Entries up to which a sparse tensor is read with its zeros."""
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -143,10 +139,10 @@ def _named(path: str, data: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 def dense(value: Any) -> np.ndarray[Any, Any]:
     """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the `flat_values` of a ragged one.
 
-    A sparse array of JAX has its zeros, too.
+    A sparse array of JAX has its zeros, too, unless these are too many.
     """
     if hasattr(value, "todense"):
-        value = value.todense()
+        value = sparse_arrays.dense(value)
     for name in ("flat_values", "values"):
         inner_values = getattr(value, name, None)
         if inner_values is not None and not callable(inner_values):
@@ -158,19 +154,12 @@ def dense(value: Any) -> np.ndarray[Any, Any]:
 
 def is_sparse(value: Any) -> bool:
     """Whether it is a sparse tensor of TensorFlow or a sparse array of JAX."""
-    return hasattr(value, "dense_shape") or hasattr(value, "todense")
+    return sparse_arrays.is_sparse(value)
 
 
 def by_rows(value: Any) -> np.ndarray[Any, Any]:
     """Return a tensor as a NumPy array with one row for each sample: a sparse one with its zeros, unless these are too many."""
-    if not hasattr(value, "dense_shape"):
-        return dense(value)
-    shape, values = tuple(int(n) for n in spread_arrays.as_array(value.dense_shape)), spread_arrays.as_array(value.values)
-    if math.prod(shape) > MAX_SPREAD:
-        return values
-    array = np.zeros(shape, values.dtype)
-    array[tuple(spread_arrays.as_array(value.indices).T)] = values
-    return array
+    return sparse_arrays.by_rows(value) if is_sparse(value) else dense(value)
 
 
 def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import Hazard, Rule
@@ -87,6 +87,7 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
 
         print(lint(model, x_train[:1000], y_train[:1000]))
     """
+    require_keras_3(model)
     if not is_model(model):
         raise no_model(model, "lint {path}")
     codes = {rule.code for rule in RULES}

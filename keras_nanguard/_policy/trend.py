@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import math
 from statistics import median_low
+from typing import cast
 
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.literals import Kind
 from keras_nanguard._policy.settings import TrendCheck
 
 __all__ = ["Trend"]
@@ -195,11 +197,11 @@ class Trend:
                 self._loss.early = math.inf
             kind = self._loss.push(math.log(abs(loss)))
             if kind:
-                found = (Finding("loss", kind, value=loss),)
+                found = (Finding("loss", cast(Kind, kind), value=loss),)
         if gradient_norm and -math.inf < gradient_norm < math.inf:
             kind = self._norm.push(math.log(abs(gradient_norm)))
             if kind:
-                found = (*found, Finding("gradients", kind, value=gradient_norm))
+                found = (*found, Finding("gradients", cast(Kind, kind), value=gradient_norm))
         return found
 
     def resolve_pending(self) -> None:

@@ -92,3 +92,39 @@ def test_tensorboard(tmp_path, first):
     events.Reload()
     found = [events.tensors.Items(tag) for tag in events.Tags()["tensors"] if tag == "epoch_refused_steps"]
     assert len(found) == 1 and [event.step for event in found[0]] == [0, 1]
+
+
+class RateFinder(keras.callbacks.Callback):
+    """Raises the rate with every batch, writes the loss down, and puts weights and rate back at the end."""
+
+    def on_train_begin(self, logs=None):
+        self.losses, self.rates = [], []
+        self.kept = (self.model.get_weights(), float(self.model.optimizer.learning_rate))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(float(logs["loss"]))
+        self.rates.append(float(self.model.optimizer.learning_rate))
+        self.model.optimizer.learning_rate = 1e-4 * 2.0 ** len(self.losses)
+        if not np.isfinite(self.losses[-1]):
+            self.model.stop_training = True
+
+    def on_train_end(self, logs=None):
+        self.model.set_weights(self.kept[0])
+        self.model.optimizer.learning_rate = self.kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_a_rate_finder(first):
+    """Under `observe` it sees what it sees without a guard, losses that overflow included; weights and rate are its own."""
+    finders, models = [RateFinder(), RateFinder()], []
+    for finder, guard in zip(finders, (None, NanGuard("observe", verbose=0, diagnose=False)), strict=True):
+        callbacks = [finder] if guard is None else [guard, finder] if first else [finder, guard]
+        keras.utils.set_random_seed(0)
+        models.append(zoo.plain("sgd", dropout=False))
+        data = zoo.regression(batches=40)
+        models[-1].fit(data.x, data.y, batch_size=zoo.BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+    plain, guarded = finders
+    assert guarded.rates == plain.rates and np.array_equal(plain.losses, guarded.losses, equal_nan=True)
+    assert float(models[1].optimizer.learning_rate) == plain.kept[1]
+    assert all(np.array_equal(one, other) for one, other in zip(plain.kept[0], models[1].get_weights(), strict=True))

@@ -57,6 +57,30 @@ def grain_loader(data):
     return grain.MapDataset.source(rows).batch(zoo.BATCH).to_iter_dataset(), {}
 
 
+def datasets_of(data):
+    datasets = pytest.importorskip("datasets", exc_type=ImportError, reason="datasets is not installed: pip install datasets")
+    return datasets.Dataset.from_dict({"x": data.x.tolist(), "y": data.y.tolist()})
+
+
+def datasets_to_tf(data):
+    batches = datasets_of(data).to_tf_dataset(columns="x", label_cols="y", batch_size=zoo.BATCH, shuffle=False)
+    return batches, {}
+
+
+def datasets_as_numpy(data):
+    rows = datasets_of(data).with_format("numpy")
+    return np.asarray(rows["x"][:], "float32"), {"y": np.asarray(rows["y"][:], "float32"), "batch_size": zoo.BATCH, "shuffle": False}
+
+
+def datasets_as_torch(data):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def together(rows):
+        return torch.stack([row["x"] for row in rows]), torch.stack([row["y"] for row in rows])
+
+    return torch.utils.data.DataLoader(datasets_of(data).with_format("torch"), batch_size=zoo.BATCH, collate_fn=together), {}
+
+
 def tf_dataset(prepared):
     def make(data):
         tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -79,9 +103,12 @@ SOURCES = {
     "tf.data, parallel": tf_dataset(lambda batches, tf: batches.map(lambda x, y: (x, y), num_parallel_calls=2)),
     "tf.data, of unknown length": tf_dataset(lambda batches, tf: batches.filter(lambda x, y: True)),
     "grain": grain_loader,
+    "datasets, to_tf_dataset": datasets_to_tf,
+    "datasets, numpy": datasets_as_numpy,
+    "datasets, torch": datasets_as_torch,
 }
 ORDERED = {**SOURCES, "workers": workers} if zoo.BACKEND == "tensorflow" else SOURCES
-SLOW = {"tf.data, parallel", "grain", "workers"}
+SLOW = {"tf.data, parallel", "grain", "workers", *(name for name in SOURCES if name.startswith("datasets"))}
 
 
 def run(make, data, guard=None, epochs=2):
@@ -168,3 +195,44 @@ def test_ragged():
     for bad in (False, True):
         guard = NanGuard(verbose=0, diagnose=False)
         assert fit(guard, bad)["refused_steps"] == [int(bad)] and len(guard.incidents) == int(bad)
+
+
+@pytest.mark.slow
+@pytest.mark.requires_backend("tensorflow", reason="tensors of TensorFlow's own")
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_tensors_of_tensorflow(kind):
+    """A sparse or a ragged tensor goes into the model as it is: plain and guarded are the same, and a bad batch is refused."""
+    import tensorflow as tf
+
+    class Dense(keras.layers.Layer):
+        def call(self, x):
+            return x.to_tensor(shape=(None, 6)) if isinstance(x, tf.RaggedTensor) else tf.sparse.to_dense(x)
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Dense(), keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.last(keras.ops.reshape(self.first(x), (-1, 6)))
+
+    def fit(guard=None, bad=False):
+        data = zoo.poison(zoo.regression(), 5) if bad else zoo.regression()
+        x = tf.sparse.from_dense(data.x) if kind == "sparse" else tf.RaggedTensor.from_row_lengths(data.x.reshape(-1), [6] * len(data.x))
+        keras.utils.set_random_seed(0)
+        model = Model()
+        model.compile("adam", "mse")
+        batches = tf.data.Dataset.from_tensor_slices((x, data.y)).batch(zoo.BATCH)
+        history = model.fit(batches, epochs=2, verbose=0, callbacks=[guard] if guard else []).history
+        return history, zoo.state_of(model)
+
+    with zoo.as_written():
+        (plain, state), guard = fit(), NanGuard(verbose=0, diagnose=False)
+        history, guarded = fit(guard)
+    assert guard.incidents == [] and zoo.plain_logs(history) == plain
+    assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(state, guarded, strict=True))
+    guard = NanGuard(verbose=0)
+    history, state = fit(guard, bad=True)
+    assert history["refused_steps"] == [1, 1] and all(np.isfinite(value).all() for _, value in state)
+    diagnosis = guard.incidents[0].diagnosis
+    assert (diagnosis.cause, diagnosis.samples, guard.incidents[0].batch) == ("input_nonfinite", (2,), 5)

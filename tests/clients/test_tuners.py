@@ -93,6 +93,94 @@ def test_keras_tuner(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_keras_tuner_with_a_fit_of_its_own(tmp_path):
+    """A `HyperModel` whose `fit` makes a guard for each trial: the hopeless rates lose, and the callbacks of the tuner are kept."""
+    tuners = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed: pip install keras-tuner")
+    guards = []
+
+    class Hyper(tuners.HyperModel):
+        def build(self, hp):
+            return network(hp.Choice("rate", RATES))
+
+        def fit(self, hp, model, *args, callbacks=(), **kwargs):
+            guards.append(guard())
+            return model.fit(*args, callbacks=[*callbacks, guards[-1]], **kwargs)
+
+    tuner = tuners.GridSearch(Hyper(), objective="val_loss", directory=tmp_path, seed=1, max_trials=3)
+    tuner.search(*data(), batch_size=zoo.BATCH, validation_split=0.25, epochs=2, verbose=0)
+    assert tuner.get_best_hyperparameters()[0].get("rate") == 0.01 and np.isfinite(tuner.get_best_models()[0].get_weights()[0]).all()
+    assert sorted(bool(used.incidents) for used in guards) == [False, True, True]
+
+
+def _ray_trial(settings):
+    used = guard()
+    losses = fit(settings["rate"], used, epochs=2).history["val_loss"]
+    return {"val_loss": losses[-1], "incidents": len(used.incidents)}
+
+
+@pytest.mark.slow
+@pytest.mark.requires_backend("tensorflow", reason="trials are processes of their own: once is enough")
+def test_ray_tune(tmp_path):
+    """Ray Tune runs each trial in a process of its own; a hopeless rate ends as the worst value, not as an error."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[tune]'")
+    tune = pytest.importorskip("ray.tune", exc_type=ImportError, reason="ray.tune does not import here: pip install 'ray[tune]'")
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = os.pathsep.join([os.path.dirname(tests), tests])
+
+    def trial(settings):
+        from clients import test_tuners
+
+        tune.report(test_tuners._ray_trial(settings))
+
+    environment = {"env_vars": {"PYTHONPATH": paths, "KERAS_BACKEND": zoo.BACKEND, "TF_CPP_MIN_LOG_LEVEL": "3"}}
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=environment)
+    try:
+        tuner = tune.Tuner(
+            trial,
+            param_space={"rate": tune.grid_search(RATES[:2])},
+            tune_config=tune.TuneConfig(metric="val_loss", mode="min"),
+            run_config=tune.RunConfig(verbose=0, storage_path=str(tmp_path)),
+        )
+        results = tuner.fit()
+    finally:
+        ray.shutdown()
+    found = {result.config["rate"]: result.metrics for result in results}
+    assert results.get_best_result().config == {"rate": 0.01} and not results.errors
+    assert found[0.01]["incidents"] == 0 and found[1e30]["val_loss"] > 1e38 and found[1e30]["incidents"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 takes callbacks, stock ones as well, on TensorFlow alone")
+@pytest.mark.parametrize("bad", [False, True])
+def test_autokeras(bad, tmp_path):
+    """AutoKeras copies the guard for each trial and for its last fit; healthy logs are the plain ones, of bad data a step is refused."""
+    autokeras = pytest.importorskip("autokeras", exc_type=ImportError, reason="autokeras is not installed: pip install autokeras")
+
+    class Head(autokeras.RegressionHead):
+        def build(self, hp, inputs=None):
+            self.shape = tuple(int(size) for size in self.shape)  # AutoKeras 3.0 gives Dense a whole number of NumPy's
+            return super().build(hp, inputs)
+
+    def search(folder, *callbacks):
+        keras.utils.set_random_seed(0)
+        x, y = data()
+        x[20, 0] = np.nan if bad else x[20, 0]
+        inputs = autokeras.Input()
+        outputs = Head()(autokeras.DenseBlock(num_layers=1, num_units=8, use_batchnorm=True, dropout=0.0)(inputs))
+        found = autokeras.AutoModel(inputs, outputs, max_trials=1, directory=tmp_path / folder, seed=0)
+        settings = {"epochs": 2, "batch_size": zoo.BATCH, "verbose": 0, "validation_split": 0.25, "shuffle": False}
+        history = found.fit(x, y, callbacks=list(callbacks), **settings).history
+        return history, found.export_model().get_weights()
+
+    used = NanGuard("tune", verbose=0, diagnose=False)
+    history, weights = search("guarded", used)
+    assert all(np.isfinite(weight).all() for weight in weights) and used.incidents == []
+    assert history["refused_steps"] == [int(bad)] * 2
+    if not bad:
+        assert zoo.plain_logs(history) == search("plain")[0]
+
+
+@pytest.mark.slow
 def test_optuna():
     """Optuna's pruning callback sees the worst value; a hopeless trial is never the best one, and the study goes on."""
     optuna = pytest.importorskip("optuna", reason="optuna is not installed: pip install optuna optuna-integration")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -25,8 +26,38 @@ WRONG = {
     'NanGuard().report(1).name + "x"': "report",
     "NanGuard().step(3)": "step",
     "keras_nanguard.NanGaurd": "NanGaurd",
+    'NanGuard(directry="run1")': "directry",
+    "NanGuard(pateince=3)": "pateince",
+    'NanGuard(patience="three")': "patience",
+    'NanGuard().incidents[0].findings[0].site == "gradient"': "gradient",
+    'NanGuard().incidents[0].findings[0].kind == "nan"': "nan",
+    'Diagnosis().cause == "divergance"': "divergance",
+    'Diagnosis("divergance")': "divergance",
+    "NanGuard().step(train_step)(1.0, 2.0)": "arguments",
+    'NanGuard().step(train_step)("one")': "str",
+    'NanGuard().step(train_step)(1.0) + "x"': "operand",
 }
 """Mistakes, and a word of the message that each has to give."""
+
+
+MISTAKES_AFTER = (
+    "import keras_nanguard",
+    "from keras_nanguard import Diagnosis, NanGuard",
+    "def train_step(x: float) -> float:",
+    "    return x",
+)
+
+
+def test_types_have_the_words_of_the_lists():
+    """Sites, kinds, causes, presets, faults and keywords are the same to a type checker as to the library."""
+    from keras_nanguard import testing
+    from keras_nanguard._core import incident, literals
+    from keras_nanguard._policy import keywords, presets, shorthand
+
+    assert get_args(literals.Site) == incident.SITES and get_args(literals.Kind) == incident.KINDS
+    assert get_args(literals.Cause) == incident.CAUSES and get_args(literals.Preset) == presets.PRESETS
+    assert get_args(literals.FaultSite) == testing.SITES and get_args(literals.FaultKind) == testing.KINDS
+    assert set(keywords.Overrides.__annotations__) == {*presets.SECTIONS, *shorthand.SHORTHAND}
 
 
 def test_the_file_uses_every_public_name():
@@ -45,7 +76,7 @@ def test_names_are_listed_for_tools_as_for_python():
 def _with_mistakes(folder: Path) -> Path:
     path = folder / "mistakes.py"
     lines = [f"print({mistake})" for mistake in WRONG]
-    path.write_text("\n".join(["import keras_nanguard", "from keras_nanguard import NanGuard", "", *lines, ""]))
+    path.write_text("\n".join([*MISTAKES_AFTER, *lines, ""]))
     return path
 
 
@@ -62,7 +93,7 @@ def test_mypy_strict(tmp_path):
     pytest.importorskip("mypy", reason="takes mypy")
     assert "Success" in (said := _mypy(FILE, tmp_path)), said
     said = _mypy(_with_mistakes(tmp_path), tmp_path)
-    for line, mistake in enumerate(WRONG, 4):
+    for line, mistake in enumerate(WRONG, len(MISTAKES_AFTER) + 1):
         assert f"mistakes.py:{line}: error" in said, (mistake, said)
 
 
@@ -83,4 +114,4 @@ def test_pyright_strict(tmp_path):
     assert _pyright(FILE, tmp_path) == []
     said = _pyright(_with_mistakes(tmp_path), tmp_path)
     lines = {found["range"]["start"]["line"] + 1 for found in said}
-    assert set(range(4, 4 + len(WRONG))) <= lines, said
+    assert set(range(len(MISTAKES_AFTER) + 1, len(MISTAKES_AFTER) + 1 + len(WRONG))) <= lines, said

@@ -21,7 +21,7 @@ from keras_nanguard._backends.jax.intercept import primal
 from keras_nanguard._backends.jax.origins import Origins
 from keras_nanguard._backends.jax.outputs import LogOutputs
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras import optimizers as keras_optimizers, sparse_arrays
 from keras_nanguard._keras.jax_trainer import by_part, ready
 
 __all__ = [
@@ -187,9 +187,13 @@ def like(array: Any, value: Any) -> Any:
 
 def without_rows(value: Any, kept: Any) -> Any:
     """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    rows = np.resize(np.asarray(kept), value.shape[0]) if len(kept) else np.zeros(0, int)
     if hasattr(value, "todense"):
-        return type(value).fromdense(without_rows(value.todense(), kept))
-    return value[np.resize(np.asarray(kept), len(value))] if len(kept) else value[:0]
+        if not sparse_arrays.has_coordinates(value):
+            return type(value).fromdense(value.todense()[rows])
+        indices, values, shape = sparse_arrays.gathered(value, rows)
+        return type(value)((jnp.asarray(values), jnp.asarray(indices)), shape=shape)
+    return value[rows]
 
 
 def twin(variable: Any) -> Any:

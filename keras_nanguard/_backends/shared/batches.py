@@ -13,7 +13,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data_names import arguments, leaves
 from keras_nanguard._core.evidence import Constant, Spread
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import sparse_arrays, spread_arrays, variables as keras_variables
 
 __all__ = ["Part", "bad", "leaves", "mapped", "parts", "row_count", "spreads", "without"]
 
@@ -63,7 +63,8 @@ def without(args: Any, rows: Sequence[int]) -> Any:
     kept = np.setdiff1d(np.arange(count), np.asarray(rows, dtype=int))
 
     def taken(role: str, value: Any) -> Any:
-        has_rows = current.replay().is_tensor(value) or keras_variables.is_sparse(value)
+        in_parts = keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits")
+        has_rows = in_parts or current.replay().is_tensor(value)
         return current.replay().without_rows(value, kept) if has_rows and len(value.shape) else value
 
     return mapped(args, taken)
@@ -78,12 +79,24 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
         array = finiteness.widen(part.array)
         nan, inf, _ = finiteness.counts(array)
         if nan or inf:
-            rows: tuple[int, ...] = ()
-            if array.ndim and array.shape[0] == row_count(args):
-                wrong = ~np.isfinite(array).reshape(array.shape[0], -1).all(axis=1)
-                rows = tuple(int(i) for i in np.flatnonzero(wrong))
-            found.append(Constant(part.path, rows, nan, inf))
+            found.append(Constant(part.path, _bad_rows(part, array, row_count(args)), nan, inf))
     return tuple(found)
+
+
+def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int, ...]:
+    """Return the rows of an array, widened, that hold NaN or Inf; none where its rows are not those of the batch."""
+    if tuple(int(n) for n in part.value.shape[:1]) != (count,):
+        return ()
+    if sparse_arrays.has_coordinates(part.value):
+        places, values, _ = sparse_arrays.coordinates(part.value)
+        return tuple(int(i) for i in np.unique(places[~np.isfinite(finiteness.widen(values)), 0]))
+    splits = getattr(part.value, "nested_row_splits", ())  # of a ragged tensor, the outermost first
+    if array.shape[:1] != (count,) and not splits:
+        return ()
+    wrong = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+    for split in reversed(splits):
+        wrong = np.searchsorted(spread_arrays.as_array(split), wrong, "right") - 1
+    return tuple(int(i) for i in np.unique(wrong))
 
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:

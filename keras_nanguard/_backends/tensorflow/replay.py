@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -13,7 +14,7 @@ from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._backends.tensorflow.outputs import LogOutputs
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import sparse_arrays, variables as keras_variables
 
 __all__ = [
     "Instrument",
@@ -112,7 +113,7 @@ def like(array: Any, value: Any) -> Any:
 def without_rows(value: Any, kept: Any) -> Any:
     """Return the rows of a tensor that are kept."""
     if isinstance(value, tf.SparseTensor):
-        return tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(value, validate_indices=False), kept))
+        return tf.SparseTensor(*sparse_arrays.gathered(value, np.asarray(kept)))
     return tf.gather(value, kept)
 
 

@@ -1,0 +1,67 @@
+"""The closed lists of words as types, for editors and type checkers. `tests/docs/test_types.py` holds them equal to the lists."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["Cause", "FaultKind", "FaultSite", "Kind", "Preset", "Site"]
+
+Preset = Literal["recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run", "tune"]
+"""A policy that comes with the package."""
+
+Site = Literal[
+    "inputs",
+    "targets",
+    "state",
+    "outputs",
+    "loss",
+    "gradients",
+    "weights",
+    "statistics",
+    "slots",
+    "loss_scale",
+    "metrics",
+    "validation",
+    "predictions",
+]
+"""Where trouble shows."""
+
+Kind = Literal[
+    "nonfinite",
+    "explosion",
+    "divergence",
+    "spike",
+    "lasting_spike",
+    "out_of_range",
+    "collapse",
+    "stuck",
+]
+"""What is wrong there."""
+
+Cause = Literal[
+    "input_nonfinite",
+    "target_nonfinite",
+    "target_out_of_range",
+    "input_scale",
+    "forward_domain",
+    "loss_domain",
+    "gradient_domain",
+    "divergence",
+    "float16_overflow",
+    "float16_underflow",
+    "loss_scale_collapsed",
+    "optimizer_domain",
+    "state_nonfinite",
+    "batchnorm_statistics",
+    "training_flag",
+    "spike",
+    "transient",
+    "unknown",
+]
+"""Why, as the diagnosis says."""
+
+FaultSite = Literal["inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"]
+"""Where a fault is injected."""
+
+FaultKind = Literal["nan", "inf", "-inf", "overflow", "spike", "zero"]
+"""What is injected."""

@@ -1,0 +1,35 @@
+"""Model libraries: a healthy run is silent and the plain one, and a bad batch leaves the state as it was."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from support import libraries, zoo
+
+from keras_nanguard import NanGuard
+
+pytestmark = pytest.mark.slow
+
+
+def different(one, other):
+    return [path for (path, value), (_, found) in zip(one, other, strict=True) if not np.array_equal(value, found)]
+
+
+@pytest.mark.parametrize("name", list(libraries.LIBRARIES))
+def test_plain_is_guarded_and_a_bad_batch_leaves_nothing(name):
+    """Same history, same state, no incident; and the same state again where a bad batch follows the good ones."""
+    library = libraries.LIBRARIES[name]
+    if zoo.BACKEND not in library.on:
+        pytest.skip(f"it runs on {', '.join(library.on)}")
+    pytest.importorskip(library.package, exc_type=ImportError, reason=f"{library.package} does not import here")
+    logging.getLogger("bayesflow").setLevel(logging.ERROR)
+    with zoo.as_written():
+        plain, state = library.train()
+        guard, other = (NanGuard(verbose=0, diagnose=False) for _ in range(2))
+        history, guarded = library.train(guard)
+        bad, after = library.train(other, bad=True)
+    assert guard.incidents == [] and zoo.plain_logs(history) == plain and different(state, guarded) == []
+    assert [incident.batch for incident in other.incidents] == [libraries.GOOD] and bad["refused_steps"] == [1]
+    assert different(state, after) == []
