@@ -26,8 +26,8 @@ demo: $(READY)  ## train one network on broken data with and without the guard, 
 
 test: $(READY)  ## everything that CI runs: the whole suite on TensorFlow, on JAX and on PyTorch
 	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
-	$(MAKE) lint types && \
-	$(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests && wait $$made
+	{ $(MAKE) lint types && $(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests; }; status=$$?; \
+	wait $$made && exit $$status
 	$(MAKE) test-jax test-torch
 
 lint: $(READY)

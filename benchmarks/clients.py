@@ -92,6 +92,8 @@ def outcomes(backend: str, limit: float, clients: Sequence[Client]) -> dict[str,
     pytest = [sys.executable, "-m", "pytest"]
     listed = subprocess.run([*pytest, "tests/clients", "-q", "--collect-only"], **settings, check=False).stdout.splitlines()
     names = [name.strip() for name in listed if "::" in name and any(re.search(client.tests, name) for client in clients)]
+    if not names:
+        raise SystemExit("Expected names of tests of these clients. Received:\n" + "\n".join(listed))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*pytest, *names, "-v", *APART], **{**settings, "stdout": log}, start_new_session=True)
         try:

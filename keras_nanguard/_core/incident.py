@@ -147,6 +147,7 @@ class Diagnosis:
 
     def __post_init__(self) -> None:
         _one_of(self.cause, CAUSES, "cause")
+        object.__setattr__(self, "diverged", self.diverged or self.cause == "divergence")
 
     @property
     def causes(self) -> frozenset[str]:

@@ -21,5 +21,5 @@ def conclude(evidence: Evidence) -> Diagnosis:
         sentences(evidence, verdict),
         advice(evidence, verdict),
         verdict.confidence,
-        verdict.cause == "divergence" or verdict.because == "rescaled",
+        verdict.because == "rescaled",
     )

@@ -150,6 +150,7 @@ class _Examiner:
             sentences(evidence, verdict),
             self._advice(evidence, verdict) if evidence.first or evidence.state or far or error else (),
             verdict.confidence,
+            verdict.because == "rescaled",
         )
         return Examination(found, inference.rows, training.rows, step.word if step is not None else "", error)
 

@@ -245,7 +245,9 @@ def with_names(evidence: Evidence, model: Any) -> Evidence:
 
 
 def standardized(role: str, value: Any) -> Any:
-    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are large."""
+    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are large, no sparse or ragged ones."""
+    if keras_variables.is_sparse(value) or hasattr(value, "nested_row_splits"):
+        return value
     array = finiteness.widen(keras_variables.dense(value))
     if array.dtype.kind != "f" or role == "sample_weight" or not array.ndim:
         return value

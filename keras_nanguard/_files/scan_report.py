@@ -162,7 +162,8 @@ class ScanReport:
         if self.clean:
             return f"{self.source}: clean, {scanned}."
         layers = sum(layer.severity in ("error", "warning") for layer in self.layers)
-        return f"{self.source}: {len(self.bad):,} bad variables in {layers:,} layers, of {scanned}."
+        bad = f"{len(self.bad):,} bad {'variable' if len(self.bad) == 1 else 'variables'}"
+        return f"{self.source}: {bad} in {layers:,} {'layer' if layers == 1 else 'layers'}, of {scanned}."
 
 
 def _badness(entry: ScannedVariable) -> tuple[int, float]:

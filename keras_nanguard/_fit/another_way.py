@@ -48,6 +48,7 @@ class Suspicion:
         reported: whether a loss that high is reported even where nothing that is tried is to blame.
         enough: the level below which a trial has to end, `None` for a clearly lower one than now.
         without: the steps whose batches are to blame.
+        factor: the factor of the learning rate at which a trial has ended clearly lower, 1 where none has.
     """
 
     now: Level
@@ -60,6 +61,7 @@ class Suspicion:
     reported: bool = False
     enough: float | None = None
     without: frozenset[int] = frozenset()
+    factor: float = 1.0
 
 
 def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion | None:
@@ -73,16 +75,17 @@ def tried(run: Run, suspicion: Suspicion, check: DivergenceCheck) -> Suspicion |
     batches = suspicion.jumped and not _rate_rose(run, suspicion.jumped[0])
     without, steps, first = _without_batches(run, suspicion, enough) if batches else (None, frozenset(), 0)
     known = (suspicion.findings or without is not None) and not suspicion.sure and len(run.train_state().optimizers) == 1
-    lower, onset, share = _lower_rate(run, suspicion.onset, enough, check) if known else (None, 0, "")
+    lower, onset, factor = _lower_rate(run, suspicion.onset, enough, check) if known else (None, 0, 1.0)
     if without is not None and (lower is None or without.value <= MUCH_THE_SAME * lower.value):
         left_out = f"{len(steps)} batches from that of step {min(steps) + 1} on"
         note = f"Tried again without {left_out}, the steps since then end at a loss of {without.value:.3g}."
         spike = (Finding("loss", "lasting_spike", value=now),)
         return replace(suspicion, onset=min(first, min(steps)), findings=spike, notes=(*suspicion.notes, note), without=steps)
     if lower is not None and lower.value < enough:
-        note = f"Tried again with {share} of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
+        note = f"Tried again with {LOWER[factor]} of the learning rate, the steps since then end at a loss of {lower.value:.3g}."
         found = suspicion.findings or (Finding("loss", "divergence", value=now),)
-        return replace(suspicion, onset=max(onset, suspicion.onset), findings=found, notes=(*suspicion.notes, note))
+        notes = (*suspicion.notes, note)
+        return replace(suspicion, onset=max(onset, suspicion.onset), findings=found, notes=notes, factor=factor)
     return suspicion if suspicion.sure or (lower is None and suspicion.otherwise) else None
 
 
@@ -102,22 +105,24 @@ def _enough(run: Run, now: Level, check: DivergenceCheck) -> float:
     return max(clearly, now.value - NOISE * now.spread) if run.recovery.diverged else clearly
 
 
-def _lower_rate(run: Run, onset: int, enough: float, check: DivergenceCheck) -> tuple[Level | None, int, str]:
-    """Return the level that the steps since an onset end at with a lower rate, from which step, and which share of the rate.
+def _lower_rate(run: Run, onset: int, enough: float, check: DivergenceCheck) -> tuple[Level | None, int, float]:
+    """Return the level that the steps since an onset end at with a lower rate, from which step, and the factor of the rate.
 
     From the newest snapshot before it or, where the steps since are not all known, the oldest later one from which they are. The level
     is `None` where that cannot be tried.
     """
     first = run.ring.before(onset)
     for snapshot in [s for s in run.ring.snapshots if first is None or s.step >= first.step]:
-        for factor, share in LOWER.items():
+        found: tuple[Level | None, int, float] = (None, 0, 1.0)
+        for factor in LOWER:
             if (end := run.try_again(snapshot, factor)) is None:
                 break
+            found = (end, snapshot.step, factor)
             if end.value < enough or not predicted_update(run) * factor >= check.update:
-                return end, snapshot.step, share
-        else:
-            return end, snapshot.step, share
-    return None, 0, ""
+                break
+        if found[0] is not None:
+            return found
+    return None, 0, 1.0
 
 
 def _without_batches(run: Run, suspicion: Suspicion, enough: float) -> tuple[Level | None, frozenset[int], int]:

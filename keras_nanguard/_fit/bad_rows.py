@@ -71,8 +71,10 @@ class BadRows:
         blamed = [row for row in (diagnosis.samples if diagnosis is not None else ()) if row < count][:MAX_ROWS]
         if not blamed and not (known and incident.refused):
             return
-        parts = {(part.role, part.path): part.array for part in batches.parts(batch)}
+        parts = {(part.role, part.path): part.array for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits")}
         arrays = {key: array for key, array in parts.items() if array.ndim and array.shape[0] == count}
+        if not any(role == "inputs" for role, _ in arrays):
+            return  # of ragged tensors: nothing that a row could be known by
         names = self._taken_out(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
         others = [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []

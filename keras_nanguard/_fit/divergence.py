@@ -7,7 +7,7 @@ One sign alone decides nothing, as a healthy run can show any of them:
     dead      most kernels stand still, bit for bit, although they are trained
     violent   the first update was a large share of the weights, and the loss was `rise` times its start soon after it
     stalled   the second half of the steps since the last look back has brought no progress
-    rate      the same steps end at a clearly lower loss with a tenth of the learning rate, which is tried and undone
+    rate      the same steps end at a clearly lower loss with a tenth or a hundredth of the learning rate, which is tried and undone
     batches   the same steps end at a clearly lower loss without the few batches at which loss or gradients have jumped, tried likewise
 
 A run has diverged where the loss is high, or there has been no progress at all, while a kernel has grown or most are dead, and that
@@ -49,7 +49,7 @@ FLAT = 0.9
 """Share of the loss of the first step from which on there has been no progress."""
 
 LEARNT = 0.05
-"""Share of the loss of the first step below which training goes well; any lower rate would end at a lower loss soon, for it averages."""
+"""Share of the loss of the first step below which a run that makes progress goes well: any lower rate would end at a lower loss soon."""
 
 SUSPECT = 0.6
 """Share of what counts as lost from which on another way is worth a trial."""
@@ -193,6 +193,7 @@ class Divergence:
     def _blamed(run: Run, suspicion: Suspicion) -> list[Finding]:
         progress = run.progress
         progress.begins_at, progress.left_out, progress.notes = suspicion.onset, suspicion.without, suspicion.notes
+        progress.shown = suspicion.factor
         return list(suspicion.findings)
 
     def _look(self, run: Run, now: Level) -> _Look:
@@ -261,7 +262,8 @@ class Divergence:
             return None
         stalled = halves[1] > STALLED * halves[0] and update >= (self.check.update if diverged else 1.0)
         large = update >= self.check.update * (1.0 if diverged else bears(run.train_state().optimizers))
-        if not (stalled or slow or (large and (diverged or look.now.value > LEARNT * (progress.start or math.inf)))):
+        well = look.now.value <= LEARNT * (progress.start or math.inf) and halves[1] <= STALLED * halves[0]
+        if not (stalled or slow or (large and (diverged or not well))):
             return None
         hardly = "not" if halves[1] >= halves[0] else "hardly"
         note = f"Since step {progress.since + 1} the loss has {hardly} fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."

@@ -53,7 +53,7 @@ class Incidents:
     ):
         self._run, self._report_now, self._explain, self._explained = run, report, explain, explained
         self._waiting: list[Incident] = []
-        self._diverged_at = -2
+        self._diverged: tuple[int, int] | None = None  # the counts of steps and rollbacks at which a step was refused for a divergence
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
@@ -73,10 +73,11 @@ class Incidents:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
         findings = list(self._explained(run, findings, verdict.loss))
+        state = (run.counts.committed, run.counts.rollbacks)
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
-        if _has_onset(incident) or (self._diverged_at == run.step - 1 and not _of_data(incident)):
-            self._diverged_at = run.step  # with a finite batch it is still the state that is wrong, whatever the cause is called
-        else:
+        if _has_onset(incident):
+            self._diverged = state
+        elif self._diverged != state or _of_data(incident):  # else it is still the state that is wrong, whatever the cause is called
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
@@ -167,7 +168,7 @@ class Incidents:
         run.ring.note()
         incident = incident.with_(outcomes=outcomes)
         self._report(incident)
-        run.progress.begins_at, run.progress.left_out, run.progress.notes = None, frozenset(), ()
+        run.progress.begins_at, run.progress.left_out, run.progress.notes, run.progress.shown = None, frozenset(), (), 1.0
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident

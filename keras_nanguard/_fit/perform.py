@@ -86,7 +86,8 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
             retrace |= rate.limit_to(limit)
             changed.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
             continue
-        before, after, anew = rate.lower(_factor(run, optimizer, before, p), p.get("min_lr", 0.0))
+        factor = min(_factor(run, optimizer, before, p), limit / before if before > 0.0 else math.inf)
+        before, after, anew = rate.lower(factor, p.get("min_lr", 0.0))
         retrace |= rate.limit_to(limit) or anew
         if after < before:
             changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
@@ -106,7 +107,7 @@ def _diverged(incident: Incident) -> bool:
 
 def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:
     """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large."""
-    factor, largest = float(p["factor"]), p.get("max_update")
+    factor, largest = min(float(p["factor"]), run.progress.shown), p.get("max_update")
     if largest is None or run.progress.restored != 0:
         return factor
     return bearable_factor(run.progress.update * rate, factor, largest * bears([optimizer]), _LEAST_FACTOR)

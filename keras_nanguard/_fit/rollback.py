@@ -122,7 +122,7 @@ def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | 
         snapshot.write(train_state.kept)
         snapshot.draw_again()
     rolled_back(run, snapshot, undone, rerun)
-    run.trend.resolve_pending()
+    run.trend.discard_pending()
     run.history.undo(snapshot.step)
     run.progress.rolled_back(snapshot.step, since)
     run.recovery.pending.start_over()

@@ -113,6 +113,7 @@ class Progress:
         begins_at: where the divergence that was found last began, where the levels do not show it.
         left_out: the steps whose batches are not to be run again after the rollback that comes: they have led to a lasting spike.
         notes: what has shown the last divergence, in sentences.
+        shown: the factor of the learning rate at which a trial has shown the steps to go better, 1 where none has.
         update: the relative update of the first step, for a learning rate of 1; NaN where it is not known.
     """
 
@@ -125,6 +126,7 @@ class Progress:
         self.begins_at: int | None = None
         self.left_out: frozenset[int] = frozenset()
         self.notes: tuple[str, ...] = ()
+        self.shown = 1.0
 
     def note(self, series: Sequence[tuple[int, float]]) -> Level | None:
         """Note the level at the end of a series, and return it; `None` where there are too few losses since the last rollback."""

@@ -44,7 +44,7 @@ def with_shorthand(policy: Policy, words: Mapping[str, Any]) -> Policy:
         policy: the policy.
         words: values of `SHORTHAND`. `patience` is the number of bad steps in a row after which a rule lowers the learning rate; rules
             that end training after some in a row wait for at least four times as many. `factor` and `min_lr` are those of each
-            `lower_lr`.
+            `lower_lr`; `factor` is the least share of a rate at which training diverged that counts as safe, too.
 
     Raises:
         PolicyError: if a value is not valid, or the policy has no rule to which a word applies.
@@ -79,10 +79,15 @@ def _with_rate(rule: Rule, values: Mapping[str, Any]) -> Rule:
     if not values or not rule.uses(LowerLr):
         return rule
     rungs = (
-        replace(rung, do=tuple(replace(action, **values) if isinstance(action, LowerLr) else action for action in rung.do))
+        replace(rung, do=tuple(_lowering(action, values) if isinstance(action, LowerLr) else action for action in rung.do))
         for rung in rule.ladder
     )
     return replace(rule, ladder=tuple(rungs))
+
+
+def _lowering(action: LowerLr, values: Mapping[str, Any]) -> LowerLr:
+    """Return the action with these values; the share of a rate that is safe is not below the factor that was asked for."""
+    return replace(action, **values, safe=max(action.safe, values.get("factor", 0.0)))
 
 
 def _with_patience(rule: Rule, steps: int) -> Rule:

@@ -88,9 +88,9 @@ class _Series:
         self._level = self._spread = 0.0
         self._limit = self._lowest = -math.inf
         self._threshold = self._sustained = math.inf
-        self.resolve_pending()
+        self.discard_pending()
 
-    def resolve_pending(self) -> None:
+    def discard_pending(self) -> None:
         """Discard growth and jumps in progress, and keep the statistics."""
         self._grown, self._jumping, self._last_reported = 0, False, -math.inf
 
@@ -204,7 +204,7 @@ class Trend:
                 found = (*found, Finding("gradients", cast(Kind, kind), value=gradient_norm))
         return found
 
-    def resolve_pending(self) -> None:
+    def discard_pending(self) -> None:
         """Discard growth and jumps in progress, and keep the statistics. To be called after a rollback."""
-        self._loss.resolve_pending()
-        self._norm.resolve_pending()
+        self._loss.discard_pending()
+        self._norm.discard_pending()

@@ -103,6 +103,8 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
         return _lines(path)
     if path.suffix == _RECORDING:
         return _of_recording(path)
+    if path.suffix == ".html" and path.is_file():
+        raise GuardError(expected("a file of incidents", f"{str(path)!r}, a page that is finished", f"Open it in a browser. {_REMEDY}"))
     document = _document(_text(path), path)
     if isinstance(document, dict) and isinstance(document.get("incidents"), list):
         return [_incident(entry, path) for entry in document["incidents"]]

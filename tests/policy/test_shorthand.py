@@ -90,3 +90,10 @@ def test_resume_keeps_snapshots_on_disk(tmp_path):
     assert arguments.policy("recover", {}, tmp_path, True).snapshot.storage == "disk"
     with pytest.raises(GuardError, match=r"Expected a directory .* Received: directory=None, resume=True. Write NanGuard"):
         arguments.policy("recover", {}, None, True)
+
+
+@pytest.mark.parametrize(("factor", "safe"), [(0.5, 0.5), (0.05, 0.1)])
+def test_a_factor_is_the_least_share_that_is_safe(factor, safe):
+    """After a divergence the rate falls by the factor that was asked for, not to a tenth at once."""
+    rungs = [rung for rule in made(factor=factor).rules for rung in rule.ladder]
+    assert {action.safe for rung in rungs for action in rung.do if action.name == "lower_lr"} == {safe}

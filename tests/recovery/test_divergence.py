@@ -322,6 +322,15 @@ class TestRateIsRemembered:
         assert guard.incidents == []
 
 
+def test_the_rate_that_is_reported_is_the_one_in_effect():
+    """Where the limit after a divergence is below what the factor comes to, the rate is at the limit at once."""
+    slower = [{"rollback": {"before_onset": True, "run_again": True}}, {"lower_lr": {"factor": 0.5, "safe": 0.1}}]
+    guard = NanGuard({"rules": [{"name": name, "do": slower} for name in ("divergence", "divergence-refused")]}, verbose=0)
+    model, _ = fit(unscaled(lambda: optimizers.SGD(10.0)), guard, y=Y * 100.0 + 1000.0, epochs=1)
+    details = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "lower_lr" and o.status == "done"]
+    assert details and float(details[-1].rpartition("-> ")[2]) == pytest.approx(keras_optimizers.learning_rate(model.optimizer), rel=0.01)
+
+
 def test_an_ending_gives_the_rate_back(capsys):
     """A run that a policy ends after a divergence has the rate as it was set, and the line says so."""
     slower = [{"rollback": {"before_onset": True}}, {"lower_lr": {"factor": 0.5, "safe": 0.5}}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -101,7 +101,8 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     """Return the magnitudes of the arrays with this role."""
-    return tuple(spread(p.path, p.array) for p in parts(args) if p.role == role and p.array.dtype.kind in "fiuV")
+    chosen = [(p, spread(p.path, p.array)) for p in parts(args) if p.role == role and p.array.dtype.kind in "fiuV"]
+    return tuple(replace(found, outliers=()) if hasattr(p.value, "nested_row_splits") else found for p, found in chosen)
 
 
 def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:

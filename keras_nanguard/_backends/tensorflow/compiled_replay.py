@@ -103,26 +103,26 @@ class _Traced:
         """Return where the forward pass goes bad: in a call, else in the statistics of this layer, else in the loss."""
         for call in self.calls:
             if not _finite(call.outputs) and _finite(call.inputs):
-                return _birth(call, "loss" if call.loss else "forward", call.outputs, call.inputs)
+                return _origin(call, "loss" if call.loss else "forward", call.outputs, call.inputs)
         if self.batch:
             return Origin(0, "batch", self.batch[0].path, "forward")
         for call in self.calls:
             if layer and call.path == layer:
-                return _birth(call, "forward", call.outputs, call.inputs)
+                return _origin(call, "forward", call.outputs, call.inputs)
         return Origin(0, "operation", "", "loss", culprit="loss")
 
     def _backward(self, bad: Sequence[str]) -> Origin | None:
         """Return the layer where the gradient goes bad: what comes back to it is finite, what it passes on is not."""
         for call in reversed(self.calls):
             if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
-                return _birth(call, "backward", call.gradients_in, call.inputs)
+                return _origin(call, "backward", call.gradients_in, call.inputs)
         for call in reversed(self.calls):
             if not call.loss and _finite(call.gradients_out) and any(p.startswith(f"{call.path}/") for p in bad):
-                return _birth(call, "backward", call.gradients_out, call.inputs)
+                return _origin(call, "backward", call.gradients_out, call.inputs)
         return None
 
 
-def _birth(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Origin:
+def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Origin:
     arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
     counted = [finiteness.counts(a) for a in arrays]
     path = "" if call.path == COMPILE_LOSS else call.path
