@@ -57,6 +57,7 @@ def _fresh(request: pytest.FixtureRequest):
     import keras
 
     keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session(free_memory=False)  # a fixture of the module may have made models just now
     yield
     keras.config.set_dtype_policy("float32")
     keras.backend.clear_session(free_memory=False)
