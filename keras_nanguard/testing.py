@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -33,10 +33,10 @@ from keras_nanguard._policy.settings import matches_path
 
 __all__ = ["KINDS", "SITES", "Fault", "Injection", "corrupt", "inject"]
 
-SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale")
+SITES: tuple[str, ...] = get_args(FaultSite)
 """Sites at which a fault can be injected."""
 
-KINDS = ("nan", "inf", "-inf", "overflow", "spike", "zero")
+KINDS: tuple[str, ...] = get_args(FaultKind)
 """Kinds of faults: three non-finite values; `overflow`, the largest finite number of the dtype, with which the next
 operation overflows; `spike`, the value times `magnitude`; `zero`."""
 

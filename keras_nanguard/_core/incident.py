@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 from keras_nanguard._core import field_types
 from keras_nanguard._core.data_names import argument_path
@@ -32,24 +32,10 @@ __all__ = [
 FORMAT = 1
 """Version of the JSON format of an `Incident`; incremented whenever a reader of the old format would misread the new one."""
 
-SITES = (
-    "inputs",
-    "targets",
-    "state",
-    "outputs",
-    "loss",
-    "gradients",
-    "weights",
-    "statistics",
-    "slots",
-    "loss_scale",
-    "metrics",
-    "validation",
-    "predictions",
-)
+SITES: tuple[str, ...] = get_args(Site)
 """Where a check can fail, in causal order: an earlier site can be the cause of a later one, never the reverse."""
 
-KINDS = ("nonfinite", "explosion", "divergence", "spike", "lasting_spike", "out_of_range", "collapse", "stuck")
+KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 
 `nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows, or grown by orders of
@@ -59,26 +45,7 @@ batches have led to. `out_of_range`: outside the limits of the policy. `collapse
 `stuck`: a value that should change and does not (BatchNorm statistics, zero gradients).
 """
 
-CAUSES = (
-    "input_nonfinite",
-    "target_nonfinite",
-    "target_out_of_range",
-    "input_scale",
-    "forward_domain",
-    "loss_domain",
-    "gradient_domain",
-    "divergence",
-    "float16_overflow",
-    "float16_underflow",
-    "loss_scale_collapsed",
-    "optimizer_domain",
-    "state_nonfinite",
-    "batchnorm_statistics",
-    "training_flag",
-    "spike",
-    "transient",
-    "unknown",
-)
+CAUSES: tuple[str, ...] = get_args(Cause)
 """The closed list of causes; docs/causes.md has a paragraph on each."""
 
 
@@ -262,6 +229,11 @@ class Incident:
         """The distinct sites of the findings, in causal order."""
         seen = {finding.site for finding in self.findings}
         return tuple(site for site in SITES if site in seen)
+
+    @property
+    def causes(self) -> frozenset[str]:
+        """The causes that a rule of a policy matches, none without a diagnosis; see `Diagnosis.causes`."""
+        return frozenset() if self.diagnosis is None else self.diagnosis.causes
 
     @property
     def first(self) -> Finding | None:

@@ -1,4 +1,4 @@
-"""The closed lists of words as types, for editors and type checkers. `tests/docs/test_types.py` holds them equal to the lists."""
+"""The closed lists of words, as types for editors and type checkers; the tuples of the same words elsewhere are made of these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Site = Literal[
     "validation",
     "predictions",
 ]
-"""Where trouble shows."""
+"""Where trouble shows, in causal order."""
 
 Kind = Literal[
     "nonfinite",

@@ -21,14 +21,12 @@ __all__ = ["Incidents"]
 
 def _has_onset(incident: Incident) -> bool:
     """Whether an incident is about what began earlier than it was noticed."""
-    diverged = incident.diagnosis is not None and "divergence" in incident.diagnosis.causes
-    return diverged or any(f.kind == "lasting_spike" for f in incident.findings)
+    return "divergence" in incident.causes or any(f.kind == "lasting_spike" for f in incident.findings)
 
 
 def _of_data(incident: Incident) -> bool:
     """Whether the batch itself is bad."""
-    causes = ("input_nonfinite", "target_nonfinite", "target_out_of_range")
-    named = incident.diagnosis is not None and incident.diagnosis.cause in causes
+    named = not incident.causes.isdisjoint(("input_nonfinite", "target_nonfinite", "target_out_of_range"))
     return named or any(f.site in ("inputs", "targets") for f in incident.findings)
 
 

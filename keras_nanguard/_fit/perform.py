@@ -101,8 +101,7 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
 
 
 def _diverged(incident: Incident) -> bool:
-    known = incident.diagnosis is not None and "divergence" in incident.diagnosis.causes
-    return known or any(f.kind == "divergence" for f in incident.findings)
+    return "divergence" in incident.causes or any(f.kind == "divergence" for f in incident.findings)
 
 
 def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from keras_nanguard._core.literals import Preset
+
 __all__ = ["DEFAULT_PRESET", "NO_PRESET", "PRESETS", "SECTIONS", "VERSION"]
 
 VERSION = 1
 """Version of the format of policy files."""
 
-PRESETS = ("recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run", "tune")
+PRESETS: tuple[str, ...] = get_args(Preset)
 """The policies that come with the package."""
 
 DEFAULT_PRESET = "recover"

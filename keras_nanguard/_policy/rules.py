@@ -62,7 +62,7 @@ class Unless:
         """Return whether the rule has to ignore the incident."""
         if any(finding.site in self.on for finding in incident.findings):
             return True
-        return incident.diagnosis is not None and not incident.diagnosis.causes.isdisjoint(self.cause)
+        return not incident.causes.isdisjoint(self.cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Rule:
         """Return whether the rule matches this incident: one of its findings meets every condition on findings."""
         if not self.enabled or not self._moment(incident) or self.unless.met(incident):
             return False
-        if self.cause and (incident.diagnosis is None or incident.diagnosis.causes.isdisjoint(self.cause)):
+        if self.cause and incident.causes.isdisjoint(self.cause):
             return False
         return any(self._finding(finding) for finding in incident.findings)
 
