@@ -101,8 +101,9 @@ def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int,
 
 def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     """Return the magnitudes of the arrays with this role."""
-    chosen = [(p, spread(p.path, p.array)) for p in parts(args) if p.role == role and p.array.dtype.kind in "fiuV"]
-    return tuple(replace(found, outliers=()) if hasattr(p.value, "nested_row_splits") else found for p, found in chosen)
+    read = ((part, part.array) for part in parts(args) if part.role == role)
+    chosen = [(part, spread(part.path, array)) for part, array in read if array.dtype.kind in "fiuV"]
+    return tuple(replace(found, outliers=()) if hasattr(part.value, "nested_row_splits") else found for part, found in chosen)
 
 
 def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
