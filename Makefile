@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench campaigns lowest clean
+.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,7 +31,7 @@ test: $(READY)  ## everything that CI runs: the whole suite on TensorFlow, on JA
 	$(MAKE) test-jax test-torch
 
 lint: $(READY)
-	$(BIN)/ruff check keras_nanguard tests benchmarks examples docs
+	$(BIN)/ruff check keras_nanguard tests campaigns benchmarks examples docs
 
 types: $(READY)
 	$(BIN)/mypy
@@ -39,7 +39,7 @@ types: $(READY)
 coverage: $(READY)  ## the tests again, with coverage
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term -m "not slow" tests
 
-campaigns: $(READY)  ## the long forms: 20,000 healthy steps, every slow test
+slow: $(READY)  ## every slow test: 20,000 healthy steps, and what else takes long
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow tests
 
 docs: $(READY)  ## the site, in docs/_build/html; a warning is an error, and nothing is fetched

@@ -25,9 +25,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from campaigns import pages
+
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("tensorflow", "jax", "torch")
-BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,6 @@ def _cells(text: str) -> dict[tuple[str, str], str]:
     return {(row[0], backend): cell for row in rows[1:] for backend, cell in zip(rows[0][2:], row[2:], strict=True)}
 
 
-def write(path: Path, text: str) -> None:
-    """Put the table between its two marks in a page."""
-    page = path.read_text("utf-8")
-    if BEGIN not in page or END not in page:
-        remedy = "Put them where the table is to stand."
-        raise SystemExit(f"Expected the lines {BEGIN} and {END}. Received: a page without them, {path}. {remedy}")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", "utf-8")
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -166,10 +159,10 @@ def main() -> int:
     found: dict[str, dict[str, str]] = {}
     for backend in given.backends or BACKENDS:
         found[backend] = outcomes(backend, given.limit, clients)
-        before = given.write.read_text("utf-8") if given.write is not None else ""
-        made = table(BACKENDS if given.write is not None else list(found), found, before.partition(BEGIN)[2].partition(END)[0])
+        before = pages.read(given.write, "clients") if given.write is not None else ""
+        made = table(BACKENDS if given.write is not None else list(found), found, before)
         if given.write is not None:
-            write(given.write, made)
+            pages.write(given.write, "clients", made)
     print(made)
     return int(any("failed" in outcome.values() for outcome in found.values()))
 

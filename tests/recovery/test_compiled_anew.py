@@ -99,7 +99,7 @@ def fitted(action, mode, directory):
 
 
 def table():
-    """Return every mode with every action, with and without a directory; one of both is left to the campaigns, turn and turn about."""
+    """Return every mode with every action, with and without a directory; one of both is left to the slow tests, turn and turn about."""
     for n, mode in enumerate(MODES):
         for m, action in enumerate(ACTIONS):
             for with_directory in (True, False):

@@ -26,7 +26,7 @@ TOGETHER = {
 
 
 def cases(*names: str) -> list[Any]:
-    """Return cases as parameters; some are left to the campaigns."""
+    """Return cases as parameters; some are left to the slow tests."""
     return [pytest.param(name, marks=[pytest.mark.slow] if name in TOGETHER["campaign"] else []) for name in names]
 
 
