@@ -64,7 +64,8 @@ class Overrides:
 class ThreadOverrides:
     """Overrides of functions of a class or a module in the threads that have entered, and in no other.
 
-    The first thread that enters installs them, and the last one that leaves removes them, in whatever order they do.
+    The first thread that enters installs them, and the last one that leaves removes them, in whatever order they do. Where threads
+    enter often, `hold` keeps them installed in between: to change a class makes Python forget what it knows of its attributes.
 
     Args:
         target: the class or module.
@@ -76,13 +77,28 @@ class ThreadOverrides:
         self._target, self._functions = target, dict(functions)
         self._lock = threading.Lock()
         self._inside: dict[int, list[Any]] = {}
+        self._holds = 0
         self._before: dict[str, tuple[Any, Any]] = {}
         self._hooks: dict[str, tuple[Any, Any]] = {}  # the latest ones, each with the function that it replaces
+
+    def hold(self) -> None:
+        """Keep the functions installed until `release`, also while no thread is inside."""
+        with self._lock:
+            if not self._inside and not self._holds:
+                self._install()
+            self._holds += 1
+
+    def release(self) -> None:
+        """Undo `hold`, from whatever thread."""
+        with self._lock:
+            self._holds -= 1
+            if not self._inside and not self._holds:
+                self._remove()
 
     def enter(self, what: Any) -> None:
         """Override the functions in this thread until `leave`."""
         with self._lock:
-            if not self._inside:
+            if not self._inside and not self._holds:
                 self._install()
             self._inside.setdefault(threading.get_ident(), []).append(what)
 
@@ -95,7 +111,7 @@ class ThreadOverrides:
                 self._inside[thread] = [entry for entry in inside if entry is not what]
                 return
             del self._inside[thread]
-            if not self._inside:
+            if not self._inside and not self._holds:
                 self._remove()
 
     def _install(self) -> None:

@@ -13,6 +13,7 @@ from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
 from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.spread_arrays import waiting_for
@@ -36,6 +37,7 @@ class ModelAttachment(attach.Attachment):
         """Stand in for the train function, and let evaluation report a bad number instead of raising."""
         real = self.model.test_step
         super().attach()
+        WRITES.hold()
 
         def test_step(data: Any) -> Any:
             try:
@@ -52,6 +54,8 @@ class ModelAttachment(attach.Attachment):
 
     def detach(self) -> None:
         self._overrides.give_back()
+        if self.attached:
+            WRITES.release()
         super().detach()
 
     def _build(self) -> None:

@@ -14,7 +14,7 @@ from keras_nanguard._backends.torch import reductions, reports
 from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, Update
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -43,6 +43,9 @@ class Parts:
             if not isinstance(variable, keras.Variable) and not isinstance(variable.value, torch.nn.Parameter):
                 self.unlisted.append(variable.value)
         self.paths = {id(v.value): v.path for v in (*train_state.trainable, *train_state.other)}
+        self.tensors = {id(v): keras_variables.native(v) for v in train_state.trainable}
+        self.expected = Expected()
+        self.statistics_rows, self.update_rows = reductions.StandingRows(), reductions.StandingRows()
         self.kind = reductions.kind(self.weights_and_slots)
         self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
         self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
@@ -74,14 +77,14 @@ class StepRun:
             self.undo_log = UndoLog((), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False)
         else:
             writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
-            self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes)
+            self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes, expected=None if fresh else parts.expected)
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
-        grads = [t for t in parts.weights_and_slots if t.grad is not None]
-        self.grads = [(t, t.grad, t.grad._version) for t in grads] if not owner.stock and owner.model is None else []
+        loop = not owner.stock and owner.model is None
+        self.grads = [(t, t.grad) for t in parts.weights_and_slots if t.grad is not None] if loop else []
         outputs = None
         body = self.compiled.body if self.compiled else owner.body
         stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.train_state.optimizers)
-        with self.undo_log, Intercept(stand_ins, self._asked, parts.paths) as self.seen:
+        with self.undo_log, Intercept(stand_ins, self._asked, parts.paths, parts.tensors) as self.seen:
             try:
                 outputs = body(*args)
             except Exception as error:
@@ -128,13 +131,12 @@ class StepRun:
             self.parts = Parts(owner.read_train_state())
             self.train_state = self.parts.train_state
         kind = self.parts.kind
-        apart = self.parts.judged_elsewhere | owner.tolerated
+        apart = self.parts.judged_elsewhere | owner.tolerated if owner.tolerated else self.parts.judged_elsewhere
         written = self.undo_log.written
         self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
         losses = seen.losses or owner.outputs.losses(outputs)
-        loss = sum((entry.detach().sum().to(kind) for entry in losses), torch.zeros((), dtype=kind))
-        sums = [loss, reductions.squares([g for r in seen.records for g in r.gradients], kind)]
-        sums.append(reductions.total(self.statistics, kind))
+        sums = [reductions.added(losses, kind), reductions.squares([g for r in seen.records for g in r.gradients], kind)]
+        sums.append(reductions.total(self.statistics, kind, self.parts.statistics_rows))
         scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
         early = bool(seen.undo) or not owner.refuse
         update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()
@@ -172,11 +174,14 @@ class StepRun:
         """Return the sums over the weights and slots that were updated, on the device."""
         stale = self.created_count or self.owner.stale
         slots = {} if stale else self.parts.slots
-        return reductions.update_sums(self.train_state, self.seen.records, slots, gradients, self.owner.steps, self.parts.kind)
+        parts, records = self.parts, self.seen.records
+        return reductions.update_sums(self.train_state, records, slots, gradients, self.owner.steps, parts.kind, parts.update_rows)
 
     def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
         owner = self.owner
         self._find_untracked(before)
+        if self.compiled is None:
+            self.parts.expected.add(self.undo_log.owner)
         owner.keeps_undo |= bool(self.seen.undo)
         if not self.may_commit:
             places = reports.places(self)
@@ -230,7 +235,7 @@ class StepRun:
         """Leave no gradient of a refused step behind, for a body that adds to what it finds."""
         for tensor in self.parts.weights_and_slots:
             tensor.grad = None
-        for tensor, grad, _ in self.grads:
+        for tensor, grad in self.grads:
             tensor.grad = grad
 
     def _learn_scale(self) -> None:

@@ -8,7 +8,7 @@ update reads or writes, and has the update made before it, with the old values k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -128,6 +128,7 @@ class Intercept:
         asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
             kept before, `"later"` to defer it, `"never"` to leave it out.
         paths: path of each parameter by its `id`, for optimizers of torch's.
+        tensors: the tensors of variables, by `id` of these.
 
     Attributes:
         records: what the optimizers were asked for, in order.
@@ -137,8 +138,8 @@ class Intercept:
         undo: what undoes the updates that had to be made before the verdict, in order.
     """
 
-    def __init__(self, stand_ins: StandIns, asked: Callable[[Update], str], paths: dict[int, str]):
-        self.stand_ins, self.asked, self.paths = stand_ins, asked, paths
+    def __init__(self, stand_ins: StandIns, asked: Callable[[Update], str], paths: dict[int, str], tensors: Mapping[int, Any]):
+        self.stand_ins, self.asked, self.paths, self.tensors = stand_ins, asked, paths, tensors
         self.records: list[Update] = []
         self.losses: list[Any] = []
         self.outputs: list[tuple[str, Any]] = []
@@ -162,7 +163,7 @@ class Intercept:
 
     def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
         """Take down an update that `real(grads, variables)` would make."""
-        self._take(KerasUpdate(optimizer, real, list(grads), None if variables is None else list(variables)))
+        self._take(KerasUpdate(optimizer, real, list(grads), None if variables is None else list(variables), self.tensors))
 
     def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
         """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""

@@ -7,16 +7,18 @@ calls. Large ones are read where they stand: `dot` and `sum` run near memory ban
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading, full_read_is_due
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["can_be_bad", "counts", "is_away", "kind", "looked_at", "squares", "total", "update_sums"]
+__all__ = ["StandingRows", "added", "can_be_bad", "counts", "is_away", "kind", "looked_at", "squares", "total", "update_sums"]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
@@ -34,9 +36,10 @@ def kind(tensors: Iterable[Any]) -> Any:
 
 def _dense(tensor: Any) -> Any:
     """Return the numbers of a tensor in one row, none of less than 32 bit, complex ones as pairs."""
-    if tensor.dtype == torch.float32 and tensor.layout == torch.strided:
-        return tensor.detach().reshape(-1)
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
+        return tensor.reshape(-1)
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
     if tensor.is_complex():
@@ -46,19 +49,64 @@ def _dense(tensor: Any) -> Any:
     return tensor.reshape(-1)
 
 
+def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
+    """Return rows in groups: a large one by itself, small ones of one dtype and device together."""
+    groups: list[list[Any]] = []
+    small: list[Any] = []
+    for row in rows:
+        if row.numel() < LARGE:
+            small.append(row)
+        else:
+            groups.append([row])
+    kinds = dict.fromkeys((row.dtype, row.device) for row in small)
+    return groups + [[row for row in small if (row.dtype, row.device) == kind] for kind in kinds]
+
+
+def _laid(groups: Iterable[list[Any]]) -> list[Any]:
+    """Return each group as one row."""
+    return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
+
+
 def _rows(tensors: Iterable[Any]) -> list[Any]:
     """Return the numbers of all tensors in as few rows as is cheap."""
-    rows: list[Any] = []
-    small: dict[Any, list[Any]] = {}
+    plain: list[Any] = []
+    others: list[Any] = []
     for tensor in tensors:
-        if not can_be_bad(tensor) or not tensor.numel():
-            continue
-        row = _dense(tensor)
-        if row.numel() >= LARGE:
-            rows.append(row)
-        else:
-            small.setdefault((row.dtype, row.device), []).append(row)
-    return rows + [torch.cat(group) if len(group) > 1 else group[0] for group in small.values()]
+        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < LARGE
+        (plain if small and not tensor.requires_grad else others).append(tensor)
+    devices = {tensor.device for tensor in plain}
+    rows = _laid(_grouped([_dense(t) for t in (others if len(devices) < 2 else [*others, *plain]) if can_be_bad(t) and t.numel()]))
+    return [*rows, _flatten_dense_tensors(plain)] if len(devices) == 1 else rows
+
+
+class StandingRows:
+    """The rows of tensors that are the same ones in every step, made once as long as each stays where it is in memory."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Any] = []
+        self._places: list[int] = []
+        self._groups: list[list[Any]] = []
+
+    def of(self, tensors: list[Any]) -> list[list[Any]]:
+        """Return the numbers of all tensors, in groups of rows."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if same and [tensor.data_ptr() for tensor in tensors] == self._places:
+            return self._groups
+        rows = [_dense(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
+        groups = _grouped(rows)
+        if len(rows) == len(tensors) and all(map(_is_view, rows, tensors)):
+            self._tensors, self._groups = list(tensors), groups
+            self._places = [tensor.data_ptr() for tensor in tensors]
+        return groups
+
+
+def _is_view(row: Any, tensor: Any) -> bool:
+    return bool(tensor.layout is torch.strided and row.data_ptr() == tensor.data_ptr())
+
+
+def added(losses: Sequence[Any], dtype: Any) -> Any:
+    """Return the sum of all entries of these tensors."""
+    return _add([loss.detach().sum() if loss.ndim else loss.detach() for loss in losses], dtype)
 
 
 def _add(scalars: Sequence[Any], dtype: Any) -> Any:
@@ -80,9 +128,10 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
     return 0.5 * _add([torch.dot(row, row) for row in rows], dtype)
 
 
-def total(tensors: Iterable[Any], dtype: Any) -> Any:
+def total(tensors: list[Any], dtype: Any, standing: StandingRows | None = None) -> Any:
     """Return a number that is not finite where one entry is not, and is finite where all are and nothing overflows."""
-    return _add([row.sum() for row in _rows(tensors)], dtype)
+    rows = _rows(tensors) if standing is None else _laid(standing.of(tensors))
+    return _add([row.sum() for row in rows], dtype)
 
 
 def is_away(tensor: Any) -> bool:
@@ -94,7 +143,9 @@ def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
     """Return groups of scalars of one dtype as numbers, with one look at the device for all of them."""
     scalars = [scalar for group in groups for scalar in group]
     away = next((scalar.device for scalar in scalars if is_away(scalar)), None)
-    numbers = iter(torch.stack(scalars if away is None else [scalar.to(away) for scalar in scalars]).tolist())
+    if away is None:
+        return [[scalar.item() for scalar in group] for group in groups]
+    numbers = iter(torch.stack([scalar.to(away) for scalar in scalars]).tolist())
     return [[next(numbers) for _ in group] for group in groups]
 
 
@@ -111,7 +162,13 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 def update_sums(
-    train_state: TrainState, records: Sequence[Any], known: dict[int, Any], gradients: float, steps: int, dtype: Any
+    train_state: TrainState,
+    records: Sequence[Any],
+    known: dict[int, Any],
+    gradients: float,
+    steps: int,
+    dtype: Any,
+    standing: StandingRows | None = None,
 ) -> tuple[Any, Any]:
     """Return the sums over the updated weights and the slots, after the update; which slots are read is in `SlotReading`.
 
@@ -125,7 +182,7 @@ def update_sums(
             together += slots
         elif reading is SlotReading.EVERY_STEP or full_read_is_due(NUMBERS, steps, gradients):
             sums.append(total(slots, dtype))
-    return total(together, dtype), _add(sums, dtype)
+    return total(together, dtype, standing), _add(sums, dtype)
 
 
 def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], SlotReading]:

@@ -87,7 +87,7 @@ def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Itera
     entered = object()
     _GOES_ON.enter(entered)
     try:
-        with Intercept(StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}) as seen:
+        with Intercept(StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}) as seen:
             yield seen
     finally:
         _GOES_ON.leave(entered)

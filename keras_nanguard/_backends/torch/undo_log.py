@@ -3,7 +3,7 @@
 An eager step cannot be read beforehand, so it is watched while it runs. Every write to a Keras variable, listed
 anywhere or not, passes through `Variable._direct_assign`; while a step runs, that method first copies what it is about
 to overwrite, in the thread of that step alone. A healthy step so copies its small state (statistics, seeds, metrics),
-each once, and nothing else.
+each once, and nothing else. What earlier steps have written so is copied at once before the next one: `Expected`.
 
 What does not pass through it is written in place by torch itself: the updates of optimizers, which the transaction
 calls itself; buffers of torch modules and torch's own random generators, which are kept before each step; and what a
@@ -24,7 +24,35 @@ import torch
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = ["UndoLog", "generators"]
+__all__ = ["WRITES", "Expected", "UndoLog", "generators"]
+
+
+class Expected:
+    """The variables that earlier steps have written, and the values that they had before the step that runs.
+
+    They are copied in one call, into tensors that are used again.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Any] = {}
+        self.owner: dict[int, Any] = {}
+        self._tensors: list[Any] = []
+        self._copies: list[Any] = []
+
+    def add(self, owner: dict[int, Any]) -> None:
+        """Expect these variables, given by the `id` of their tensors, to be written by later steps, too."""
+        for key, variable in owner.items():
+            if key not in self.owner:
+                self.owner[key] = self.variables[id(variable)] = variable
+                self._tensors.append(variable.value)
+                self._copies.append(self._tensors[-1].detach().clone())
+
+    def copy(self) -> dict[int, tuple[Any, Any, Any]]:
+        """Copy the values of now; return tensor, value and version by the `id` of each tensor."""
+        if self._tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._tensors)
+        return {id(tensor): (tensor, copied, tensor._version) for tensor, copied in zip(self._tensors, self._copies)}
 
 
 class UndoLog:
@@ -37,6 +65,7 @@ class UndoLog:
         note_created: called with each Keras variable that is created meanwhile.
         watch: whether writes of Keras are noted; a compiled step makes them in its own way.
         writes: called with each tensor that Keras is about to write.
+        expected: the variables that the step will probably write.
     """
 
     def __init__(
@@ -46,12 +75,14 @@ class UndoLog:
         uncounted: Iterable[Any] = (),
         watch: bool = True,
         writes: Callable[[Any], None] | None = None,
+        expected: Expected | None = None,
     ):
         self.note_created, self.watch, self.writes = note_created, watch, writes
         uncounted = list(uncounted)
         self.uncounted = {id(tensor) for tensor in uncounted}
-        self.old: dict[int, tuple[Any, Any, Any]] = {}
-        self.owner: dict[int, Any] = {}
+        self._expected = {} if expected is None else expected.variables
+        self.old: dict[int, tuple[Any, Any, Any]] = {} if expected is None else expected.copy()
+        self.owner: dict[int, Any] = {} if expected is None else dict(expected.owner)
         self._generators = generators()
         self.keep([*uncounted, *kept])
 
@@ -70,18 +101,20 @@ class UndoLog:
 
     def __enter__(self) -> UndoLog:
         if self.watch:
-            _WRITES.enter(self)
+            WRITES.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
         if self.watch:
-            _WRITES.leave(self)
+            WRITES.leave(self)
 
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that is about to be written."""
-        tensor = variable.value
         if self.writes is not None:
-            self.writes(tensor)
+            self.writes(variable.value)
+        if id(variable) in self._expected:
+            return
+        tensor = variable.value
         if id(tensor) not in self.owner and not tensor.is_meta:
             self.owner[id(tensor)] = variable
             self.keep([tensor])
@@ -123,7 +156,8 @@ def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any
     return result
 
 
-_WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
+WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
+"""What the undo logs hear writes by."""
 
 
 def generators() -> list[tuple[Callable[[Any], None], Any]]:
@@ -132,7 +166,7 @@ def generators() -> list[tuple[Callable[[Any], None], Any]]:
     Unseeded dropout and noise draw from them. A copy takes a microsecond; no device is waited for.
     """
     held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         device = torch.cuda.current_device()
         held.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
     return held

@@ -6,7 +6,7 @@ change in between: the gradients, whether autograd was on, and, of an optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,21 +83,34 @@ class Update:
 
 
 class KerasUpdate(Update):
-    """One call of `apply` of a Keras optimizer."""
+    """One call of `apply` of a Keras optimizer.
 
-    def __init__(self, optimizer: Any, real: Callable[..., Any], grads: list[Any], variables: Sequence[Any] | None):
+    Args:
+        optimizer: the optimizer.
+        real: what makes the update.
+        grads: the gradients.
+        variables: the variables, `None` where the optimizer knows them.
+        known: the tensors of variables, by `id` of these.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        real: Callable[..., Any],
+        grads: list[Any],
+        variables: Sequence[Any] | None,
+        known: Mapping[int, Any],
+    ):
         super().__init__()
         self.optimizer, self.real, self.grads, self.given = optimizer, real, grads, variables
-        known = variables if variables is not None else keras_optimizers.trained_by(optimizer)
-        written = [(g, v) for g, v in zip(grads, known) if g is not None]
-        self.variables = [v for _, v in written]
-        self.pairs = written
-        self.tensors = [keras_variables.native(v) for _, v in written]
+        asked = variables if variables is not None else keras_optimizers.trained_by(optimizer)
+        self.pairs = [(g, v) for g, v in zip(grads, asked) if g is not None]
+        self.tensors = [known[id(v)] if id(v) in known else keras_variables.native(v) for _, v in self.pairs]
 
     def state(self) -> list[Any]:
         optimizer = self.optimizer
         own = [v.value for v in optimizer.variables] if optimizer.built else []
-        averaged = keras_optimizers.trained_by(optimizer) if optimizer.built else self.variables
+        averaged = keras_optimizers.trained_by(optimizer) if optimizer.built else [v for _, v in self.pairs]
         return list({id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values())
 
     def _call(self) -> None:

@@ -1,0 +1,120 @@
+"""What a step on PyTorch keeps for the next one: rows of weights and slots, copies of what will be written, hooks on a class."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from keras_nanguard._backends.torch import reductions  # noqa: E402
+from keras_nanguard._backends.torch.undo_log import Expected  # noqa: E402
+from keras_nanguard._keras.variables import VARIABLE  # noqa: E402
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32)
+
+
+class At(keras.callbacks.Callback):
+    """Acts on the model after one batch."""
+
+    def __init__(self, batch, act):
+        super().__init__()
+        self.batch, self.act = batch, act
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            self.act(self.model)
+
+
+def test_a_tensor_that_has_moved_is_read_where_it_is():
+    """Rows are made anew where a tensor is somewhere else in memory than before, as after `model.to(device)`."""
+    given, standing = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2, 2))], reductions.StandingRows()
+    assert reductions.total(given, torch.float32, standing).item() == 0
+    given[1].data = torch.full((2, 2), float("nan"))
+    assert np.isnan(reductions.total(given, torch.float32, standing).item())
+
+
+def tensors(layout):
+    """Return tensors of every dtype in which numbers can be bad or not, small and large, some with other strides."""
+    torch.manual_seed(0)
+    made = [torch.randn(3, 4), torch.randn(8, 2).t(), torch.randn(300, 300), torch.zeros(0), torch.tensor(2.0)]
+    made += [torch.randn(5).to(dtype) for dtype in DTYPES]
+    made.append(torch.nn.Parameter(torch.randn(6)))
+    if layout == "sparse":
+        made.append(torch.eye(4).to_sparse())
+    return made
+
+
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_sums_are_those_of_each_tensor(layout, bad):
+    """However tensors are laid together, a sum is that of all entries, and is not finite where one entry is not."""
+    for place in range(len(tensors(layout))):
+        given = tensors(layout)
+        if bad is not None:
+            if not reductions.can_be_bad(given[place]) or not given[place].numel() or given[place].is_sparse:
+                continue
+            given[place].detach().flatten()[:1].fill_(bad) if given[place].is_contiguous() else given[place][:1].fill_(bad)
+        floats = [reductions._dense(t.detach()).double().numpy() for t in given if reductions.can_be_bad(t)]
+        squares, total = sum(np.sum(a**2) for a in floats) / 2, sum(np.sum(a) for a in floats)
+        standing = reductions.StandingRows()
+        found = [reductions.total(given, torch.float32, rows).item() for rows in (None, standing, standing)]
+        assert np.isfinite(found).tolist() == [bad is None] * 3
+        if bad is None:
+            np.testing.assert_allclose(found, total, rtol=1e-4)
+            np.testing.assert_allclose(reductions.squares(given, torch.float32).item(), squares, rtol=1e-4)
+        else:
+            assert not np.isfinite(reductions.squares(given, torch.float32).item())
+
+
+def test_standing_rows_see_what_is_written_in_place():
+    """Rows that are kept share the memory of their tensors; those that cannot are made anew each time."""
+    for given in ([torch.zeros(3), torch.zeros(2, 2)], [torch.zeros(3), torch.zeros(3, dtype=torch.float16)]):
+        standing = reductions.StandingRows()
+        for number in range(3):
+            given[1].fill_(number)
+            assert standing.of(given) is not None
+            assert reductions.total(given, torch.float32, standing).item() == number * given[1].numel()
+
+
+def test_expected_writes_are_copied_anew_before_each_step():
+    """The copy is that of before the step, not of the one before."""
+    variable, expected = keras.Variable(np.arange(3.0, dtype="float32"), trainable=False), Expected()
+    expected.add({id(variable.value): variable})
+    for number in range(3):
+        variable.assign(np.full(3, float(number), "float32"))
+        ((tensor, copied, version),) = expected.copy().values()
+        assert tensor is variable.value and version == tensor._version
+        variable.assign(np.full(3, -1.0, "float32"))
+        assert copied.tolist() == [float(number)] * 3
+
+
+def test_the_class_is_changed_once_for_a_fit():
+    """Python forgets what it knows of the attributes of a class that is changed; so the hooks stay while a fit runs, and go with it."""
+    before, during = VARIABLE._direct_assign, set()
+    seen = At(3, lambda model: during.add(VARIABLE._direct_assign))
+    again = At(4, lambda model: during.add(VARIABLE._direct_assign))
+    run = zoo.run(zoo.plain, zoo.regression(), guard=True, epochs=1, callbacks=[seen, again])
+    assert len(during) == 1 and before not in during and VARIABLE._direct_assign is before
+    reference = weakref.ref(run.guard.session.transaction)
+    assert reference() is not None
+    del run
+    gc.collect()
+    assert reference() is None, "nothing that stays behind holds the run"
+
+
+def test_the_class_is_as_before_where_a_fit_is_cut_short():
+    """An exception of a callback ends the fit, and takes the hooks with it."""
+
+    def fail(model):
+        raise RuntimeError("on purpose")
+
+    before = VARIABLE._direct_assign
+    with pytest.raises(RuntimeError, match="on purpose"):
+        zoo.run(zoo.plain, zoo.regression(), guard=True, callbacks=[At(3, fail)])
+    assert VARIABLE._direct_assign is before
