@@ -96,7 +96,7 @@ def reported(what):
     guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
     callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else [])]
     fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
-    with fault, pinned(accelerator=what == "ahead"):
+    with fault, pinned(deferred=what == "ahead"):
         history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
     return {
         "loss": history.history["loss"],

@@ -13,7 +13,7 @@ import numpy as np
 from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.jax.outputs import LogOutputs, PlainOutputs
 from keras_nanguard._backends.jax.packed import values
-from keras_nanguard._backends.jax.step import Transaction, on_accelerator
+from keras_nanguard._backends.jax.step import Transaction, defers, on_accelerator
 from keras_nanguard._backends.jax.strategies import Started
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import adapted
@@ -58,13 +58,13 @@ class ModelAttachment(attach.Attachment):
 
     @staticmethod
     def waits() -> bool:
-        """Whether the host waits for the verdict of each step; an accelerator does not stop for it."""
-        return not on_accelerator()
+        """Whether the host waits for the verdict of each step."""
+        return not defers()
 
     def _build(self) -> None:
         model, session, old = self.model, self.session, self.session.transaction
         jit = bool(model.jit_compile) and not model.run_eagerly
-        transaction = self._cached_step(jit, self.waits(), keras.distribution.distribution())
+        transaction = self._cached_step(jit, on_accelerator(), defers(), keras.distribution.distribution())
         if transaction is not None:
             transaction.rebind(session.read_train_state, session.with_adjustments)
         else:

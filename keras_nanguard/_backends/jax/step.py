@@ -13,7 +13,7 @@ each a class: `strategies` and `two_programs` hold them, `execution` holds what 
 them runs a step. It is asked when the first state is known, and once more where the trace shows that the updates cannot be
 deferred (`Retrace`): the step uses what it has updated, like a GAN whose generator step uses the updated discriminator.
 
-An accelerator must not wait for the host. There the step refuses by itself, whatever its size, and the next one may be started
+On an accelerator the step refuses by itself, whatever its size. Where it is asked for (`defers`), the next one may be started there
 before the verdict is read (`start`, `finish`). A flag on the accelerator says whether something is wrong (`Started.halt`). The next
 step then refuses, too, whatever its batch is like. So the host finds the state that the bad step left, and runs the next one again.
 """
@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,10 @@ from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._core.verdict import FIELDS, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Conditions", "Transaction", "choose", "on_accelerator", "pinned"]
+__all__ = ["DEFER", "Conditions", "Transaction", "choose", "defers", "on_accelerator", "pinned"]
+
+DEFER = "KERAS_NANGUARD_DEFERRED_VERDICT"
+"""The variable of the environment that asks for deferred verdicts with `1`."""
 
 TINY = 1 << 18
 """Bytes of state up to which a compiled step takes less time than handing its parts to threads."""
@@ -59,7 +63,7 @@ SMALL = 1 << 22
 ANY = math.inf
 
 _pinned: Any = None
-_accelerator = False
+_accelerator = _deferred = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,25 +113,31 @@ def choose(c: Conditions) -> type[Strategy]:
 
 
 @contextlib.contextmanager
-def pinned(strategy: Any = None, *, accelerator: bool = False) -> Iterator[None]:
+def pinned(strategy: Any = None, *, accelerator: bool = False, deferred: bool = False) -> Iterator[None]:
     """Run steps on one device by this strategy, whatever the size of their state; for tests and benchmarks.
 
     Args:
         strategy: the class; `None` leaves the choice as it is.
         accelerator: take the processor for an accelerator.
+        deferred: take it for one, and defer verdicts.
     """
-    global _pinned, _accelerator
-    before = _pinned, _accelerator
-    _pinned, _accelerator = strategy, accelerator
+    global _pinned, _accelerator, _deferred
+    before = _pinned, _accelerator, _deferred
+    _pinned, _accelerator, _deferred = strategy, accelerator or deferred, deferred
     try:
         yield
     finally:
-        _pinned, _accelerator = before
+        _pinned, _accelerator, _deferred = before
 
 
 def on_accelerator() -> bool:
     """Whether steps run elsewhere than on the processor that the host needs for itself."""
     return _accelerator or bool(jax.default_backend() != "cpu")
+
+
+def defers() -> bool:
+    """Whether a step may be started before the verdict on the one before is read: on an accelerator, where that is asked for."""
+    return on_accelerator() and (_deferred or os.environ.get(DEFER) == "1")
 
 
 class Transaction:
@@ -180,7 +190,7 @@ class Transaction:
         self.body, self.train_state, self.variables, self.model = body, train_state, variables, model
         self.outputs, self.refuse, self.jit, self.shardings, self.scaling = outputs, refuse, jit, shardings, scaling
         self.conditions = Conditions(owns_state, jit, on_accelerator(), shardings is not None, refuse)
-        self.deferred = outputs.apart = owns_state and jit and on_accelerator()
+        self.deferred = outputs.apart = owns_state and jit and defers()
         self.tolerated: set[int] = set()
         self.report_queue = ReportQueue()
         self.vector_head = len(FIELDS)

@@ -1,4 +1,4 @@
-"""On an accelerator the next step starts before the host knows of the one before; a processor is taken for one here."""
+"""On an accelerator the next step may start before the host knows of the one before; a processor is taken for one here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.jax.step import pinned
+from keras_nanguard._backends.jax.step import DEFER, pinned
 from keras_nanguard._backends.jax.strategies import Conditional
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._diagnose.explain_step import Explainer
@@ -24,7 +24,7 @@ PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
 @pytest.fixture
 def deferred():
     """Let steps start ahead of verdicts."""
-    with pinned(accelerator=True):
+    with pinned(deferred=True):
         yield
 
 
@@ -60,6 +60,17 @@ def test_nobody_waits(deferred, order):
     ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
     assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored | layers
     assert guard.session.transaction.strategy.program._cache_size() <= 1, "steps are compiled once"
+
+
+@pytest.mark.parametrize("asked", ["", "0", "1"])
+def test_only_where_it_is_asked_for(order, monkeypatch, asked):
+    """By default an accelerator waits for each verdict, too."""
+    monkeypatch.setenv(DEFER, asked)
+    with pinned(accelerator=True):
+        guard = NanGuard(verbose=0)
+        zoo.run(zoo.plain, zoo.regression(), guard=guard)
+    assert isinstance(guard.session.transaction.strategy, Conditional)
+    assert bool(ahead(order)) == (asked == "1")
 
 
 class Looking(keras.callbacks.Callback):
@@ -153,10 +164,10 @@ def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
     in vain.
     """
     runs, starts = [], []
-    for accelerator in (True, False):
+    for deferred in (True, False):
         keras.utils.set_random_seed(0)
         model = zoo.plain(keras.optimizers.Adam(0.01), rounded=True)
-        with inside(model), pinned(Conditional, accelerator=accelerator):
+        with inside(model), pinned(Conditional, deferred=deferred):
             runs.append(zoo.run(lambda model=model: model, data, guard=NanGuard(policy, verbose=0, diagnose=False)))
             starts.append(sum(what == "start" for what, _ in order))
     one, other = runs

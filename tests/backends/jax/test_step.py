@@ -32,7 +32,7 @@ WAYS = {
     "alternating buffers": {"strategy": strategies.AlternatingBuffers},
     "conditional": {"strategy": strategies.Conditional},
     "selected at the end": {"strategy": strategies.SelectedAtTheEnd},
-    "on an accelerator": {"accelerator": True},
+    "on an accelerator, verdicts deferred": {"deferred": True},
 }
 """What makes a small model's step run by each strategy."""
 
@@ -121,7 +121,7 @@ def test_an_update_that_overflows(way):
     guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
-    deferred = way in ("two programs", "conditional", "on an accelerator")
+    deferred = way in ("two programs", "conditional", "on an accelerator, verdicts deferred")
     assert guard.incidents[0].refused != deferred, "the others read the new weights before they commit"
     assert zoo.bad_entries(net) == [] and guard.session.step == 24
 
@@ -373,7 +373,7 @@ def test_own_step(way, kind):
     """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
     transaction, strategy = bad.guard.session.transaction, WAYS[way].get("strategy")
-    if way in ("conditional", "two programs", "on an accelerator"):
+    if way in ("conditional", "two programs", "on an accelerator, verdicts deferred"):
         assert transaction.keeps_undo == STEPS[kind]
     if strategy is not None:
         assert (type(transaction.strategy) is strategy) != transaction.keeps_undo, "it is left where the updates cannot be deferred"
