@@ -53,7 +53,8 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
         (small if array.size < LARGE else large).append(array)
     if len(small) < 2 or len({array.dtype for array in small}) > 1:
         return [*large, *small]
-    return [*large, jnp.concatenate([jnp.ravel(array) for array in small])]
+    joined = jnp.concatenate([jnp.ravel(array) for array in small])
+    return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself, and then the sums
 
 
 def squares(arrays: Iterable[Any], dtype: Any) -> Any:
