@@ -103,7 +103,6 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         self.policy = arguments.policy(policy, overrides, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._unnamed = self._resumed = False
-        self._counts = (0, 0, 0)
         self.session: Session | None = None
         self._attachment: Attachment | None = None
         self._scratch: Any = None
@@ -191,6 +190,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         )
         if self.session is not None and self.session.model is model:
             session.follow(self.session)
+        self._counts = self._counted()
         return session
 
     def _detach(self) -> None:
@@ -379,12 +379,8 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         self._reporter.incident(incident, self.session.directory if self.session is not None else None)
 
     def summary(self) -> str:
-        """Return what was seen and done, in a few lines of text."""
+        """Return what was seen and done, in all fits so far, in a few lines of text."""
         return console.summary(self.incidents, *self._counted())
-
-    def _counted(self) -> tuple[int, int, int]:
-        session = self.session
-        return (session.step, session.refused, session.overflows) if session is not None else self._counts
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write what has happened so far to a file and return its path.

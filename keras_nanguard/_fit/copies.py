@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._fit.counts import Totals
 from keras_nanguard._fit.reporter import Reporter
 
 __all__ = ["CopyMixin"]
@@ -19,10 +20,16 @@ class CopyMixin:
     """The part of `NanGuard` for its copies and pickles. None of them guards anything, whatever the original guards."""
 
     incidents: list[Incident]
+    session: Any
     _reporter: Reporter
     _unused: Callable[[], Any]
-    _counted: Callable[[], tuple[int, int, int]]
     _copied: Callable[[], dict[str, Any]]
+    _counts = Totals()
+    """The counts of the fits before the last one."""
+
+    def _counted(self) -> Totals:
+        """Return the counts of all fits so far."""
+        return self._counts if self.session is None else self._counts.plus(self.session.counts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle has: settings, incidents and counts."""

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Counts"]
+__all__ = ["Counts", "Totals"]
 
 _MAX_EPOCHS = 256
 """Epochs whose place is remembered: no more steps are run again than that."""
+
+
+class Totals(NamedTuple):
+    """What the counters of one fit, or of several, come to; the fields are those of `Counts`."""
+
+    steps: int = 0
+    refused: int = 0
+    overflows: int = 0
+    run_again: int = 0
+
+    def plus(self, counts: Counts) -> Totals:
+        """Return the totals with those of one more fit."""
+        return Totals(*map(sum, zip(self, (counts.step, counts.refused, counts.overflows, counts.run_again))))
 
 
 class Counts:
@@ -20,6 +33,7 @@ class Counts:
         committed: how many of them have committed.
         refused: how many of them were refused.
         overflows: how many of those were ordinary float16 overflows, which are no incident.
+        run_again: how many more were refused, undone by a rollback, and run again.
         streak: how many steps in a row overflowed in this way; under a policy that refuses nothing 1 after a bad step.
         last_refused: whether the last step was refused.
         rollbacks: how often the guard rolled back to a snapshot.
@@ -31,6 +45,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.step = self.committed = self.refused = self.overflows = self.streak = self.rollbacks = self.skip_batches = 0
+        self.run_again = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
         self._began = 0
@@ -57,6 +72,7 @@ class Counts:
         """Count from an earlier step on again: these of the refused ones since are run again, these of the committed ones left out."""
         self.step, self.committed = step, committed
         self.refused += len(left_out) - len(again)
+        self.run_again += len(again)
         here = sum(number >= self.epoch_start for number in left_out) - sum(number >= self.epoch_start for number in again)
         self.epoch_refused = max(self.epoch_refused + here, 0)
 

@@ -51,6 +51,7 @@ class Reporter:
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             refused = f"{counts.refused} of {counts.step} steps were refused" if counts.refused else f"{counts.step} steps"
+            refused += f", {console.refused_before(counts.run_again)}" if counts.run_again else ""
             more = "guard.report('run.html')" if directory is None else f"keras-nanguard report {shlex.quote(directory)} -o run.html"
             head = f"NanGuard: {refused}, {len(incidents)} incident{'s' if len(incidents) > 1 else ''}. All of it: {more}"
             self._print(closing.table_text(incidents, head))

@@ -94,10 +94,11 @@ def epoch_line(
     return f"NanGuard: epoch {epoch + 1}: {refused} of {refused + committed} steps were refused; {means}"
 
 
-def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int) -> str:
+def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int, run_again: int = 0) -> str:
     """Return a few lines: numbers of steps (if known) and refused steps, of incidents by cause, and of actions."""
     counted = "" if steps is None else f"{steps} steps, "
-    lines = [f"NanGuard: {counted}{refused} refused, {len(incidents)} {'incident' if len(incidents) == 1 else 'incidents'}."]
+    more = f", {refused_before(run_again)}" if run_again else ""
+    lines = [f"NanGuard: {counted}{refused} refused{more}, {len(incidents)} {'incident' if len(incidents) == 1 else 'incidents'}."]
     if overflows:
         lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling handled.")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)
@@ -105,6 +106,11 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
     return "\n".join(lines)
+
+
+def refused_before(run_again: int) -> str:
+    """Return what is said of steps that were refused, undone by a rollback, and run again: as such they are not counted as refused."""
+    return f"{run_again} more refused and, after a rollback, run again"
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

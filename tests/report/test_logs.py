@@ -168,6 +168,15 @@ def test_summary_and_reports(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.jsonl", "r.md"]
 
 
+def test_a_summary_is_of_all_fits():
+    """Steps, refused steps and incidents are counted over the same fits; an evaluation adds none."""
+    guard, data = NanGuard(verbose=0, diagnose=False), zoo.poison(zoo.regression(), 3)
+    for fits in (1, 2):
+        model, _ = fit(data, guard, epochs=1)
+        model.evaluate(*zoo.regression().all[:2], verbose=0, callbacks=[guard])
+        assert f"{12 * fits} steps, {fits} refused, {fits} incident" in guard.summary()
+
+
 def test_the_same_rows_in_each_epoch(capsys):
     """What comes again in each epoch has one line, and is counted in the table at the end; `verbose=2` prints each."""
     data = zoo.poison(zoo.poison(zoo.regression(), 3), 7)
