@@ -104,7 +104,7 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

@@ -1,0 +1,150 @@
+"""Whatever is in a log or a recording, nothing of it commands a terminal or acts in a page, and each form of it is made or refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support import recordings
+
+from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report import blamed_rows, console, files, watch
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+def log(folder, **changes):
+    """Write a log of one incident, some fields of which are others."""
+    plain = {**recordings.incident(3, 0, 3).to_dict(), **changes}
+    (folder / "incidents.jsonl").write_text(json.dumps(plain) + "\n")
+    return str(folder)
+
+
+FIELDS = {
+    "an action": {"outcomes": [{"action": ESCAPE, "status": "done", "detail": ""}]},
+    "a path": {"findings": [{"site": "loss", "kind": "nonfinite", "path": ESCAPE}], "diagnosis": None},
+    "an unknown field": {"findings": [{"site": "loss", "kind": "nonfinite", ESCAPE: 1}]},
+    "another field": {ESCAPE: 1},
+    "a number": {"values": {"loss": ESCAPE}},
+    "a format": {"format": ESCAPE},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("form", ([], ["--json"]))
+def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
+    """Neither a report nor the sentence that refuses it holds a control character of the file."""
+    main(["report", log(tmp_path, **FIELDS[name]), *form])
+    main(["report", str(tmp_path), str(tmp_path)])
+    main(["watch", "--once", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert "owned" in captured.out + captured.err
+    assert not {c for c in captured.out + captured.err if c != "\n" and not c.isprintable()} - {" "}
+
+
+def test_the_dashboard_shows_status_and_epochs_as_text():
+    """What a recording says of itself is a name like any other."""
+    recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(watch.frame(recording, ()))
+    assert "owned" in screen.getvalue() and "\x1b" not in screen.getvalue()
+
+
+def test_a_budget_that_no_run_has_is_left_out():
+    """A number that cannot be shown belongs to no limit."""
+    entry = {"rule": "a", "do": ["rollback"], "used": 1, "times": 3}
+    recording = Recording(meta={"budgets": [{**entry, "used": float("inf")}, {**entry, "times": []}, 5, entry]})
+    assert watch.budgets(recording) == [("a", "rollback", 2, 3)]
+
+
+def test_lists_in_lists_are_refused(tmp_path, capsys):
+    """What is read can be written again: nothing is so deep that writing it runs out of stack."""
+    deep: list = []
+    for _ in range(900):
+        deep = [deep]
+    decision = {"rule": "a", "actions": [{"action": "skip", "more": deep}], "reason": "", "terminal": False}
+    for form in ([], ["--json"], ["-o", str(tmp_path / "report.json")], ["-o", str(tmp_path / "report.html")]):
+        assert main(["report", log(tmp_path, decision=decision), *form]) == 2
+    assert "deeper than" in capsys.readouterr().err
+    with pytest.raises(FileFormatError, match="deeper than"):
+        Incident.from_dict({**recordings.incident(3, 0, 3).to_dict(), "decision": decision})
+
+
+def test_depth_is_counted_exactly():
+    """As many levels as are allowed are read, one more is not, and neither are more than Python can follow."""
+    assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    for levels in (MAX_DEPTH + 2, 100_000):
+        with pytest.raises(ValueError, match="deeper"):
+            loads("[" * levels + "]" * levels)
+    check_depth({"a": [1, 2, {"b": None}], "c": "[" * 1000})
+
+
+def test_the_sentence_that_refuses_a_file_is_short(tmp_path):
+    """A field of any length is quoted in part."""
+    with pytest.raises(GuardError) as caught:
+        files.read(log(tmp_path, values={"loss": "9" * 1_000_000 + "x"}))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_path_that_no_file_has(capsys):
+    """A NUL is a mistake of whoever types, not of the program."""
+    assert main(["report", "a\0b"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_summaries_are_printable():
+    """The head of a report, which counts what was done, quotes names of the file."""
+    one = recordings.incident(3, 0, 3)
+    odd = Incident.from_dict({**one.to_dict(), **FIELDS["an action"]})
+    assert "owned" in (text := console.summary([odd], 1, 1, 0)) and "\x1b" not in text
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """The folder of a bundle with one row that is not finite."""
+    folder = tmp_path / "incidents" / "incident-00000003-00"
+    folder.mkdir(parents=True)
+    np.savez(folder / "batch.npz", **{"0": np.array([[1.0, np.nan], [1.0, 2.0]], np.float32)})
+    (folder / "bundle.json").write_text(json.dumps({"batch": {"tuple": [0]}, "dtypes": ["float32"]}))
+    (folder / "layers.txt").write_text("a table")
+    return folder
+
+
+def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
+    """A page shows nothing from outside of the directory of its run, and waits for nobody."""
+    assert blamed_rows.layer_table(bundle) == "a table" and len(blamed_rows.shown(bundle, (0,))) == 1
+    (tmp_path / "secret.txt").write_text("secret")
+    np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
+    for name in ("layers.txt", "batch.npz"):
+        (bundle / name).unlink()
+        (bundle / name).symlink_to(tmp_path / f"secret{(bundle / name).suffix}")
+    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+    for name in ("layers.txt", "batch.npz", "bundle.json"):
+        (bundle / name).unlink()
+        os.mkfifo(bundle / name)
+    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+
+
+HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846,), }"
+HEADERS = {
+    "no header": b"no array",
+    "a header without end": b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n",
+    "more than memory": b"\x93NUMPY\x01\x00\x76\x00" + HUGE.ljust(117) + b"\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_members_that_are_no_arrays_are_left_out(bundle, name):
+    """A member with a broken header, one that declares more than there is memory, and one that is no array: the page goes without them."""
+    with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
+        archive.writestr("0.npy", HEADERS[name])
+    assert blamed_rows.shown(bundle, (0,)) == []
