@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -250,6 +251,10 @@ def piped(path):
     os.mkfifo(path)
 
 
+NESTED: list = []
+for _ in range(400):
+    NESTED = [NESTED]
+
 HOSTILE = {
     "a pipe": piped,
     "a folder": lambda path: (path.unlink(), path.mkdir()),
@@ -270,6 +275,21 @@ HOSTILE = {
     "no JSON": changed("UPDATE events SET data = '{'"),
     "nested JSON": changed("UPDATE events SET data = replace(hex(zeroblob(100000)), '00', '[')"),
     "a list": changed("UPDATE events SET data = '[1]'"),
+    "lists in lists": changed(f"UPDATE events SET data = '{json.dumps({'a': NESTED})}'"),
+    "no step of a layer": changed("INSERT INTO layers (path, kind, a) VALUES ('a', 'trainable', 1)"),
+    "text for a norm": changed("INSERT INTO layers (step, path, kind, a) VALUES (1, 'a', 'trainable', 'high')"),
+    "an endless step": changed("INSERT INTO layers (step, path, kind, a) VALUES (9e999, 'a', 'trainable', 1)"),
+    "counts below zero": changed("INSERT INTO bins (first, last, count) VALUES (0, 9, -500)"),
+    "counts that overflow": changed("INSERT INTO bins (first, last, count) VALUES (0, 9, 9223372036854775807)"),
+    "steps that overflow": changed("INSERT INTO bins (first, last, count) VALUES (-9223372036854775808, 9223372036854775807, 9)"),
+    "a step of many digits": changed(f"INSERT INTO samples VALUES ('f', 'x', 1, 1, '[{'9' * 4000}]', '')"),
+    **{
+        f"meta {key}: {value[:12]}": changed(f"INSERT OR REPLACE INTO meta VALUES ('{key}', '{value}')")
+        for key, value in (
+            *(("budgets", "5"), ("backend", "[]"), ("model", "{}"), ("status", "1"), ("versions", "[]"), ("base", '"1"'), ("epochs", "[]")),
+            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true")),
+        )
+    },
     "cut": cut,
 }
 
@@ -289,6 +309,13 @@ def test_garbled(tmp_path):
     garbled(valid(tmp_path))
     with contextlib.suppress(GuardError):
         Recording.read(tmp_path)
+
+
+def test_pages_that_many_rows_share_are_read_a_limited_number_of_times(tmp_path, monkeypatch):
+    """All texts together are in proportion to the file: in a damaged one any number of rows may lead to the same pages."""
+    path = valid(tmp_path)
+    monkeypatch.setattr(database, "MAX_SHARE", 1200 / path.stat().st_size)
+    assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
 def test_texts_that_are_too_long(tmp_path, monkeypatch):
