@@ -28,7 +28,7 @@ from keras_nanguard._files.hdf5 import open_hdf5, stored_arrays
 from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
 from keras_nanguard._files.window import Window
 
-__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
+__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_arrays", "read_json", "refuse_bomb"]
 
 WEIGHTS = "model.weights.h5"
 """Name of the weights in a `.keras` archive."""
@@ -72,6 +72,27 @@ def read_archive(path: str) -> Contents:
                     "Save the model with model.save('name.keras').",
                 )
             )
+        contents.close = stack.pop_all().close
+        return contents
+
+
+def read_arrays(path: str) -> Contents:
+    """Read an archive of `.npy` arrays and nothing else: no part of it reaches the HDF5 library, so it may be read in this process.
+
+    Args:
+        path: path of the archive.
+
+    Returns:
+        Its contents, open until `close` is called.
+
+    Raises:
+        FileFormatError: if it contains anything else.
+    """
+    with ExitStack() as stack:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        if not all(name.endswith(".npy") for name in archive.namelist()):
+            raise FileFormatError(f"{plain_text(path)} contains more than .npy arrays.")
+        contents = Contents("npz", [_npy_member(archive, info) for info in archive.infolist()])
         contents.close = stack.pop_all().close
         return contents
 
