@@ -22,7 +22,7 @@ import numpy as np
 from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._recording import checked
+from keras_nanguard._recording import beside, checked
 from keras_nanguard._recording.records import BIN_COLUMNS, STEP_COLUMNS, BadSample, Event
 
 __all__ = ["NAME", "VERSION", "Changes", "Database", "path_of", "read", "writer_of"]
@@ -104,7 +104,7 @@ class Database:
         changes: what is written at once; who reads meanwhile sees all of it, or the file as it was.
 
     Raises:
-        GuardError: if a file is there that is no recording.
+        GuardError: if a file is there that is no recording, that is a link, or beside which lies a journal that names another file.
         sqlite3.Error, OSError: if it cannot be written.
     """
 
@@ -112,6 +112,7 @@ class Database:
         self.path, self._writer = path, writer
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
+        beside.check(path)
         if not fresh:
             _check_header(path)
         self._connection = sqlite3.connect(path, timeout=LOCKED, isolation_level=None, check_same_thread=False)

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -309,6 +310,36 @@ def test_garbled(tmp_path):
     garbled(valid(tmp_path))
     with contextlib.suppress(GuardError):
         Recording.read(tmp_path)
+
+
+def test_a_journal_that_names_another_file(tmp_path):
+    """Whoever goes on from a directory from elsewhere loses no file by it: SQLite would remove the one that a journal names."""
+    path, victim = valid(tmp_path), tmp_path / "thesis.txt"
+    victim.write_text("precious")
+    magic, name = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
+    head = (magic + struct.pack(">5I", 0, 0, path.stat().st_size // 4096, 512, 4096)).ljust(512, b"\0")
+    tail = struct.pack(">I", 2**30 // 4096 + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic
+    (tmp_path / f"{NAME}-journal").write_bytes(head + tail)
+    assert len(Recording.read(path)) == 9000
+    with pytest.raises(GuardError, match="names another file"):
+        Database(path, "me")
+    made = begun(tmp_path, resumed=3)
+    push(made, 10)
+    made.end("finished", 10, 0)
+    assert "names another file" in made.problem() and victim.read_text() == "precious"
+
+
+def test_a_recording_that_is_a_link(tmp_path):
+    """What a directory from elsewhere links to is read, and never written."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs").mkdir()
+    path = valid(tmp_path / "mine")
+    (tmp_path / "theirs" / NAME).symlink_to(path)
+    before = path.read_bytes()
+    assert len(Recording.read(tmp_path / "theirs")) == 9000
+    with pytest.raises(GuardError, match="a link"):
+        Database(tmp_path / "theirs" / NAME, "me")
+    assert path.read_bytes() == before
 
 
 def test_pages_that_many_rows_share_are_read_a_limited_number_of_times(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import blamed_rows, console, files, watch
+from keras_nanguard._report.log import add, begin
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -148,3 +149,31 @@ def test_members_that_are_no_arrays_are_left_out(bundle, name):
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
     assert blamed_rows.shown(bundle, (0,)) == []
+
+
+def test_a_log_that_is_a_link_is_not_written(tmp_path):
+    """A directory from elsewhere cannot have a run write to another file."""
+    (tmp_path / "mine.txt").write_text("precious\nno end of a line")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "incidents.jsonl").symlink_to(tmp_path / "mine.txt")
+    for write in (lambda: begin(tmp_path / "run"), lambda: add(tmp_path / "run", recordings.incident(3, 0, 3))):
+        with pytest.raises(OSError):
+            write()
+    assert (tmp_path / "mine.txt").read_text() == "precious\nno end of a line"
+
+
+def test_markdown_holds_no_markup_of_the_file():
+    """What shows Markdown may show HTML in it: names become neither tags nor links, and end no block of code."""
+    name = "</script><script>x</script> [y](javascript:z)\n```"
+    odd = Incident.from_dict(
+        {
+            **recordings.incident(3, 0, 3, name=name).to_dict(),
+            "outcomes": [{"action": name, "status": "done", "detail": name}],
+            "diagnosis": {"cause": "unknown", "culprit": name, "evidence": [name], "advice": [name]},
+        }
+    )
+    text = console.markdown([odd], console.summary([odd], 1, 1, 0))
+    assert text.count("```") == 2
+    body = text.split("```")[2]
+    assert "<" not in body.replace("\\<", "") and "](" not in body
+    assert all(line.startswith(("-", "#", "Cause")) for line in body.splitlines() if line)
