@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from support import zoo
 
 from keras_nanguard import NanGuard
@@ -54,6 +55,25 @@ def test_a_course_sets_only_what_an_action_can_have_set(name):
     """Names and numbers that no action leaves behind are refused before anything is set."""
     with pytest.raises(FileFormatError):
         GuardState.from_dict({**GOOD, **COURSES[name]})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, RATE, CLIP, "rate"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(sorted(RATE)), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), JSON)
+def test_a_course_is_taken_or_refused(name, value):
+    """With anything in place of a field a course is refused, or is written again as it was."""
+    try:
+        found = GuardState.from_dict({**GOOD, name: value})
+    except FileFormatError as error:
+        assert len(str(error)) < 2000
+        return
+    assert json.loads(json.dumps(found.to_dict())) == json.loads(json.dumps({**GOOD, name: value}))
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,25 @@ from __future__ import annotations
 import io
 import json
 import os
+import tempfile
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 from rich.console import Console
 from support import recordings
 
+from campaigns.fuzz_files import sqlite
+from campaigns.fuzz_oracles import check_page
+from campaigns.fuzz_recipes import json_text
 from keras_nanguard._cli.parser import main
 from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import blamed_rows, console, files, watch
+from keras_nanguard._report import blamed_rows, console, files, html, watch
 from keras_nanguard._report.log import add, begin
 
 ESCAPE = "\x1b]0;owned\x07"
@@ -177,3 +183,73 @@ def test_markdown_holds_no_markup_of_the_file():
     body = text.split("```")[2]
     assert "<" not in body.replace("\\<", "") and "](" not in body
     assert all(line.startswith(("-", "#", "Cause")) for line in body.splitlines() if line)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([ESCAPE, "nan", 10**400, -1]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["site"]), inner, max_size=3),
+    max_leaves=8,
+)
+"""Whatever JSON can hold, and some of what an incident has in it."""
+
+WHOLE = recordings.incident(3, 0, 3).to_dict()
+SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SEVERAL
+@given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
+def test_an_incident_is_taken_or_refused(name, value, within):
+    """With anything in place of a field, or of one within it, an incident is refused in a sentence, or shown and written in each form."""
+    data = json.loads(json.dumps(WHOLE))
+    inner = data[name][0] if isinstance(data[name], list) and data[name] else data[name]
+    if within and isinstance(inner, dict) and inner:
+        inner[sorted(inner)[0]] = value
+    else:
+        data[name] = value
+    try:
+        found = Incident.from_dict(data)
+    except FileFormatError as error:
+        assert len(str(error)) < 2000 and str(error).isprintable()
+        return
+    assert Incident.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
+    line = console.incident_line(found)
+    assert all(c.isprintable() for c in line.replace("\n", " "))
+    assert console.summary([found], 1, 1, 0) and console.markdown([found], "") and found._repr_html_()
+
+
+CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
+COLUMNS = {"meta": 2, "steps": 11, "bins": 17, "events": 7, "layers": 7, "samples": 6}
+
+
+@SEVERAL
+@given(st.sampled_from(sorted(COLUMNS)), st.data())
+def test_a_recording_is_taken_or_refused(table, data):
+    """With any row in any table a recording is refused in a sentence, or shown in each form."""
+    row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))
+    if table == "meta":
+        known = ("model", "status", "written", "began", "base", "epochs", "budgets", "versions", "backend", "policy", "since")
+        row = (data.draw(st.sampled_from(known)), json_text(data.draw(JSON)))
+    good = {"meta": [["model", '"net"'], ["status", '"running"']], "steps": [[0, 0, 0, 0, 0.5, 1.0, 0.1, 1.0, 1.7e9, 0, 0]]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recording.sqlite"
+        path.write_bytes(sqlite({"tables": good | {table: [*good.get(table, []), list(row)]}}))
+        try:
+            found = Recording.read(path)
+        except GuardError as error:
+            assert len(str(error)) < 2000 and str(error).isprintable()
+            return
+    assert repr(found) and len(found) >= 0 and html.page(found, [], "")
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(watch.frame(found, ()))
+    assert "\x1b" not in screen.getvalue()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.text(max_size=40) | st.sampled_from(["</script><script>1</script>", "'\"><img src=x onerror=a()>", "<!--", "javascript:a()"]))
+def test_no_name_acts_in_a_page(name):
+    """Whatever models, layers, rows and files are called, a page has the scripts and handlers that it has with plain names."""
+    pages = []
+    for given_name in ("net", name):
+        recording = recordings.synthetic(60, 3, name=given_name)
+        pages.append(html.page(recording, [recordings.incident(3, 0, 3, n, given_name) for n in range(4)], given_name))
+    check_page(pages[1], pages[0])
