@@ -39,7 +39,7 @@ from campaigns.fuzz_runs import warmed_up  # noqa: E402
 from campaigns.fuzz_targets import TARGETS, Target, with_command  # noqa: E402
 from keras_nanguard._files import isolated  # noqa: E402
 
-MAX_INPUT, MAX_LINES = 1 << 19, 1200
+MAX_INPUT, MAX_LINES = 1 << 19, 300
 """Bytes of a recipe; recipes of a corpus with which lines are counted."""
 
 HANG = 60

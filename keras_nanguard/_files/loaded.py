@@ -20,7 +20,7 @@ from keras_nanguard._files.hdf5 import SIGNATURE
 from keras_nanguard._files.isolated import isolated
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.rewrite import repaired_path
-from keras_nanguard._files.stored import READ_FAULTS, first_line, plain_text, readable
+from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, first_line, plain_text, readable
 
 __all__ = ["data_arrays", "first_rows", "load_model", "refuse_code_in_hdf5", "save_model"]
 
@@ -120,6 +120,9 @@ def _refuse_bombs(path: str) -> None:
     """Raise a `FileFormatError` for data that would take far more memory than their file contains."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            declared, stored = sum(info.file_size for info in archive.infolist()), os.path.getsize(path)
+            if declared > BOMB_FLOOR and declared > 100 * stored:
+                raise FileFormatError(f"{plain_text(path)} declares {declared} bytes and stores {stored}: a zip bomb.")
             for info in archive.infolist():
                 refuse_bomb(info)
         return

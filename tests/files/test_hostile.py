@@ -351,6 +351,34 @@ def test_progress_crosses_from_the_child(make):
     assert seen[-1][0] == seen[-1][1]
 
 
+def test_a_header_of_any_length_is_read_in_part(make, monkeypatch):
+    """A header that declares to be as long as its member is refused after 64 KiB of it."""
+    header = b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 24) + bytes(1 << 24)
+    path, read = zipped(make, {"a.npy": header}, "long.npz"), []
+    plain = zipfile.ZipExtFile.read
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(n) or plain(self, n))
+    with contextlib.closing(archives.read_arrays(path)) as contents:
+        assert contents.arrays[0].unread
+    assert max(read) <= 1 << 16 and -1 not in read
+
+
+def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, monkeypatch):
+    """A small archive may name one member any number of times; older versions of Python read each."""
+    monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 21)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("0.npy", "w") as member:
+            np.lib.format.write_array(member, np.zeros(1 << 17))
+        first = archive.filelist[0]
+        for _ in range(20):
+            archive.filelist.append(first)
+    path = make.raw(buffer.getvalue(), "shared.npz")
+    monkeypatch.setattr(archives, "_MAX_DECLARED", 1)
+    with contextlib.closing(archives.read_arrays(path)) as contents:
+        reasons = [array.unread for array in contents.arrays]
+    assert len(reasons) == 21 and sum("far more than it has" in reason for reason in reasons) == 20
+
+
 def test_a_header_without_end_is_a_reason(make):
     """NumPy reads a header of an older kind token by token, and raises an error of its own where it ends too early."""
     header = b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n"
