@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
+.PHONY: clients demo docs fuzz pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -104,5 +104,15 @@ clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data source
 CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
 	mlflow-skinny sqlalchemy alembic wandb
 
+MINUTES ?= 36
+fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, and the table of docs/evidence/fuzz.md
+	nice -n 10 .venv-fuzz/bin/python campaigns/fuzz.py --minutes $(MINUTES) --write docs/evidence/fuzz.md
+
+.venv-fuzz/.ready: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python $(INSTALL) --upgrade pip
+	.venv-fuzz/bin/python $(INSTALL) "$(TENSORFLOW)" -e ".[yaml]" atheris tensorstore coverage
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients .venv-fuzz build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

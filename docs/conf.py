@@ -60,7 +60,7 @@ nitpick_ignore_regex = [
 ]
 
 FENCE = re.compile(r"^(\s*)```(\w*)\s*$")
-OUTSIDE = {"../CONTRIBUTING.md": "contributing.md", "../README.md": "index.md"}
+OUTSIDE = {"../CONTRIBUTING.md": "contributing.md", "../README.md": "index.md", "../SECURITY.md": "security.md"}
 
 
 def _with_fences(lines: list[str]) -> list[str]:

@@ -230,7 +230,7 @@ def _compared(given: argparse.Namespace) -> int:
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
-    from keras_nanguard._report import compare, files
+    from keras_nanguard._report import compare, console, files
 
     runs, problems = [], []
     for path in given.paths:
@@ -238,7 +238,7 @@ def _compared(given: argparse.Namespace) -> int:
             runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
-            print(f"keras-nanguard: passed over {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"keras-nanguard: passed over {console.printable(' '.join(str(error).split()))}", file=sys.stderr)
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":

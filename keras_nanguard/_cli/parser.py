@@ -67,7 +67,8 @@ def _print_what_can_be_encoded() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Return the message of an error in one line, without control characters: what it quotes may come from a file."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(error).split()))
 
 
 def _what_failed(error: OSError) -> str:

@@ -14,9 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.plain_text import plain_text
 
 __all__ = ["beside", "fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
+
+MAX_JSON = 64 << 20
+"""Maximum size of a JSON file that is read."""
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -82,9 +87,13 @@ def read_json(path: Path) -> dict[str, Any]:
         FileFormatError: if it is missing, truncated or modified.
     """
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} cannot be read: {error}") from error
+        if not path.is_file() or path.stat().st_size > MAX_JSON:
+            raise FileFormatError(f"{path} cannot be read: {'it is too large' if path.is_file() else 'there is no such file'}")
+        data = plain_json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileFormatError):
+            raise
+        raise FileFormatError(f"{path} cannot be read: {plain_text(error)}") from error
     if not isinstance(data, dict) or data.pop("sha256", None) != _checksum(data):
         raise FileFormatError(f"{path} was modified or damaged: its checksum does not match")
     return data

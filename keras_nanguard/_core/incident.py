@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
-from keras_nanguard._core import field_types
+from keras_nanguard._core import field_types, plain_json
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
 from keras_nanguard._core.notebook import block
+from keras_nanguard._core.plain_text import plain_text
 
 __all__ = [
     "CAUSES",
@@ -323,18 +324,20 @@ class Incident:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(
-                expected(f"an incident of format {FORMAT}", f"format={received!r}", "Read it with the version that wrote it.")
+                expected(f"an incident of format {FORMAT}", plain_text(f"format={received!r}"), "Read it with the version that wrote it.")
             )
         known = {f.name for f in fields(cls)}
         given = {key: value for key, value in data.items() if key != "format"}
         if not set(given) <= known or not {"step", "epoch", "batch", "findings"} <= set(given):
-            raise FileFormatError(expected(f"the fields {sorted(known)}", sorted(given), "Do not edit incident files by hand."))
+            received = plain_text(sorted(map(str, given)))
+            raise FileFormatError(expected(f"the fields {sorted(known)}", received, "Do not edit incident files by hand."))
         try:
+            plain_json.check_depth(given)
             found = cls(**{**given, **_records(given)})
             field_types.check(found)
             return found
         except (TypeError, ValueError, AttributeError) as error:
-            raise FileFormatError(f"The incident has a malformed field: {error}") from error
+            raise FileFormatError(f"The incident has a malformed field: {plain_text(error)}") from error
 
 
 def _records(given: Mapping[str, Any]) -> dict[str, Any]:

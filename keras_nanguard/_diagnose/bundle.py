@@ -14,8 +14,8 @@
         reproduce.py      runs the step again
 
 Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written beside and renamed. Reading trusts
-nothing: names are fixed, so no path leads out of the folder; sizes are checked before anything is unpacked; objects are
-never unpickled; Keras' safe mode refuses a model with Python code in its configuration.
+nothing: names are fixed and links are not followed, so no path leads out of the folder; sizes are checked before anything is
+unpacked; objects are never unpickled; Keras' safe mode refuses a model with Python code in its configuration.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files, finiteness
+from keras_nanguard._core import atomic_files, finiteness, plain_json
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Incident
@@ -292,14 +292,14 @@ def read(path: str | Path | None) -> Bundle:
     try:
         about = _json(folder / "bundle.json")
         if about.get("format") != FORMAT:
-            raise BundleError(expected(f"a bundle of format {FORMAT}", f"format={about.get('format')!r}", "Update."))
+            raise BundleError(expected(f"a bundle of format {FORMAT}", plain_text(f"format={about.get('format')!r}"), "Update."))
         incident = Incident.from_dict(_json(folder / "incident.json"))
         arrays = _load(folder / "batch.npz", [str(name) for name in about["dtypes"]])
         entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
         state, start = (_variables(folder / name, entries) for name in ("state.npz", "start.npz"))
         before = _before(folder, about.get("before"))
         growth = Growth.from_dict(about["growth"])
-        model = _limited(folder / "model.json") if (folder / "model.json").is_file() else ""
+        model = _limited(folder / "model.json") if (folder / "model.json").exists() else ""
         return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, before, growth, model)
     except BundleError:
         raise
@@ -308,30 +308,41 @@ def read(path: str | Path | None) -> Bundle:
 
 
 def _before(folder: Path, before: Any) -> Sequence[Any]:
-    if not before or not (folder / "before.npz").is_file():
+    if not before or not (folder / "before.npz").exists():
         return ()
     arrays = _load(folder / "before.npz", [str(name) for name in before["dtypes"]])
     batches: Sequence[Any] = _packed(before["batches"], arrays)
     return batches
 
 
-def _limited(path: Path) -> str:
+def _regular(path: Path, max_bytes: int) -> Path:
+    """Return the path of a file of moderate size that is in the folder itself.
+
+    Raises:
+        BundleError: if it is missing, too large, a link, or no file.
+    """
+    if path.is_symlink():
+        raise BundleError(f"{path.name} is a link, which is not followed: put the file itself in its place.")
     if not path.is_file():
         raise BundleError(f"{path.name} is missing, or no file.")
-    if path.stat().st_size > MAX_JSON:
+    if path.stat().st_size > max_bytes:
         raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
-    return path.read_text(encoding="utf-8")
+    return path
+
+
+def _limited(path: Path) -> str:
+    return _regular(path, MAX_JSON).read_text(encoding="utf-8")
 
 
 def _json(path: Path) -> dict[str, Any]:
-    value = json.loads(_limited(path))
+    value = plain_json.loads(_limited(path))
     if not isinstance(value, dict):
         raise BundleError(expected(f"an object in {path.name}", type(value).__name__, "The file is damaged."))
     return value
 
 
 def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    if not path.is_file():
+    if not path.exists():
         return []
     arrays = _load(path, [dtype for _, dtype in entries])
     if len(arrays) != len(entries):
@@ -341,11 +352,10 @@ def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str
 
 def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
-    if path.stat().st_size > 2 * MAX_BYTES:
-        raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
+    _regular(path, 2 * MAX_BYTES)
     if not dtypes:
         return []
-    contents = archives.read_archive(str(path))
+    contents = archives.read_arrays(str(path))
     try:
         stored = {array.location: array for array in contents.arrays}
         if sum(array.nbytes for array in stored.values()) > 2 * MAX_BYTES:

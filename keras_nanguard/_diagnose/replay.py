@@ -26,6 +26,7 @@ from keras_nanguard._diagnose.facts import objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
+from keras_nanguard._files.loaded import refuse_code_in_hdf5
 from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -165,6 +166,7 @@ def _model(found: _bundle.Bundle, model: Any, custom_objects: Mapping[str, Any] 
     own = dict(custom_objects or {})
     try:
         if isinstance(model, (str, Path)):
+            refuse_code_in_hdf5(str(model))
             return keras.saving.load_model(model, own)
         if model is None and found.model:
             return keras.models.model_from_json(found.model, own)

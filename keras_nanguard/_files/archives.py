@@ -6,6 +6,7 @@ is first unpacked to an unnamed temporary file, within limits. No pickle is ever
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from keras_nanguard._files.hdf5 import open_hdf5, stored_arrays
 from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
 from keras_nanguard._files.window import Window
 
-__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_json", "refuse_bomb"]
+__all__ = ["WEIGHTS", "npy_header", "read_archive", "read_arrays", "read_json", "refuse_bomb"]
 
 WEIGHTS = "model.weights.h5"
 """Name of the weights in a `.keras` archive."""
@@ -36,11 +37,17 @@ WEIGHTS = "model.weights.h5"
 _MAX_EXPANSION = 100
 """Maximum expansion of a compressed member: the limit of Keras' own loader (`saving_lib`)."""
 
+_MAX_DECLARED = 1000
+"""Maximum ratio of what all arrays declare to the size of the archive, as of all datasets of an HDF5 file."""
+
 _MAX_JSON = 32 << 20
 """Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON that consists of
 empty lists takes 25 times its size in memory."""
 
 _READ_BYTES = 4 << 20
+
+_MAX_HEADER = 1 << 16
+"""Maximum size of the header of an array; NumPy takes 10,000 bytes."""
 
 _UNNAMED = "layers are named by their location in the file"
 
@@ -63,7 +70,7 @@ def read_archive(path: str) -> Contents:
         if WEIGHTS in names:
             contents = _read_keras(archive, path, stack)
         elif names and all(name.endswith(".npy") for name in names):
-            contents = Contents("npz", [_npy_member(archive, info) for info in archive.infolist()])
+            contents = Contents("npz", _npy_members(archive, path))
         else:
             raise FileFormatError(
                 expected(
@@ -72,6 +79,27 @@ def read_archive(path: str) -> Contents:
                     "Save the model with model.save('name.keras').",
                 )
             )
+        contents.close = stack.pop_all().close
+        return contents
+
+
+def read_arrays(path: str) -> Contents:
+    """Read an archive of `.npy` arrays and nothing else: no part of it reaches the HDF5 library, so it may be read in this process.
+
+    Args:
+        path: path of the archive.
+
+    Returns:
+        Its contents, open until `close` is called.
+
+    Raises:
+        FileFormatError: if it contains anything else.
+    """
+    with ExitStack() as stack:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        if not all(name.endswith(".npy") for name in archive.namelist()):
+            raise FileFormatError(f"{plain_text(path)} contains more than .npy arrays.")
+        contents = Contents("npz", _npy_members(archive, path))
         contents.close = stack.pop_all().close
         return contents
 
@@ -144,10 +172,21 @@ def refuse_bomb(info: zipfile.ZipInfo) -> None:
         raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
 
 
-def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
+def _npy_members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
+    """Return all arrays; not those that are left where all together declare far more than the archive has: entries may share their data."""
+    left, found = max(BOMB_FLOOR, _MAX_DECLARED * os.path.getsize(path)), []
+    for info in archive.infolist():
+        left -= info.file_size
+        found.append(_npy_member(archive, info, left))
+    return found
+
+
+def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, left: int) -> StoredArray:
     location = plain_text(info.filename.removesuffix(".npy"))
     try:
         refuse_bomb(info)
+        if left < 0:
+            raise ValueError("the members of the archive declare far more than it has")
         with archive.open(info) as member:
             shape, fortran, dtype, offset = npy_header(member)
         size = math.prod(shape) * dtype.itemsize
@@ -172,13 +211,17 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
 
 
 def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, order, dtype and length of the header, which NumPy parses as a literal of limited length."""
-    major, _ = npy.read_magic(member)
+    """Return shape, order, dtype and length of the header, which NumPy parses as a literal of limited length.
+
+    A header may declare that it has 4 GiB, all of which NumPy reads before it looks at the length.
+    """
+    head = io.BytesIO(member.read(_MAX_HEADER))
+    major, _ = npy.read_magic(head)
     if major == 1:
-        shape, fortran, dtype = npy.read_array_header_1_0(member)
+        shape, fortran, dtype = npy.read_array_header_1_0(head)
     else:
-        shape, fortran, dtype = npy.read_array_header_2_0(member)
-    return shape, fortran, dtype, member.tell()
+        shape, fortran, dtype = npy.read_array_header_2_0(head)
+    return shape, fortran, dtype, head.tell()
 
 
 def _npy_pieces(archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int) -> Iterator[NDArray[Any]]:

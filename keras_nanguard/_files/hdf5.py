@@ -20,7 +20,7 @@ from keras_nanguard._files.arrays import blocks, chunk_blocks, float_name, named
 from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, StoredArray, plain_text
 from keras_nanguard._files.window import Window
 
-__all__ = ["SIGNATURE", "attribute_text", "open_hdf5", "stored_arrays"]
+__all__ = ["MAX_CHUNK", "MAX_CHUNKS", "MAX_EXPANSION", "SIGNATURE", "attribute_text", "open_hdf5", "stored_arrays"]
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -30,13 +30,13 @@ _READ_BYTES = 4 << 20
 _CHUNK_CACHE = 0
 """Size of the chunk cache of HDF5. Every open dataset has one, and it is useless because each chunk is read once."""
 
-_MAX_CHUNK = 256 << 20
+MAX_CHUNK = 256 << 20
 """Maximum size of a chunk, which HDF5 loads as a whole; or four times the size of the file, if that is more."""
 
-_MAX_CHUNKS = 1 << 20
+MAX_CHUNKS = 1 << 20
 """Maximum number of chunks of a dataset beyond one per byte of the file; HDF5 looks up each, stored or not."""
 
-_MAX_EXPANSION = 1000
+MAX_EXPANSION = 1000
 """Maximum ratio of declared to stored bytes of a dataset: the limit of Keras' own loader (`saving_lib`)."""
 
 _MAX_TEXT = 64 << 20
@@ -243,8 +243,8 @@ class _Reader:
 
     def _judge(self, dataset: Any, size: int, itemsize: int, offset: int | None) -> tuple[str, tuple[int, ...] | None]:
         """Return why a dataset is not read, if so, and the shape of its chunks, `None` if it has none."""
-        most = max(BOMB_FLOOR, _MAX_EXPANSION * self._file_size)
-        beyond = f"the file of {self._file_size} bytes declares more than {_MAX_EXPANSION} times that"
+        most = max(BOMB_FLOOR, MAX_EXPANSION * self._file_size)
+        beyond = f"the file of {self._file_size} bytes declares more than {MAX_EXPANSION} times that"
         if offset is not None:  # contiguous in this file: it contains what it declares, or reading it fails
             return beyond if self._declared + size > most else "", None
         plan = dataset.get_create_plist()
@@ -253,16 +253,16 @@ class _Reader:
         layout, chunk = plan.get_layout(), None
         if layout == h5py.h5d.VIRTUAL:
             return "a virtual dataset, whose sources are not opened", None
-        if size > BOMB_FLOOR and size > _MAX_EXPANSION * max(1, dataset.get_storage_size()):
+        if size > BOMB_FLOOR and size > MAX_EXPANSION * max(1, dataset.get_storage_size()):
             return f"it declares {size} bytes and stores {dataset.get_storage_size()}", None
         if self._declared + size > most:
             return beyond, None
         if layout == h5py.h5d.CHUNKED:
             chunk = plan.get_chunk()
-            if math.prod(chunk) * itemsize > max(_MAX_CHUNK, 4 * self._file_size):
+            if math.prod(chunk) * itemsize > max(MAX_CHUNK, 4 * self._file_size):
                 return f"one chunk declares {math.prod(chunk) * itemsize} bytes", None
             count = math.prod(-(-length // part) for length, part in zip(dataset.shape, chunk))
-            if count > _MAX_CHUNKS + self._file_size:
+            if count > MAX_CHUNKS + self._file_size:
                 return f"it declares {count} chunks in a file of {self._file_size} bytes", None
         return "", chunk
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from numpy.lib import format as npy
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._files.archives import npy_header, refuse_bomb
+from keras_nanguard._files.hdf5 import SIGNATURE
+from keras_nanguard._files.isolated import isolated
+from keras_nanguard._files.opening import opened
 from keras_nanguard._files.rewrite import repaired_path
-from keras_nanguard._files.stored import READ_FAULTS, first_line, plain_text
+from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, first_line, plain_text, readable
 
-__all__ = ["data_arrays", "first_rows", "load_model", "save_model"]
+__all__ = ["data_arrays", "first_rows", "load_model", "refuse_code_in_hdf5", "save_model"]
 
 
 def load_model(path: str) -> Any:
@@ -36,6 +41,7 @@ def load_model(path: str) -> Any:
         raise FileFormatError(expected("a model file", f"path={plain_text(path)!r}", "There is no such file."))
     if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would block
         raise FileFormatError(expected("a model file", f"{plain_text(path)}, which is not a file", "Name a model file."))
+    refuse_code_in_hdf5(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
 
@@ -43,6 +49,39 @@ def load_model(path: str) -> Any:
         return keras.models.load_model(path, safe_mode=True)
     except Exception as error:  # Keras and its backend raise anything on a foreign file
         raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}.") from error
+
+
+def refuse_code_in_hdf5(path: str) -> None:
+    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one, runs its code in safe mode, too."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            return
+
+    @contextmanager
+    def work(_: object) -> Iterator[dict[str, Any]]:
+        with readable(path), opened(path) as contents:
+            yield {"config": contents.config is not None, "code": _has_lambda(contents.config or {})}
+
+    found = isolated(work, None, plain_text(path), os.path.getsize(path))
+    if not found["config"]:
+        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has no configuration.")
+    if found["code"]:
+        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has a Lambda layer, which is code and never runs.")
+
+
+def _has_lambda(config: Any) -> bool:
+    """Whether a configuration names a class or a function that is code in the file."""
+    level = [config]
+    while level:
+        nodes = [node for node in level if isinstance(node, dict)]
+        words = [str(node.get(key, "")) for node in nodes for key in ("class_name", "registered_name", "function_type")]
+        if any("lambda" in word.lower() for word in words):
+            return True
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+    return False
 
 
 def data_arrays(path: str) -> tuple[Any, Any]:
@@ -81,6 +120,9 @@ def _refuse_bombs(path: str) -> None:
     """Raise a `FileFormatError` for data that would take far more memory than their file contains."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            declared, stored = sum(info.file_size for info in archive.infolist()), os.path.getsize(path)
+            if declared > BOMB_FLOOR and declared > 100 * stored:
+                raise FileFormatError(f"{plain_text(path)} declares {declared} bytes and stores {stored}: a zip bomb.")
             for info in archive.infolist():
                 refuse_bomb(info)
         return

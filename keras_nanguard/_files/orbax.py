@@ -2,12 +2,14 @@
 
 A checkpoint is a folder `<step>/pytree` with one zarr array per variable, in an OCDBT store or as plain files, named by
 the path of the variable in the state tree. TensorStore is installed with Orbax and is imported only here, for such a
-folder; neither Orbax nor JAX is imported.
+folder; neither Orbax nor JAX is imported. It is read in this process, so an array that declares far more than the checkpoint
+stores is not read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.arrays import blocks, float_name
-from keras_nanguard._files.stored import READ_FAULTS, Contents, StoredArray, plain_text
+from keras_nanguard._files.arrays import chunk_blocks, float_name
+from keras_nanguard._files.hdf5 import MAX_CHUNK, MAX_CHUNKS, MAX_EXPANSION
+from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
 
 __all__ = ["is_orbax", "read_orbax"]
 
@@ -57,13 +60,15 @@ def read_orbax(path: str) -> Contents:
     base = f"file://{os.path.abspath(tree)}/"
     packed = bool(metadata.get("use_ocdbt", os.path.exists(os.path.join(tree, "manifest.ocdbt"))))
     store: dict[str, Any] = {"driver": "ocdbt", "base": base} if packed else {"driver": "file", "path": f"{tree}/"}
-    arrays = []
+    arrays: list[StoredArray] = []
+    stored = _size(tree)
     for key in sorted(tensorstore.KvStore.open(store).result().list().result()):
         for marker, driver in ((b"/zarr.json", "zarr3"), (b"/.zarray", "zarr")):
             if key.endswith(marker):
                 name = key[: -len(marker)].decode("utf-8", "surrogateescape")
                 spec = {"driver": driver, "kvstore": _within(store, name)}
-                arrays.append(_stored_array(tensorstore, spec, name))
+                left = max(BOMB_FLOOR, MAX_EXPANSION * stored) - sum(array.nbytes for array in arrays)
+                arrays.append(_stored_array(tensorstore, spec, name, stored, left))
     if not arrays:
         raise FileFormatError(f"{plain_text(path)} is an Orbax checkpoint without arrays.")
     notes = [] if os.path.samefile(tree, path) else [f"Read from {plain_text(os.path.relpath(tree, path))}."]
@@ -97,18 +102,40 @@ def _within(store: dict[str, Any], name: str) -> dict[str, Any]:
     return {**store, "path": f"{store.get('path', '')}{name}/"}
 
 
-def _stored_array(tensorstore: Any, spec: dict[str, Any], name: str) -> StoredArray:
+def _size(tree: str) -> int:
+    """Return the size of all files of a checkpoint."""
+    return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(tree) for name in names)
+
+
+def _stored_array(tensorstore: Any, spec: dict[str, Any], name: str, stored: int, left: int) -> StoredArray:
+    """Return an array of a checkpoint whose files have `stored` bytes, and whose arrays may declare `left` bytes more."""
     location = plain_text(name.replace(".", "/"))
     try:
         array = tensorstore.open(spec, open=True, read=True).result()
         shape, dtype = tuple(int(length) for length in array.shape), np.dtype(array.dtype.numpy_dtype)
+        chunk = tuple(int(length) for length in array.chunk_layout.read_chunk.shape or shape)
     except READ_FAULTS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=name)
-    kind = float_name(dtype)
+    kind, size = float_name(dtype), math.prod(shape) * dtype.itemsize
+    reason = _refusal(shape, chunk, dtype.itemsize, stored, left)
+    if reason:
+        return StoredArray(location, kind or str(dtype), shape, 0, False, reason, key=name)
 
     def pieces() -> Iterator[NDArray[Any]]:
-        for block in blocks(shape, _READ_VALUES):
+        for block in chunk_blocks(shape, chunk, _READ_VALUES):  # a chunk is unpacked as a whole
             yield np.asarray(array[block].read().result()) if shape else np.asarray(array.read().result()).reshape(1)
 
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    return StoredArray(location, kind or str(dtype), shape, size, kind is not None, "", pieces, key=name)
+    def whole() -> NDArray[Any]:
+        return np.asarray(array.read().result())
+
+    return StoredArray(location, kind or str(dtype), shape, size, kind is not None, "", pieces, key=name, stored=size, whole=whole)
+
+
+def _refusal(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, stored: int, left: int) -> str:
+    """Return why an array is not read, `""` if it is: the limits are those of HDF5 files."""
+    if math.prod(shape) * itemsize > left:
+        return f"it declares {math.prod(shape) * itemsize} bytes, and all files together have {stored}"
+    if math.prod(min(length, part) for length, part in zip(shape, chunk)) * itemsize > max(MAX_CHUNK, 4 * stored):
+        return f"one chunk declares {math.prod(chunk) * itemsize} bytes"
+    count = math.prod(-(-length // max(1, part)) for length, part in zip(shape, chunk))
+    return f"it declares {count} chunks in {stored} bytes" if count > MAX_CHUNKS + stored else ""

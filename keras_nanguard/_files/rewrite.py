@@ -132,7 +132,8 @@ def _written(
 
 
 def _publish(new: str, final: str) -> None:
-    if os.path.isdir(final) and os.path.isdir(new):
+    links = os.path.islink(new) or os.path.islink(final)  # what they lead to is not of this model, and not ours to move
+    if os.path.isdir(final) and os.path.isdir(new) and not links:
         for name in os.listdir(new):
             _publish(os.path.join(new, name), os.path.join(final, name))
     else:
@@ -142,7 +143,8 @@ def _publish(new: str, final: str) -> None:
 def _flush(folder: str) -> None:
     for root, _, names in os.walk(folder):
         for name in names:
-            atomic_files.flush_to_disk(Path(root, name))
+            if not os.path.islink(path := os.path.join(root, name)):
+                atomic_files.flush_to_disk(Path(path))
 
 
 def _hdf5(path: str, target: str, replacements: Replacements) -> None:
@@ -178,7 +180,8 @@ def _shards(path: str, target: str, replacements: Replacements) -> None:
     """Rewrite every shard under the new base name: the loader of Keras derives the name of the first from the index."""
     old, new = _base_name(path), _base_name(target)
     index = json.loads(Path(path).read_bytes())
-    renamed = {name: f"{new}{name.removeprefix(old)}" if name.startswith(old) else name for name in shard_names(path)}
+    renamed = {name: f"{new}{name.removeprefix(old)}" if name.startswith(old) else f"{new}_{name}" for name in shard_names(path)}
+    renamed = renamed if new != old else {name: name for name in renamed}
     for name, new_name in renamed.items():
         shard = os.path.join(os.path.dirname(target), new_name)
         shutil.copyfile(os.path.join(os.path.dirname(path), name), shard)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
+from keras_nanguard._core.plain_text import plain_text
 
 __all__ = ["BOMB_FLOOR", "MAX_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
 
@@ -47,12 +49,13 @@ READ_FAULTS = (
     NotImplementedError,
     AssertionError,
     struct.error,
+    tokenize.TokenError,
     zlib.error,
     zipfile.BadZipFile,
 )
 """Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by fuzzing).
 
-`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError`; `UnicodeError` is a
+`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and `TokenError`; `UnicodeError` is a
 `ValueError`.
 """
 
@@ -139,22 +142,10 @@ class Contents:
     close: Callable[[], None] = lambda: None
 
 
-def plain_text(text: object, max_length: int = 300) -> str:
-    """Return text from a file, safe to print: no control characters, no lone surrogates, of limited length."""
-    shown = str(text)
-    if not shown.isprintable():
-        shown = "".join(character if character.isprintable() else _escaped(character) for character in shown)
-    return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
-
-
 def first_line(error: BaseException) -> str:
     """Return the first nonempty line of an error, safe to print, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return plain_text(lines[0]).rstrip(".")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 @contextmanager

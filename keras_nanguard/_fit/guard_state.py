@@ -6,11 +6,14 @@ clipping, loss scale and seeds are from what the user had chosen.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from keras_nanguard._core import field_types
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._policy.ledger import Ledger
@@ -22,6 +25,10 @@ FORMAT = 1
 
 SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
 """Settings of an optimizer that an action may change for the time of a fit."""
+
+RATE = frozenset({"factor", "lowest", "rate", "absolute"})
+CLIP = frozenset({"deviations", "smoothing", "mean", "variance"})
+"""What `Rate.to_dict`, which may add a `limit`, and `AdaptiveClip.to_dict` return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,43 @@ class GuardState:
             raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
         Ledger.from_dict(data["ledger"])
         try:
-            return cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
-        except TypeError as error:
-            raise FileFormatError(f"The course of a run has a malformed field: {error}") from error
+            found = cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
+            found.check()
+            return found
+        except (TypeError, ValueError) as error:
+            raise FileFormatError(f"The course of a run has a malformed field: {plain_text(error)}") from error
+
+    def check(self) -> None:
+        """Check what was read from a file: nothing in it may be anything but what `of` returns.
+
+        Raises:
+            TypeError, ValueError: if it is.
+        """
+        field_types.check(self)
+        for pair in (self.recovery, self.lowered, self.scale_bounds, self.recalibration):
+            if pair is not None and len(pair) != 2:
+                raise ValueError("there are not two numbers where two belong together")
+        for settings in self.settings:
+            if unknown := set(settings) - set(SETTINGS):
+                raise ValueError(f"{sorted(unknown)[0]} is no setting that an action changes")
+            if not all(_fits(name, value) for name, value in settings.items()):
+                raise ValueError("a setting is no number")
+        for names, records in ((RATE, self.rates), (CLIP, self.clips)):
+            for record in records:
+                if record is not None and not ({*record, "limit"} == names | {"limit"} and all(map(_fits, record, record.values()))):
+                    raise ValueError(f"there is something else than {', '.join(sorted(names))}")
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a number of a rate, a clip or a setting is one that a run can have left: finite, and not negative, or `None` for none."""
+    if name == "absolute":
+        return isinstance(value, bool)
+    if value is None:
+        return name in ("rate", "limit", *SETTINGS)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST.get(name, 0.0) <= value <= sys.float_info.max
+
+
+_LEAST = {**dict.fromkeys(("factor", "lowest", "limit"), sys.float_info.min), "mean": -sys.float_info.max}
 
 
 def _changed(optimizer: Any, touched: set[tuple[int, str]]) -> Iterator[tuple[str, Any]]:

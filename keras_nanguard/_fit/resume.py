@@ -10,6 +10,7 @@ from typing import Any
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, SnapshotRecord, folder_of, read, written
@@ -66,7 +67,11 @@ class Resumed:
         for metric, value in fresh if not self.batch else ():
             keras_variables.write(metric, value)
         if drawn is not None:
-            current.host().set_generator_state(drawn)
+            try:
+                current.host().set_generator_state(drawn)
+            except (TypeError, ValueError, RuntimeError) as error:
+                remedy = "Leave resume=True out."
+                raise GuardError(expected("the state of a generator in the snapshot", plain_text(error), remedy)) from error
 
     def leaves_nothing_of(self, epochs: int | None) -> bool:
         """Whether a fit of so many epochs has nothing left to train."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.plain_text import plain_text
 
 __all__ = ["COURSE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
 
@@ -57,9 +58,39 @@ class SnapshotRecord:
         """Whether no step can have been made before: no optimizer was built."""
         return all(weights is None for weights in self.optimizers)
 
+    def check(self) -> None:
+        """Check what was read from a file.
+
+        Raises:
+            TypeError: if a field holds something else than its annotation says.
+        """
+        counts = (self.step, self.epoch, self.batch, self.metrics)
+        tables = (self.files, self.course, self.measured, self.versions)
+        if not (all(map(_is_count, counts)) and all(isinstance(table, dict) for table in tables) and isinstance(self.verified, bool)):
+            raise TypeError("a count, a table or a mark is something else")
+        if not (isinstance(self.rest, tuple) and all(_is_entry(entry) for entry in self.rest)):
+            raise TypeError("rest is no list of number, path and dtype")
+        if not (isinstance(self.optimizers, tuple) and all(built is None or _are_counts(built) for built in self.optimizers)):
+            raise TypeError("optimizers is no list of numbers of weights")
+
     def write(self, folder: Path) -> None:
         """Write it into the folder of its snapshot."""
         atomic_files.write_json(folder / RECORD, {"format": FORMAT, **asdict(self)})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(map(_is_count, values))
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, (list, tuple)) or len(entry) != 3:
+        return False
+    number, path, dtype = entry
+    return _is_count(number) and isinstance(path, str) and isinstance(dtype, str)
 
 
 def folder_of(directory: str | Path) -> Path:
@@ -104,16 +135,19 @@ def read(path: Path) -> SnapshotRecord:
     given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
     try:
         record = SnapshotRecord(**given)
+        record.check()
     except TypeError as error:
-        raise FileFormatError(f"{path / RECORD} has a malformed field: {error}") from error
+        raise FileFormatError(f"{path / RECORD} has a malformed field: {plain_text(error)}") from error
     for name, fingerprint in record.files.items():
+        if name not in (WEIGHTS, REST):
+            raise FileFormatError(f"{path / RECORD} lists a file that no snapshot has: {plain_text(name)}")
         _check(path / name, fingerprint)
     return record
 
 
 def _check(file: Path, fingerprint: str) -> None:
     try:
-        if file.name not in (WEIGHTS, REST) or not file.is_file():
+        if not file.is_file():
             raise FileFormatError(f"{file} is missing")
         found = atomic_files.fingerprint(file)
     except OSError as error:

@@ -26,6 +26,8 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._files.stored import READ_FAULTS
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
@@ -85,8 +87,8 @@ def load(
                     keras_variables.write(metric, arrays[f"m{number}"])
             drawn: np.ndarray[Any, Any] | None = arrays.get(GENERATOR)
             return drawn
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise FileFormatError(f"{path} does not fit this model: {error}") from error
+    except READ_FAULTS as error:
+        raise FileFormatError(f"{path} does not fit this model: {plain_text(error)}") from error
 
 
 class DiskRing(Ring):

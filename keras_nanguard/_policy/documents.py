@@ -30,6 +30,9 @@ MAX_BYTES = 65_536
 MAX_DEPTH = 24
 """Maximum nesting of tables and lists. Only conditions and `otherwise` nest at all."""
 
+MAX_DOTS = 256
+"""Maximum number of dots in a line of TOML. `tomllib` takes the square of the length of a dotted key: 40 s for one of 60,000 bytes."""
+
 MAX_VALUES = 20_000
 """Maximum number of values in one policy."""
 
@@ -120,6 +123,13 @@ def _text(file: Path, name: str) -> str:
         raise PolicyError(expected(f"UTF-8 text in {name}", problem, "Save the file as UTF-8.")) from None
 
 
+def _toml(text: str) -> Any:
+    crowded = next((n for n, line in enumerate(text.splitlines(), 1) if line.count(".") > MAX_DOTS and line.lstrip()[:1] != "#"), 0)
+    if crowded:
+        raise ValueError(f"more than {MAX_DOTS} dots in line {crowded}")
+    return tomllib.loads(text)
+
+
 def _json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
@@ -148,4 +158,4 @@ def _yaml(text: str) -> Any:
 SUFFIXES = {".toml": "TOML", ".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """The format of each suffix."""
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": _json, "YAML": _yaml}
+_PARSERS: dict[str, Callable[[str], Any]] = {"TOML": _toml, "JSON": _json, "YAML": _yaml}

@@ -176,7 +176,10 @@ def shown(value: object) -> str:
         return f"a whole number of about {value.bit_length() * 3 // 10} digits"
     if isinstance(value, (dict, list)) and len(value) > 8:
         return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
-    text = ascii(value) if not isinstance(value, str) else repr(value).encode("ascii", "backslashreplace").decode()
+    try:
+        text = ascii(value) if not isinstance(value, str) else repr(value).encode("ascii", "backslashreplace").decode()
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return f"a {'table' if isinstance(value, dict) else 'list'} with a whole number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:30]}...{text[-30:]} ({len(text)} characters)"  # the end of a path is informative
 
 

@@ -19,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._recording import beside, checked
 from keras_nanguard._recording.records import BIN_COLUMNS, STEP_COLUMNS, BadSample, Event
 
 __all__ = ["NAME", "VERSION", "Changes", "Database", "path_of", "read", "writer_of"]
@@ -35,6 +38,9 @@ APPLICATION = 0x6E616E67
 
 MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 20_000, 200_000, 4 << 20, 512 << 20
 """Limits of what is read: rows of steps and of bins, of any other table, characters of a text and of all texts."""
+
+MAX_SHARE = 4
+"""All texts together have at most so many characters for each byte of the file: rows of a damaged one may share their pages."""
 
 SECONDS = 30.0
 """How long reading may take."""
@@ -98,7 +104,7 @@ class Database:
         changes: what is written at once; who reads meanwhile sees all of it, or the file as it was.
 
     Raises:
-        GuardError: if a file is there that is no recording.
+        GuardError: if a file is there that is no recording, that is a link, or beside which lies a journal that names another file.
         sqlite3.Error, OSError: if it cannot be written.
     """
 
@@ -106,6 +112,7 @@ class Database:
         self.path, self._writer = path, writer
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
+        beside.check(path)
         if not fresh:
             _check_header(path)
         self._connection = sqlite3.connect(path, timeout=LOCKED, isolation_level=None, check_same_thread=False)
@@ -255,7 +262,8 @@ def writer_of(path: Path) -> str:
 
 
 def _unreadable(file: Path, error: object) -> GuardError:
-    return GuardError(expected("a recording of NanGuard", f"{file}, which cannot be read: {error}", "Give the directory of a run."))
+    reason = f"{file}, which cannot be read: {plain_text(error)}"
+    return GuardError(expected("a recording of NanGuard", reason, "Give the directory of a run."))
 
 
 def _check_header(file: Path) -> None:
@@ -306,21 +314,24 @@ def _contents(connection: sqlite3.Connection, file: Path) -> dict[str, Any]:
     if {(kind, name, sql) for kind, name, sql in found} != {("table", name, sql) for name, sql in SCHEMA.items()}:
         raise GuardError(expected("a recording of NanGuard", f"{file}, which has other tables", "Give the directory of a run."))
     connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-    texts = _Texts(connection)
+    texts = _Texts(connection, sum(part.stat().st_size for part in _parts(file)))
     steps = texts.table("steps", STEP_COLUMNS)
     return {
-        "meta": {key: json.loads(value) for key, value in texts.rows("meta", ("key", "value"), "key")},
+        "meta": checked.meta({str(key): plain_json.loads(value) for key, value in texts.rows("meta", ("key", "value"), "key")}),
         "first": int(steps.pop("id")[0]) if len(steps["id"]) else 0,
         "steps": steps,
-        "bins": {name: column for name, column in texts.table("bins", BIN_COLUMNS).items() if name != "id"},
+        "bins": checked.bins({name: column for name, column in texts.table("bins", BIN_COLUMNS).items() if name != "id"}),
         "events": [
-            Event(int(step), int(epoch), float(moment), str(kind), str(text), _object(data))
+            Event(checked.whole(step), checked.whole(epoch), float(moment), str(kind), str(text), checked.table(data))
             for step, epoch, moment, kind, text, data in texts.rows("events", ("step", "epoch", "time", "kind", "text", "data"), "id")
         ],
         "event_end": _end(connection, "events"),
-        "layers": texts.rows("layers", ("step", "path", "kind", "a", "b", "c"), "id"),
+        "layers": [
+            (checked.whole(step), str(path), str(kind), *(None if number is None else float(number) for number in numbers))
+            for step, path, kind, *numbers in texts.rows("layers", ("step", "path", "kind", "a", "b", "c"), "id")
+        ],
         "samples": [
-            BadSample(str(label), None if place is None else int(place), str(mark), int(times), _steps(steps), str(why))
+            BadSample(str(label), place and checked.whole(place), str(mark), checked.whole(times), checked.steps(steps), str(why))
             for mark, label, place, times, steps, why in texts.rows(
                 "samples", ("fingerprint", "label", "place", "times", "steps", "why"), "rowid"
             )
@@ -328,27 +339,21 @@ def _contents(connection: sqlite3.Connection, file: Path) -> dict[str, Any]:
     }
 
 
+def _parts(file: Path) -> list[Path]:
+    """Return the file, and the log beside it while it is written."""
+    return [part for part in (file, file.with_name(f"{file.name}-wal")) if part.exists()]
+
+
 def _end(connection: sqlite3.Connection, table: str) -> int:
-    return int(connection.execute(f"SELECT coalesce(max(id) + 1, 0) FROM {table}").fetchone()[0])
-
-
-def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError("the data of an event is no object")
-    return found
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    return tuple(int(step) for step in json.loads(text))
+    return checked.whole(connection.execute(f"SELECT coalesce(max(id) + 1, 0) FROM {table}").fetchone()[0])
 
 
 class _Texts:
     """Reads tables of one file, up to the limits."""
 
-    def __init__(self, connection: sqlite3.Connection):
+    def __init__(self, connection: sqlite3.Connection, size: int):
         self._connection = connection
-        self._left = MAX_ALL_TEXT
+        self._left = min(MAX_ALL_TEXT, MAX_SHARE * size)
 
     def rows(self, table: str, names: tuple[str, ...], order: str) -> list[tuple[Any, ...]]:
         """Return the last rows of a table in order; those with a text that is too long are left out."""
@@ -379,4 +384,7 @@ class _Texts:
 def _column(values: Iterable[Any], dtype: type) -> Any:
     if np.dtype(dtype).kind == "f":
         return np.array([np.nan if value is None else float(value) for value in values], dtype)
-    return np.array([0 if value is None else int(value) for value in values], np.int64).astype(dtype)
+    found = np.array([0 if value is None else int(value) for value in values], np.int64)
+    if (found > checked.MAX_WHOLE).any() or (found < -checked.MAX_WHOLE).any():
+        raise ValueError("it holds a number beyond all steps")
+    return found.astype(dtype)

@@ -6,8 +6,8 @@ Reads only fixed names within the run's own directory, without pickle, and only 
 from __future__ import annotations
 
 import base64
-import json
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._core import plain_json
 from keras_nanguard._core.data_names import GENERATED_PREFIXES, argument_path, arguments, named
 
 __all__ = ["bundle_folder", "layer_table", "shown"]
@@ -39,11 +40,20 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 def layer_table(folder: Path | None) -> str:
     """Return the table of layers of a bundle as text, `""` where there is none."""
     try:
-        if folder is None or (folder / "layers.txt").stat().st_size > MAX_TABLE_BYTES:
-            return ""
-        return (folder / "layers.txt").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return "" if folder is None else _regular(folder / "layers.txt", MAX_TABLE_BYTES).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
         return ""
+
+
+def _regular(path: Path, max_bytes: int) -> Path:
+    """Return the path of a file of moderate size that is in the folder itself: no link, which may lead anywhere, and no pipe.
+
+    Raises:
+        OSError, ValueError: if it is none.
+    """
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > max_bytes:
+        raise ValueError(f"{path.name} is no file of moderate size")
+    return path
 
 
 def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[dict[str, Any]]:
@@ -81,22 +91,28 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
     return next(iter((*blamed, *bad, *usual)), None)
 
 
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (
+    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RuntimeError, MemoryError, SyntaxError),
+    *(NotImplementedError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
+)
 
 
 def _parts(folder: Path) -> list[tuple[str, Array]]:
     """Return the arrays of numbers of a batch that have rows, with the paths that a diagnosis names them by (`""` if unknown)."""
     try:
-        with zipfile.ZipFile(folder / "batch.npz") as archive:
+        file = _regular(folder / "batch.npz", MAX_BYTES)
+        with zipfile.ZipFile(file) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
                 return []
-        with np.load(folder / "batch.npz", allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in sorted(stored.files, key=lambda name: (len(name), name))}
+        with np.load(file, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in sorted(stored.files, key=lambda name: (len(name), name))}
     except _UNREADABLE:
         return []
     paths, dtypes = _reported(folder)
+    arrays = {name: array for name, array in found.items() if isinstance(array, np.ndarray)}  # of another member it returns the bytes
     typed = [(paths.get(name, ""), _widened(array, dtypes.get(name, ""))) for name, array in arrays.items()]
-    return [(path, array) for path, array in typed if array.ndim and array.size and array.dtype.kind in "fiu"]
+    fits = MAX_BYTES // 8  # numbers as float64, in which they are compared
+    return [(path, array) for path, array in typed if array.ndim and 0 < array.size <= fits and array.dtype.kind in "fiu"]
 
 
 def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -132,9 +148,7 @@ def _input_names(folder: Path) -> tuple[str, ...]:
 
 
 def _document(path: Path) -> Any:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name} is too large to be looked into")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return plain_json.loads(_regular(path, MAX_JSON_BYTES).read_text(encoding="utf-8"))
 
 
 def _widened(array: Array, dtype: str) -> Array:

@@ -105,7 +105,7 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
     lines += [f"  {n} x {action}" for action, n in actions.most_common()]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def refused_before(run_again: int) -> str:
@@ -135,15 +135,21 @@ def why(incident: Incident) -> str:
 
 
 def markdown(incidents: Iterable[Incident], head: str) -> str:
-    """Return all incidents as a Markdown text."""
-    parts = ["# NanGuard report", "", "```", head, "```", ""]
+    """Return all incidents as a Markdown text. No name in it becomes HTML or a link."""
+    parts = ["# NanGuard report", "", "```", head.replace("```", "'''"), "```", ""]
     for incident in incidents:
         moment = incident.moment
-        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {finding}" for finding in incident.findings)]
+        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {_plain(finding)}" for finding in incident.findings)]
         diagnosis = incident.diagnosis
         if diagnosis is not None:
-            parts += ["", diagnosis.headline, ""]
-            parts += [f"- seen: {text}" for text in diagnosis.evidence]
-            parts += [f"- do: {text}" for text in diagnosis.advice]
-        parts += ["", *(f"- {o.action}, {o.status}: {o.detail}" for o in incident.outcomes), ""]
+            parts += ["", _plain(diagnosis.headline), ""]
+            parts += [f"- seen: {_plain(text)}" for text in diagnosis.evidence]
+            parts += [f"- do: {_plain(text)}" for text in diagnosis.advice]
+        parts += ["", *(f"- {_plain(f'{o.action}, {o.status}: {o.detail}')}" for o in incident.outcomes), ""]
     return "\n".join(parts)
+
+
+def _plain(text: object) -> str:
+    """Return one line of Markdown in which neither HTML nor a link nor a block of code begins."""
+    line = printable(" ".join(str(text).split())).replace("```", "'''")
+    return line.replace("<", "\\<").replace("](", "]\\(")

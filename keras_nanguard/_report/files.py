@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core import atomic_files
+from keras_nanguard._core import atomic_files, plain_json
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
+from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, html, log, recorded_incidents
@@ -154,16 +155,18 @@ def _text(path: Path) -> str:
         if path.stat().st_size > MAX_BYTES:
             raise GuardError(expected(f"a file of at most {MAX_BYTES} bytes", f"{str(path)!r}, which is larger", _REMEDY))
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+    except (OSError, ValueError) as error:
+        if isinstance(error, GuardError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "not a text file" if isinstance(error, UnicodeDecodeError) else error
         raise GuardError(expected("a readable report", f"{str(path)!r}: {reason}", _REMEDY)) from error
 
 
 def _document(text: str, path: Path) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GuardError(expected("JSON", f"{str(path)!r}: {error}", _REMEDY)) from error
+        return plain_json.loads(text)
+    except ValueError as error:
+        raise GuardError(expected("JSON", f"{str(path)!r}: {plain_text(error)}", _REMEDY)) from error
 
 
 def _incident(data: Any, path: Path) -> Incident:
@@ -172,4 +175,4 @@ def _incident(data: Any, path: Path) -> Incident:
     except GuardError as error:
         raise GuardError(f"{path}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise GuardError(expected("an incident", f"{str(path)!r}: {error}", _REMEDY)) from error
+        raise GuardError(expected("an incident", f"{str(path)!r}: {plain_text(error)}", _REMEDY)) from error

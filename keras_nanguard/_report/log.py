@@ -19,6 +19,11 @@ NAME = "incidents.jsonl"
 _TAIL = 1 << 20
 
 
+def _opened(path: str, flags: int) -> int:
+    """Open the file itself: a link in a directory from elsewhere may lead anywhere."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def begin(directory: str | os.PathLike[str]) -> None:
     """Create the file if it is missing, which distinguishes a run without incidents from no run, and remove a partial last line.
 
@@ -27,7 +32,7 @@ def begin(directory: str | os.PathLike[str]) -> None:
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / NAME).open("ab+") as file:
+    with open(folder / NAME, "ab+", opener=_opened) as file:
         size = end = file.tell()
         while end:
             start = max(0, end - _TAIL)
@@ -47,7 +52,7 @@ def add(directory: str | os.PathLike[str], incident: Incident) -> None:
         OSError: if it cannot be written; the file is then unchanged.
     """
     line = (incident.to_json() + "\n").encode()
-    with (Path(directory) / NAME).open("ab", buffering=0) as file:
+    with open(Path(directory) / NAME, "ab", buffering=0, opener=_opened) as file:
         before = file.tell()
         try:
             written = file.write(line)

@@ -130,12 +130,12 @@ def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Te
     quiet = now - written if isinstance(written, (int, float)) else 0.0
     at = f"step {int(steps['step'][-1]) + 1:,}" if len(steps["step"]) else "before the first step"
     epoch = f", epoch {int(steps['epoch'][-1]) + 1} of {meta.get('epochs') or '?'}" if len(steps["epoch"]) else ""
-    words = f"{console.printable(str(meta.get('model', '')))}: {status}, {at}{epoch}, {len(incidents)} incidents"
+    words = f"{meta.get('model', '')}: {status}, {at}{epoch}, {len(incidents)} incidents"
     if len(recording.samples):
         words += f", {len(recording.samples)} bad rows"
     if status == "running" and quiet > _STALE:
         words += f"; nothing was written for {quiet:.0f} s: it may have died"
-    return Text(words, style={"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
+    return Text(console.printable(words), style={"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
 
 
 def _trouble(incidents: Sequence[Incident]) -> Any:
@@ -168,7 +168,7 @@ def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
         try:
             rule, actions = str(entry["rule"]), [str(action) for action in entry["do"]]
             used, times = int(entry["used"]), int(entry["times"])
-        except (KeyError, TypeError, ValueError):  # not written by us
+        except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
             continue
         if not console.CHANGING.isdisjoint(actions):
             found.append((console.printable(rule), console.printable(" and ".join(actions)), max(times - used, 0), times))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from keras import layers
 from keras_nanguard import NanGuard, replay
 from keras_nanguard._core.errors import BundleError, GuardError
 from keras_nanguard._diagnose import bundle as _bundle
+from keras_nanguard._files import archives
 
 
 def written(name: str, directory: Path, **compile_):
@@ -135,6 +137,33 @@ def test_a_path_out_of_the_folder_is_not_followed(copy):
     with pytest.raises(BundleError):
         _bundle.read(copy)
     assert not (copy.parent.parent / "evil.npy").exists()
+
+
+@pytest.mark.parametrize("name", ("bundle.json", "incident.json", "batch.npz", "state.npz", "model.json"))
+@pytest.mark.parametrize("how", ("link", "pipe"))
+def test_what_is_no_file_of_the_folder_is_not_opened(copy, name, how):
+    (copy / name).rename(copy / "elsewhere")
+    (copy / name).symlink_to(copy / "elsewhere") if how == "link" else os.mkfifo(copy / name)
+    with pytest.raises(BundleError, match=r"link|no file|holds bundle\.json"):
+        _bundle.read(copy)
+
+
+def test_nothing_in_a_bundle_reaches_the_library_that_reads_weights(copy, monkeypatch):
+    """HDF5 is known to crash and to hang on damaged files, and a bundle is read in this process."""
+    monkeypatch.setattr(archives, "open_hdf5", lambda *_: pytest.fail("HDF5 was asked to open it"))
+    for extra in ({}, {"0.npy": b""}):
+        with zipfile.ZipFile(copy / "batch.npz", "w") as archive:
+            for member, data in {"model.weights.h5": b"\x89HDF\r\n\x1a\n", **extra}.items():
+                archive.writestr(member, data)
+        with pytest.raises(BundleError, match=r"more than \.npy arrays"):
+            _bundle.read(copy)
+
+
+def test_the_sentence_that_refuses_a_bundle_is_short_and_printable(copy):
+    (copy / "bundle.json").write_text(json.dumps({"format": "\x1b[31m" + "x" * 100_000}))
+    with pytest.raises(BundleError) as caught:
+        _bundle.read(copy)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
 def test_a_bomb_is_refused(copy, monkeypatch):

@@ -243,6 +243,64 @@ def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
         assert archive.read("../outside.txt") == b"x"
 
 
+def test_a_link_in_an_unzipped_model_is_not_followed(make, tmp_path):
+    """A repair in place moves the files of the model, and none of the folder that a link in it leads to."""
+    inner = tmp_path / "a" / "b"
+    (inner / "model").mkdir(parents=True)
+    (tmp_path / "a" / "thesis.txt").write_text("precious")
+    (inner / "model" / "up").symlink_to("../../..")  # from the folder that the new files are first written to, it leads one folder less up
+    os.mkfifo(inner / "pipe")
+    (inner / "model" / "endless").symlink_to("../pipe")
+    made = make.weights({make.SECOND_VARIANCE: np.nan})
+    os.rename(made, inner / "model" / "model.weights.h5")
+    before = {path for path in tmp_path.rglob("*") if ".bak" not in str(path)}
+    assert repair(inner / "model", in_place=True).clean
+    assert {path for path in tmp_path.rglob("*") if ".bak" not in str(path)} == before
+    assert (inner / "model" / "up").is_symlink()
+
+
+def test_a_shard_of_another_name_is_left_alone(make):
+    """A repair writes new shards, also of one that is not named after its index; only a repair in place replaces the old ones."""
+    path = make.sharded({make.SECOND_VARIANCE: np.nan})
+    os.rename(make.folder / "model_00000.weights.h5", make.folder / "other.weights.h5")
+    with open(path) as file:
+        index = file.read().replace("model_00000.weights.h5", "other.weights.h5")
+    make.raw(index.encode(), os.path.basename(path))
+    before = (make.folder / "other.weights.h5").read_bytes()
+    report = repair(path)
+    assert report.clean and (make.folder / "other.weights.h5").read_bytes() == before
+    assert not scan(path).clean and scan(report.output).clean
+    assert repair(path, in_place=True).clean and scan(path).clean
+
+
+def lambda_config(**layer):
+    """Return the attribute of a legacy `.h5` file with one layer."""
+    return json.dumps({"class_name": "Sequential", "config": {"name": "m", "layers": [layer]}})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"class_name": "Lambda", "config": {"function": ["4wEAAAA=", None, None], "function_type": "lambda"}},
+        {"class_name": "Odd", "module": "keras.layers", "config": {"function": {"class_name": "__lambda__", "config": {}}}},
+        {"class_name": "TimeDistributed", "config": {"layer": {"class_name": "layers.Lambda", "config": {}}}},
+    ],
+)
+def test_code_in_a_legacy_file_is_never_run(make, layer):
+    """Not every version of Keras refuses it in its safe mode: the file is refused before Keras sees it."""
+    from keras_nanguard._files.loaded import load_model
+
+    path = make.weights(name="model.h5")
+    with h5py.File(path, "r+") as file:
+        file.attrs["model_config"] = lambda_config(**layer)
+    with pytest.raises(FileFormatError, match="which is code"):
+        load_model(path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["model_config"] = np.void(lambda_config(**layer).encode())
+    with pytest.raises(FileFormatError, match="no configuration"):
+        load_model(path)
+
+
 def test_ten_thousand_layers_are_a_result(tmp_path):
     """A model of 10,000 layers is scanned, and its one bad layer is listed first."""
     path = tmp_path / "many.weights.h5"
@@ -291,6 +349,40 @@ def test_progress_crosses_from_the_child(make):
     assert seen
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_header_of_any_length_is_read_in_part(make, monkeypatch):
+    """A header that declares to be as long as its member is refused after 64 KiB of it."""
+    header = b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 24) + bytes(1 << 24)
+    path, read = zipped(make, {"a.npy": header}, "long.npz"), []
+    plain = zipfile.ZipExtFile.read
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(n) or plain(self, n))
+    with contextlib.closing(archives.read_arrays(path)) as contents:
+        assert contents.arrays[0].unread
+    assert max(read) <= 1 << 16 and -1 not in read
+
+
+def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, monkeypatch):
+    """A small archive may name one member any number of times; older versions of Python read each."""
+    monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 21)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("0.npy", "w") as member:
+            np.lib.format.write_array(member, np.zeros(1 << 17))
+        first = archive.filelist[0]
+        for _ in range(20):
+            archive.filelist.append(first)
+    path = make.raw(buffer.getvalue(), "shared.npz")
+    monkeypatch.setattr(archives, "_MAX_DECLARED", 1)
+    with contextlib.closing(archives.read_arrays(path)) as contents:
+        reasons = [array.unread for array in contents.arrays]
+    assert len(reasons) == 21 and sum("far more than it has" in reason for reason in reasons) == 20
+
+
+def test_a_header_without_end_is_a_reason(make):
+    """NumPy reads a header of an older kind token by token, and raises an error of its own where it ends too early."""
+    header = b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n"
+    assert "EOF" in unread(zipped(make, {"a.npy": header, "b.npy": header}, "headers.npz"))["a"]
 
 
 FUZZED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -343,7 +435,7 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
     if OLD:
         pytest.skip("this version of Keras loads bombs")
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == archives.BOMB_FLOOR
-    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5._MAX_EXPANSION
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5.MAX_EXPANSION
     assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_EXPANSION
 
 

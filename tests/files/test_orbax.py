@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files import orbax
+from keras_nanguard._files.hdf5 import MAX_EXPANSION
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
+from keras_nanguard._files.stored import BOMB_FLOOR
 
 
 def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_path, monkeypatch):
@@ -20,6 +24,39 @@ def test_without_tensorstore_a_checkpoint_is_refused_with_what_to_install(tmp_pa
     (tree / "_METADATA").write_text("{}")
     with pytest.raises(FileFormatError, match="pip install tensorstore"):
         scan(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "stored", "word"),
+    [
+        ((10**12,), (10**6,), 200, "declares 4000000000000 bytes"),
+        ((10**18,) * 3, (1, 1, 1), 200, "declares"),
+        ((1 << 29,), (1 << 29,), 1000, "one chunk declares"),
+        ((1 << 24,), (1,), 1000, "16777216 chunks"),
+        ((1 << 20,), (1 << 40,), 1000, ""),
+        ((1 << 28,), (1 << 20,), 1 << 30, ""),
+        ((), (), 100, ""),
+        ((0, 5), (0, 0), 100, ""),
+    ],
+)
+def test_an_array_that_declares_far_more_than_is_stored_is_not_read(shape, chunk, stored, word):
+    """TensorStore reads it in this process, and would fill it with whatever stands for values that are not there."""
+    reason = orbax._refusal(shape, chunk, 4, stored, max(BOMB_FLOOR, MAX_EXPANSION * stored))
+    assert word in reason and bool(word) == bool(reason)
+
+
+def test_a_shape_without_values_costs_nothing(tmp_path):
+    """A few hundred bytes that declare a terabyte are a reason, at once; what is really there is read."""
+    tensorstore = pytest.importorskip("tensorstore")
+    tree = tmp_path / "run" / "1" / "pytree"
+    write(tensorstore, tree, {"trainable_variables.good": np.full((300, 7), np.nan, np.float32)}, packed=False)
+    about = {"zarr_format": 2, "dtype": "<f4", "compressor": None, "fill_value": "NaN", "order": "C", "filters": None}
+    (tree / "trainable_variables.bad").mkdir()
+    (tree / "trainable_variables.bad" / ".zarray").write_text(json.dumps({**about, "shape": [10**12], "chunks": [10**6]}))
+    began = time.monotonic()
+    found = {entry.name: entry for entry in scan(tmp_path / "run").variables}
+    assert time.monotonic() - began < 10
+    assert found["good"].statistics.nan == 2100 and "declares" in found["bad"].problems[0].detail
 
 
 def write(tensorstore, folder, arrays, packed=True):

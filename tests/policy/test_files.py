@@ -237,6 +237,8 @@ HOSTILE = {
     "huge number.toml": b"snapshot.every = " + b"9" * 50_000,
     "huge number.yaml": b"snapshot: {every: " + b"9" * 50_000 + b"}",
     "large number.json": b'{"snapshot": {"every": 1' + b"0" * 400 + b"}}",
+    "hexadecimal.toml": b"title = [0x" + b"f" * 5000 + b"]",
+    "dotted key.toml": b".".join([b"a"] * 30_000) + b" = 1",
     "overflow.json": b'{"checks": {"weights": {"max_abs": 1e999}}}',
     "overflow.toml": b"checks.weights.max_abs = 1e999",
     "overflow.yaml": b"checks: {weights: {max_abs: 1e999}}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -250,6 +252,10 @@ def piped(path):
     os.mkfifo(path)
 
 
+NESTED: list = []
+for _ in range(400):
+    NESTED = [NESTED]
+
 HOSTILE = {
     "a pipe": piped,
     "a folder": lambda path: (path.unlink(), path.mkdir()),
@@ -270,6 +276,21 @@ HOSTILE = {
     "no JSON": changed("UPDATE events SET data = '{'"),
     "nested JSON": changed("UPDATE events SET data = replace(hex(zeroblob(100000)), '00', '[')"),
     "a list": changed("UPDATE events SET data = '[1]'"),
+    "lists in lists": changed(f"UPDATE events SET data = '{json.dumps({'a': NESTED})}'"),
+    "no step of a layer": changed("INSERT INTO layers (path, kind, a) VALUES ('a', 'trainable', 1)"),
+    "text for a norm": changed("INSERT INTO layers (step, path, kind, a) VALUES (1, 'a', 'trainable', 'high')"),
+    "an endless step": changed("INSERT INTO layers (step, path, kind, a) VALUES (9e999, 'a', 'trainable', 1)"),
+    "counts below zero": changed("INSERT INTO bins (first, last, count) VALUES (0, 9, -500)"),
+    "counts that overflow": changed("INSERT INTO bins (first, last, count) VALUES (0, 9, 9223372036854775807)"),
+    "steps that overflow": changed("INSERT INTO bins (first, last, count) VALUES (-9223372036854775808, 9223372036854775807, 9)"),
+    "a step of many digits": changed(f"INSERT INTO samples VALUES ('f', 'x', 1, 1, '[{'9' * 4000}]', '')"),
+    **{
+        f"meta {key}: {value[:12]}": changed(f"INSERT OR REPLACE INTO meta VALUES ('{key}', '{value}')")
+        for key, value in (
+            *(("budgets", "5"), ("backend", "[]"), ("model", "{}"), ("status", "1"), ("versions", "[]"), ("base", '"1"'), ("epochs", "[]")),
+            *(("written", "1" + "0" * 400), ("written", "NaN"), ("began", "-Infinity"), ("since", "1" + "0" * 60), ("base", "true")),
+        )
+    },
     "cut": cut,
 }
 
@@ -289,6 +310,43 @@ def test_garbled(tmp_path):
     garbled(valid(tmp_path))
     with contextlib.suppress(GuardError):
         Recording.read(tmp_path)
+
+
+def test_a_journal_that_names_another_file(tmp_path):
+    """Whoever goes on from a directory from elsewhere loses no file by it: SQLite would remove the one that a journal names."""
+    path, victim = valid(tmp_path), tmp_path / "thesis.txt"
+    victim.write_text("precious")
+    magic, name = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
+    head = (magic + struct.pack(">5I", 0, 0, path.stat().st_size // 4096, 512, 4096)).ljust(512, b"\0")
+    tail = struct.pack(">I", 2**30 // 4096 + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic
+    (tmp_path / f"{NAME}-journal").write_bytes(head + tail)
+    assert len(Recording.read(path)) == 9000
+    with pytest.raises(GuardError, match="names another file"):
+        Database(path, "me")
+    made = begun(tmp_path, resumed=3)
+    push(made, 10)
+    made.end("finished", 10, 0)
+    assert "names another file" in made.problem() and victim.read_text() == "precious"
+
+
+def test_a_recording_that_is_a_link(tmp_path):
+    """What a directory from elsewhere links to is read, and never written."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs").mkdir()
+    path = valid(tmp_path / "mine")
+    (tmp_path / "theirs" / NAME).symlink_to(path)
+    before = path.read_bytes()
+    assert len(Recording.read(tmp_path / "theirs")) == 9000
+    with pytest.raises(GuardError, match="a link"):
+        Database(tmp_path / "theirs" / NAME, "me")
+    assert path.read_bytes() == before
+
+
+def test_pages_that_many_rows_share_are_read_a_limited_number_of_times(tmp_path, monkeypatch):
+    """All texts together are in proportion to the file: in a damaged one any number of rows may lead to the same pages."""
+    path = valid(tmp_path)
+    monkeypatch.setattr(database, "MAX_SHARE", 1200 / path.stat().st_size)
+    assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
 def test_texts_that_are_too_long(tmp_path, monkeypatch):

@@ -1,0 +1,319 @@
+"""What the library does with the files of a run: policies, incidents, recordings, bundles, snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from campaigns import fuzz_files as made
+from campaigns.fuzz_folders import chosen, command, file_name, link, not_from_outside, sized
+from campaigns.fuzz_models import keras_bytes
+from campaigns.fuzz_oracles import Wrong, check_page, check_printed
+from campaigns.fuzz_recipes import Recipe, json_text, patched
+from keras_nanguard._core.errors import NanGuardError
+
+__all__ = [
+    "bundle_at",
+    "bundle_commands",
+    "directory",
+    "incidents",
+    "look_bundle",
+    "look_directory",
+    "look_incidents",
+    "look_policy",
+    "look_recording",
+    "look_snapshots",
+    "policy_as",
+    "recording_at",
+    "report_commands",
+    "snapshots",
+    "warmed_up",
+]
+
+# Policies
+
+
+def policy_as(suffix: str, text: Callable[[Any], str]) -> Callable[[Recipe, Path], Path]:
+    def write(recipe: Recipe, folder: Path) -> Path:
+        return sized(folder / f"policy{suffix}", text(recipe["tree"]).encode("utf-8", "surrogatepass"), recipe)
+
+    return write
+
+
+def look_policy(path: Path) -> None:
+    """Read, print, explain, and read again what was printed."""
+    from keras_nanguard._policy.explain import explain
+    from keras_nanguard._policy.no_effect import warnings_about
+    from keras_nanguard._policy.policy import Policy
+
+    policy = Policy.from_any(path)
+    text = policy.to_toml()
+    for shown in (text, explain(policy), "\n".join(warnings_about(policy)), repr(policy)):
+        check_printed(shown, "policy")
+    again = path.with_name("again.toml")
+    again.write_text(text, "utf-8")
+    if len(text) < 60_000 and Policy.from_any(again) != policy:
+        raise Wrong("a policy that is printed and read again is another one")
+
+
+# Incidents, recordings, directories of runs
+
+
+def incidents(recipe: Recipe, folder: Path) -> Path:
+    tree = recipe["tree"]
+    rows = tree if isinstance(tree, list) else [tree]
+    text = "".join(f"{json_text(row)}\n" for row in rows)
+    return sized(folder / "incidents.jsonl", text.encode("utf-8", "surrogatepass"), recipe)
+
+
+@functools.cache
+def _plain_page() -> str:
+    from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+    from keras_nanguard._recording.recording import Recording
+    from keras_nanguard._report import html
+
+    return html.page(Recording(), [Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))], "")
+
+
+def warmed_up() -> None:
+    """Load what is loaded on first use: templates of pages, and what the library that prints knows of characters."""
+    from rich.console import Console
+
+    from keras_nanguard._recording.recording import Recording
+    from keras_nanguard._report import compare
+
+    Console(file=io.StringIO(), width=20).print("\N{CJK UNIFIED IDEOGRAPH-754C} :smile: [bold]x[/]")
+    compare.page([compare.RunSeen("a", Recording(), ())])
+    _plain_page()
+
+
+def _shown_incidents(path: Path, recording: Any, directory: Path | None) -> None:
+    from rich.console import Console
+
+    from keras_nanguard._report import compare, console, files, html, watch
+    from keras_nanguard._report.closing import table_text
+
+    incidents = files.read(path)
+    head = console.summary(incidents, len(recording) or None, 0, 0)
+    check_printed("\n".join(console.incident_line(incident) for incident in incidents), "lines")
+    console.markdown(incidents, head)
+    check_page(html.page(recording, incidents, head, directory), _plain_page())
+    for incident in incidents[:20]:
+        if type(incident).from_dict(json.loads(incident.to_json())) is None:
+            raise Wrong("an incident that is written is not read again")
+        repr(incident)
+        check_page(incident._repr_html_(), "")
+    if not chosen(path, 4):
+        return
+    runs = [compare.RunSeen("a", recording, tuple(incidents)), compare.RunSeen("b", recording, ())]
+    check_printed(compare.text(runs), "comparison")
+    check_page(compare.page(runs), _plain_page())
+    screen = io.StringIO()
+    Console(file=screen, width=100, force_terminal=False).print(watch.frame(recording, incidents, 100))
+    check_printed(screen.getvalue(), "watch")
+    check_printed(table_text(incidents, head), "table")
+
+
+def look_incidents(path: Path) -> None:
+    """Read a log and show it in every form."""
+    from keras_nanguard._recording.recording import Recording
+
+    _shown_incidents(path, Recording(), None)
+
+
+def recording_at(recipe: Recipe, folder: Path) -> Path:
+    path = sized(folder / "recording.sqlite", made.sqlite(recipe["tree"]), recipe)
+    beside = recipe["tree"].get("beside") if isinstance(recipe["tree"], dict) else None
+    for ending, content in beside.items() if isinstance(beside, dict) else ():
+        other = folder / file_name(f"recording.sqlite{ending}")
+        if isinstance(content, dict) and "names" in content:
+            name = os.fsencode(os.path.abspath(folder / str(content["names"]).replace("\0", "")))
+            other.write_bytes(patched(made.journal(name, path.stat().st_size), content.get("patch")))
+        elif isinstance(content, str):
+            link(other, content)
+    return path
+
+
+def look_recording(path: Path) -> None:
+    """Read a recording, show it in every form, and let a run go on from it."""
+    from keras_nanguard._recording.records import MEASURED
+    from keras_nanguard._report import files
+
+    try:
+        recording = files.recorded(path)
+        repr(recording)
+        for name in MEASURED:
+            recording.series(name, 50)
+        for table in ("steps", "bins", "events", "samples"):
+            recording._columns(table)
+        with contextlib.suppress(NanGuardError):
+            _shown_incidents(path, recording, None)
+    finally:
+        if chosen(path, 4):
+            _go_on(path)
+
+
+def _go_on(path: Path) -> None:
+    """Record a few steps more, as a run does that is resumed."""
+    from keras_nanguard._recording.recorder import Recorder
+    from keras_nanguard._recording.records import COMMITTED, REFUSED
+
+    recorder = Recorder()
+    recorder.begin({"model": "net"}, scaled=True, path=path, resumed=3)
+    try:
+        for step in range(3):
+            recorder.push(step, 1.0, 0.5, 1.0, REFUSED if step == 1 else COMMITTED)
+        recorder.undo(1)
+        recorder.epoch_means(0)
+        check_printed(recorder.problem(), "problem of a recorder")
+    finally:
+        recorder.end("finished", 3, 0)
+
+
+def directory(recipe: Recipe, folder: Path) -> Path:
+    tree = recipe["tree"] if isinstance(recipe["tree"], dict) else {}
+    run = folder / "run"
+    run.mkdir()
+    if "log" in tree:
+        incidents({"tree": tree["log"]}, run)
+    if "recording" in tree:
+        recording_at({"tree": tree["recording"], "patch": recipe.get("patch")}, run)
+    bundles = tree.get("bundles")
+    for name, bundle in bundles.items() if isinstance(bundles, dict) else ():
+        _fill_bundle(bundle, run / "incidents" / file_name(name))
+    for name, target in tree.get("links", {}).items() if isinstance(tree.get("links"), dict) else ():
+        link(run / file_name(name), str(target))
+    return run
+
+
+def look_directory(path: Path) -> None:
+    """Read what a run has left, and make its page with the rows of its bundles."""
+    from keras_nanguard._report import files
+
+    _shown_incidents(path, files.recorded(path), path)
+
+
+def report_commands(path: Path) -> None:
+    command("report", path)
+    command("report", path, "--json")
+    command("report", path, "-o", path.parent / "page.html")
+    command("report", path, path, path.parent / "missing")
+    command("watch", path if path.is_dir() else path.parent, "--once")
+
+
+# Bundles
+
+
+def _fill_bundle(tree: Any, folder: Path, patch: Any = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = tree if isinstance(tree, dict) else {}
+    for number, (name, content) in enumerate(files.items()):
+        path = folder / file_name(name)
+        if isinstance(content, dict) and "link" in content:
+            link(path, str(content["link"]))
+        elif isinstance(content, dict) and "keras" in content:
+            path.write_bytes(keras_bytes(content["keras"]))
+        elif name.endswith(".npz"):
+            path.write_bytes(patched(made.npz(content), patch if number == 0 else None))
+        elif name.endswith(".json"):
+            path.write_text(json_text(content), "utf-8", "surrogatepass")
+        else:
+            path.write_text(str(content), "utf-8", "surrogatepass")
+
+
+def bundle_at(recipe: Recipe, folder: Path) -> Path:
+    _fill_bundle(recipe["tree"], folder / "incident-00000007-00", recipe.get("patch"))
+    return folder / "incident-00000007-00"
+
+
+def look_bundle(path: Path) -> None:
+    """Read a bundle, and show its rows."""
+    from keras_nanguard._diagnose import bundle
+    from keras_nanguard._report import blamed_rows
+
+    blamed_rows.shown(path, (0, 1, 5), "x")
+    blamed_rows.layer_table(path)
+    found = bundle.read(path)
+    for _, array in (*found.state, *found.start):
+        not_from_outside(array)
+
+
+def bundle_commands(path: Path) -> None:
+    command("report", path)
+    command("report", path.parent, "-o", path.parent / "page.html")
+
+
+# Snapshots
+
+
+def snapshots(recipe: Recipe, folder: Path) -> Path:
+    tree = recipe["tree"] if isinstance(recipe["tree"], dict) else {}
+    root = folder / "snapshots"
+    root.mkdir()
+    for name, snapshot in tree.items():
+        if name == "course.json":
+            (root / name).write_text(_signed(snapshot), "utf-8", "surrogatepass")
+        elif isinstance(snapshot, dict):
+            inner = root / file_name(name)
+            inner.mkdir(exist_ok=True)
+            about = snapshot.get("snapshot.json")
+            if "rest.npz" in snapshot:
+                (inner / "rest.npz").write_bytes(patched(made.npz(snapshot["rest.npz"]), recipe.get("patch")))
+            if "state.weights.h5" in snapshot:
+                (inner / "state.weights.h5").write_bytes(made.hdf5(snapshot["state.weights.h5"]))
+            if isinstance(about, dict) and isinstance(about.get("files"), dict):
+                sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in inner.iterdir() if file.is_file()}
+                about = {**about, "files": {key: sums.get(key, value) for key, value in about["files"].items()}}
+            (inner / "snapshot.json").write_text(_signed(about), "utf-8", "surrogatepass")
+    return folder
+
+
+def _signed(tree: Any) -> str:
+    """Return an object with the checksum that `write_json` gives it: whoever writes a file on purpose can compute it."""
+    text = json_text(tree)
+    try:
+        data = json.loads(text)
+        data.pop("sha256", None)
+        return json.dumps({**data, "sha256": hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return text
+
+
+@functools.cache
+def _resumable() -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def look_snapshots(path: Path) -> None:
+    """Look for the snapshot to go on from, and write its state into a model."""
+    from campaigns.fuzz_seeds import recovery_of
+    from keras_nanguard._fit import resume
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = resume.find(path, 10)
+            if found is not None:
+                check_printed(found.sentence(3), "sentence")
+                recovery = recovery_of(_resumable())
+                try:
+                    found.restore(recovery)
+                finally:
+                    recovery.end()
+        finally:
+            for warning in caught:
+                check_printed(str(warning.message), "warning")

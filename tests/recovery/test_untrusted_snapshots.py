@@ -1,0 +1,159 @@
+"""Snapshots that somebody has changed on purpose, checksums included: a sentence, and nothing of the model is set but its state."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._fit.guard_state import GuardState
+from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import written
+from keras_nanguard._policy.ledger import Ledger
+
+RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False, "limit": None}
+CLIP = {"deviations": 2.0, "smoothing": 0.9, "mean": -1.0, "variance": 0.5}
+SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
+GOOD = GuardState(Ledger().to_dict(), (RATE, None), SETTINGS, 3, (5, 6), clips=(CLIP,)).to_dict()
+
+COURSES = {
+    "an attribute of the optimizer": {"settings": [{"apply": 5}]},
+    "a class": {"settings": [{"__class__": 1}]},
+    "a setting that is a text": {"settings": [{"global_clipnorm": "1"}]},
+    "a setting that is NaN": {"settings": [{"global_clipnorm": float("nan")}]},
+    "settings that are a text": {"settings": "global_clipnorm"},
+    "a rate that is a list": {"rates": [[]]},
+    "a rate without a factor": {"rates": [{"rate": 0.1}]},
+    "a rate with more": {"rates": [{**RATE, "more": 1}]},
+    "a factor below 0": {"rates": [{**RATE, "factor": -1.0}]},
+    "a factor of 0": {"rates": [{**RATE, "lowest": 0}]},
+    "an endless rate": {"rates": [{**RATE, "rate": float("inf")}]},
+    "a mark that is a number": {"rates": [{**RATE, "absolute": 1}]},
+    "a clip that is a rate": {"clips": [RATE]},
+    "three numbers for two": {"recovery": [1, 2, 3]},
+    "texts for numbers": {"lowered": ["a", "b"]},
+    "rollbacks of many digits": {"rollbacks": 10**100},
+    "a ledger of texts": {"ledger": {**Ledger().to_dict(), "total": "many"}},
+}
+
+
+def test_a_course_as_a_run_writes_it_is_taken():
+    """What is refused below differs from it in one thing each."""
+    assert GuardState.from_dict(json.loads(json.dumps(GOOD))).to_dict() == GOOD
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_a_course_sets_only_what_an_action_can_have_set(name):
+    """Names and numbers that no action leaves behind are refused before anything is set."""
+    with pytest.raises(FileFormatError):
+        GuardState.from_dict({**GOOD, **COURSES[name]})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, RATE, CLIP, "rate"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(sorted(RATE)), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), JSON)
+def test_a_course_is_taken_or_refused(name, value):
+    """With anything in place of a field a course is refused, or is written again as it was."""
+    try:
+        found = GuardState.from_dict({**GOOD, name: value})
+    except FileFormatError as error:
+        assert len(str(error)) < 2000
+        return
+    assert json.loads(json.dumps(found.to_dict())) == json.loads(json.dumps({**GOOD, name: value}))
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """Return the folder of a short run with a snapshot on disk."""
+    directory = tmp_path_factory.mktemp("run")
+    guard = NanGuard(verbose=0, diagnose=False, directory=directory, snapshot={"storage": "disk", "every": 4, "good_after": 0})
+    zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=1)
+    return directory
+
+
+@pytest.fixture
+def snapshot(left, tmp_path):
+    """Return the newest snapshot of a copy of it, alone."""
+    shutil.copytree(left / "snapshots", tmp_path / "snapshots")
+    *older, newest = written(tmp_path / "snapshots")
+    for path in older:
+        shutil.rmtree(path)
+    return newest
+
+
+def sealed(path, **changes):
+    data = {**atomic_files.read_json(path), **changes}
+    path.write_text(json.dumps({**data, "sha256": atomic_files._checksum(data)}))
+
+
+RECORDS = {
+    "a step that is a text": {"step": "5"},
+    "a batch below 0": {"batch": -1},
+    "an epoch of many digits": {"epoch": 10**100},
+    "a mark that is a text": {"verified": "no"},
+    "files that are a list": {"files": ["rest.npz"]},
+    "a file elsewhere": {"files": {"../../rest.npz": "0"}},
+    "a file with an odd name": {"files": {"\x1b[31m": "0"}},
+    "rest that is a text": {"rest": "all"},
+    "rest of two": {"rest": [[0, "a"]]},
+    "a number below 0": {"rest": [[-1, "a", "float32"]]},
+    "optimizers of texts": {"optimizers": [["a"]]},
+    "a course that is a list": {"course": []},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_with_a_right_checksum_and_wrong_fields(snapshot, tmp_path, name):
+    """Whoever changes a file on purpose can compute its checksum: what it says is checked, too."""
+    assert find(tmp_path) is not None
+    sealed(snapshot / "snapshot.json", **RECORDS[name])
+    with pytest.warns(UserWarning, match="older snapshot") as warned, pytest.raises(GuardError):
+        find(tmp_path)
+    assert all(str(one.message).isprintable() for one in warned)
+
+
+def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
+    """An archive whose members are damaged does not fit the model, and says so."""
+    raw = bytearray((snapshot / "rest.npz").read_bytes())
+    raw[:4] = b"none"
+    (snapshot / "rest.npz").write_bytes(raw)
+    files = {**atomic_files.read_json(snapshot / "snapshot.json")["files"], "rest.npz": atomic_files.fingerprint(snapshot / "rest.npz")}
+    sealed(snapshot / "snapshot.json", files=files)
+    guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
+    with pytest.raises(GuardError, match="does not fit this model"):
+        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+
+
+def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
+    """A record that is no file is passed over."""
+    (snapshot / "snapshot.json").unlink()
+    os.mkfifo(snapshot / "snapshot.json")
+    with pytest.warns(UserWarning, match="no such file"), pytest.raises(GuardError):
+        find(tmp_path)
+
+
+@pytest.mark.requires_backend("torch", reason="only PyTorch has a generator that belongs to no variable")
+def test_a_generator_with_another_state(snapshot, tmp_path):
+    """What PyTorch does not take as the state of its generator is refused in a sentence."""
+    with np.load(snapshot / "rest.npz") as stored:
+        arrays = {**{name: stored[name] for name in stored.files}, "generator": np.zeros(3, np.float64)}
+    np.savez(snapshot / "rest.npz", **arrays)
+    files = {**atomic_files.read_json(snapshot / "snapshot.json")["files"], "rest.npz": atomic_files.fingerprint(snapshot / "rest.npz")}
+    sealed(snapshot / "snapshot.json", files=files)
+    guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
+    with pytest.raises(GuardError, match="generator"):
+        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)

@@ -1,0 +1,255 @@
+"""Whatever is in a log or a recording, nothing of it commands a terminal or acts in a page, and each form of it is made or refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from rich.console import Console
+from support import recordings
+
+from campaigns.fuzz_files import sqlite
+from campaigns.fuzz_oracles import check_page
+from campaigns.fuzz_recipes import json_text
+from keras_nanguard._cli.parser import main
+from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
+from keras_nanguard._recording.recording import Recording
+from keras_nanguard._report import blamed_rows, console, files, html, watch
+from keras_nanguard._report.log import add, begin
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+def log(folder, **changes):
+    """Write a log of one incident, some fields of which are others."""
+    plain = {**recordings.incident(3, 0, 3).to_dict(), **changes}
+    (folder / "incidents.jsonl").write_text(json.dumps(plain) + "\n")
+    return str(folder)
+
+
+FIELDS = {
+    "an action": {"outcomes": [{"action": ESCAPE, "status": "done", "detail": ""}]},
+    "a path": {"findings": [{"site": "loss", "kind": "nonfinite", "path": ESCAPE}], "diagnosis": None},
+    "an unknown field": {"findings": [{"site": "loss", "kind": "nonfinite", ESCAPE: 1}]},
+    "another field": {ESCAPE: 1},
+    "a number": {"values": {"loss": ESCAPE}},
+    "a format": {"format": ESCAPE},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("form", ([], ["--json"]))
+def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
+    """Neither a report nor the sentence that refuses it holds a control character of the file."""
+    main(["report", log(tmp_path, **FIELDS[name]), *form])
+    main(["report", str(tmp_path), str(tmp_path)])
+    main(["watch", "--once", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert "owned" in captured.out + captured.err
+    assert not {c for c in captured.out + captured.err if c != "\n" and not c.isprintable()} - {" "}
+
+
+def test_the_dashboard_shows_status_and_epochs_as_text():
+    """What a recording says of itself is a name like any other."""
+    recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(watch.frame(recording, ()))
+    assert "owned" in screen.getvalue() and "\x1b" not in screen.getvalue()
+
+
+def test_a_budget_that_no_run_has_is_left_out():
+    """A number that cannot be shown belongs to no limit."""
+    entry = {"rule": "a", "do": ["rollback"], "used": 1, "times": 3}
+    recording = Recording(meta={"budgets": [{**entry, "used": float("inf")}, {**entry, "times": []}, 5, entry]})
+    assert watch.budgets(recording) == [("a", "rollback", 2, 3)]
+
+
+def test_lists_in_lists_are_refused(tmp_path, capsys):
+    """What is read can be written again: nothing is so deep that writing it runs out of stack."""
+    deep: list = []
+    for _ in range(900):
+        deep = [deep]
+    decision = {"rule": "a", "actions": [{"action": "skip", "more": deep}], "reason": "", "terminal": False}
+    for form in ([], ["--json"], ["-o", str(tmp_path / "report.json")], ["-o", str(tmp_path / "report.html")]):
+        assert main(["report", log(tmp_path, decision=decision), *form]) == 2
+    assert "deeper than" in capsys.readouterr().err
+    with pytest.raises(FileFormatError, match="deeper than"):
+        Incident.from_dict({**recordings.incident(3, 0, 3).to_dict(), "decision": decision})
+
+
+def test_depth_is_counted_exactly():
+    """As many levels as are allowed are read, one more is not, and neither are more than Python can follow."""
+    assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    for levels in (MAX_DEPTH + 2, 100_000):
+        with pytest.raises(ValueError, match="deeper"):
+            loads("[" * levels + "]" * levels)
+    check_depth({"a": [1, 2, {"b": None}], "c": "[" * 1000})
+
+
+def test_the_sentence_that_refuses_a_file_is_short(tmp_path):
+    """A field of any length is quoted in part."""
+    with pytest.raises(GuardError) as caught:
+        files.read(log(tmp_path, values={"loss": "9" * 1_000_000 + "x"}))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_path_that_no_file_has(capsys):
+    """A NUL is a mistake of whoever types, not of the program."""
+    assert main(["report", "a\0b"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_summaries_are_printable():
+    """The head of a report, which counts what was done, quotes names of the file."""
+    one = recordings.incident(3, 0, 3)
+    odd = Incident.from_dict({**one.to_dict(), **FIELDS["an action"]})
+    assert "owned" in (text := console.summary([odd], 1, 1, 0)) and "\x1b" not in text
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """The folder of a bundle with one row that is not finite."""
+    folder = tmp_path / "incidents" / "incident-00000003-00"
+    folder.mkdir(parents=True)
+    np.savez(folder / "batch.npz", **{"0": np.array([[1.0, np.nan], [1.0, 2.0]], np.float32)})
+    (folder / "bundle.json").write_text(json.dumps({"batch": {"tuple": [0]}, "dtypes": ["float32"]}))
+    (folder / "layers.txt").write_text("a table")
+    return folder
+
+
+def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
+    """A page shows nothing from outside of the directory of its run, and waits for nobody."""
+    assert blamed_rows.layer_table(bundle) == "a table" and len(blamed_rows.shown(bundle, (0,))) == 1
+    (tmp_path / "secret.txt").write_text("secret")
+    np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
+    for name in ("layers.txt", "batch.npz"):
+        (bundle / name).unlink()
+        (bundle / name).symlink_to(tmp_path / f"secret{(bundle / name).suffix}")
+    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+    for name in ("layers.txt", "batch.npz", "bundle.json"):
+        (bundle / name).unlink()
+        os.mkfifo(bundle / name)
+    assert blamed_rows.layer_table(bundle) == "" and blamed_rows.shown(bundle, (0,)) == []
+
+
+HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846,), }"
+HEADERS = {
+    "no header": b"no array",
+    "a header without end": b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n",
+    "more than memory": b"\x93NUMPY\x01\x00\x76\x00" + HUGE.ljust(117) + b"\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_members_that_are_no_arrays_are_left_out(bundle, name):
+    """A member with a broken header, one that declares more than there is memory, and one that is no array: the page goes without them."""
+    with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
+        archive.writestr("0.npy", HEADERS[name])
+    assert blamed_rows.shown(bundle, (0,)) == []
+
+
+def test_a_log_that_is_a_link_is_not_written(tmp_path):
+    """A directory from elsewhere cannot have a run write to another file."""
+    (tmp_path / "mine.txt").write_text("precious\nno end of a line")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "incidents.jsonl").symlink_to(tmp_path / "mine.txt")
+    for write in (lambda: begin(tmp_path / "run"), lambda: add(tmp_path / "run", recordings.incident(3, 0, 3))):
+        with pytest.raises(OSError):
+            write()
+    assert (tmp_path / "mine.txt").read_text() == "precious\nno end of a line"
+
+
+def test_markdown_holds_no_markup_of_the_file():
+    """What shows Markdown may show HTML in it: names become neither tags nor links, and end no block of code."""
+    name = "</script><script>x</script> [y](javascript:z)\n```"
+    odd = Incident.from_dict(
+        {
+            **recordings.incident(3, 0, 3, name=name).to_dict(),
+            "outcomes": [{"action": name, "status": "done", "detail": name}],
+            "diagnosis": {"cause": "unknown", "culprit": name, "evidence": [name], "advice": [name]},
+        }
+    )
+    text = console.markdown([odd], console.summary([odd], 1, 1, 0))
+    assert text.count("```") == 2
+    body = text.split("```")[2]
+    assert "<" not in body.replace("\\<", "") and "](" not in body
+    assert all(line.startswith(("-", "#", "Cause")) for line in body.splitlines() if line)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([ESCAPE, "nan", 10**400, -1]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["site"]), inner, max_size=3),
+    max_leaves=8,
+)
+"""Whatever JSON can hold, and some of what an incident has in it."""
+
+WHOLE = recordings.incident(3, 0, 3).to_dict()
+SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SEVERAL
+@given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
+def test_an_incident_is_taken_or_refused(name, value, within):
+    """With anything in place of a field, or of one within it, an incident is refused in a sentence, or shown and written in each form."""
+    data = json.loads(json.dumps(WHOLE))
+    inner = data[name][0] if isinstance(data[name], list) and data[name] else data[name]
+    if within and isinstance(inner, dict) and inner:
+        inner[sorted(inner)[0]] = value
+    else:
+        data[name] = value
+    try:
+        found = Incident.from_dict(data)
+    except FileFormatError as error:
+        assert len(str(error)) < 2000 and str(error).isprintable()
+        return
+    assert Incident.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
+    line = console.incident_line(found)
+    assert all(c.isprintable() for c in line.replace("\n", " "))
+    assert console.summary([found], 1, 1, 0) and console.markdown([found], "") and found._repr_html_()
+
+
+CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
+COLUMNS = {"meta": 2, "steps": 11, "bins": 17, "events": 7, "layers": 7, "samples": 6}
+
+
+@SEVERAL
+@given(st.sampled_from(sorted(COLUMNS)), st.data())
+def test_a_recording_is_taken_or_refused(table, data):
+    """With any row in any table a recording is refused in a sentence, or shown in each form."""
+    row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))
+    if table == "meta":
+        known = ("model", "status", "written", "began", "base", "epochs", "budgets", "versions", "backend", "policy", "since")
+        row = (data.draw(st.sampled_from(known)), json_text(data.draw(JSON)))
+    good = {"meta": [["model", '"net"'], ["status", '"running"']], "steps": [[0, 0, 0, 0, 0.5, 1.0, 0.1, 1.0, 1.7e9, 0, 0]]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recording.sqlite"
+        path.write_bytes(sqlite({"tables": good | {table: [*good.get(table, []), list(row)]}}))
+        try:
+            found = Recording.read(path)
+        except GuardError as error:
+            assert len(str(error)) < 2000 and str(error).isprintable()
+            return
+    assert repr(found) and len(found) >= 0 and html.page(found, [], "")
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(watch.frame(found, ()))
+    assert "\x1b" not in screen.getvalue()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.text(max_size=40) | st.sampled_from(["</script><script>1</script>", "'\"><img src=x onerror=a()>", "<!--", "javascript:a()"]))
+def test_no_name_acts_in_a_page(name):
+    """Whatever models, layers, rows and files are called, a page has the scripts and handlers that it has with plain names."""
+    pages = []
+    for given_name in ("net", name):
+        recording = recordings.synthetic(60, 3, name=given_name)
+        pages.append(html.page(recording, [recordings.incident(3, 0, 3, n, given_name) for n in range(4)], given_name))
+    check_page(pages[1], pages[0])
