@@ -131,8 +131,14 @@ def _chosen(mutant: Mutant, tests: Iterable[Tested], budget: float) -> list[Test
     return chosen
 
 
+IMPORTED = ("_policy/tables.py",)
+"""Modules whose functions run while others are imported: swapping their code then would come too late."""
+
+
 def swapped(mutant: Mutant) -> list[tuple[FunctionType, CodeType]] | None:
     """Return the functions that a mutant changes, each with its mutated code; `None` where it changes more than functions."""
+    if mutant.module in IMPORTED:
+        return None
     module = import_module(_name(mutant.module))
     path = str(module.__file__)
     before, after = (compile(source, path, "exec", dont_inherit=True) for source in (_source(mutant.module), mutant.source()))
@@ -171,10 +177,11 @@ def _functions(module: str) -> list[FunctionType]:
 
 def _prepare(modules: Iterable[str]) -> None:
     """Import what every child would import, and keep the garbage collector from touching it there, which would copy all of it."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.stem not in ("__init__", "__main__"):
-            with contextlib.suppress(ImportError):  # of another backend
-                import_module(_name(str(path.relative_to(PACKAGE))))
+    if "keras" in sys.modules:
+        for path in sorted(PACKAGE.rglob("*.py")):
+            if path.stem not in ("__init__", "__main__"):
+                with contextlib.suppress(ImportError):  # of another backend
+                    import_module(_name(str(path.relative_to(PACKAGE))))
     for module in modules:
         _functions(_name(module))
     gc.collect()

@@ -80,7 +80,7 @@ GROUPS = {
     ),
     "torch": Group(
         ("_backends/torch/execution.py", "_backends/torch/undo_log.py"),
-        ("tests/backends/torch/test_step.py", *TRANSACTION, "-k", "not process"),
+        ("tests/backends/torch/test_step.py", "tests/backends/torch/test_undo_log.py", *TRANSACTION, "-k", "not process"),
         "torch",
         budget=15.0,
         at_most=80,

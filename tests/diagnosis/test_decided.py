@@ -58,7 +58,7 @@ def layer(path="norm", layer_class="Normalization", minimum=0.0, maximum=1.0, na
 
 FAULT = TargetFault("cce", "", (3,), "class index 12 with 10 classes")
 MISSING = (Constant("inputs/a", (2, 5), 1, 0), Constant("inputs/b", (5, 7), 1, 0))
-UNLABELLED = (Constant("targets", (4,), 1, 0),)
+UNLABELLED = (Constant("targets", (4,), 1, 0), Constant("sample_weight", (6,), 1, 0))
 VARIABLE = origin("bn/moving_mean", source="variable", culprit="bn", operands=())
 OVERFLOW = origin("MatMul", "forward", (LARGE,), culprit="dense")
 EXP = origin("Exp", "forward", (operand(100.0),), culprit="act")
@@ -179,19 +179,20 @@ BATCH = {
     **{
         f"from the targets, {first or 'nothing'} first": (
             bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first=first),
-            decided("target_nonfinite", "targets", (4,), 0.95, "batch"),
+            decided("target_nonfinite", "targets", (4, 6), 0.95, "batch"),
         )
         for first in ("loss", "statistics", "")
     },
     "from masked targets": (
-        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first="gradients", loss_parts=(("a", 1.0), ("b", 2.0))),
-        decided("gradient_domain", "b", (4,), 0.8, "where"),
+        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first="gradients", loss_parts=(("a", 1.0), ("b", 2.0), ("c", 3.0))),
+        decided("gradient_domain", "c", (4, 6), 0.8, "where"),
     ),
     "from masked targets of the one loss": (
         bad(origin=FROM_TARGETS, first="gradients"),
         decided("gradient_domain", "loss", (), 0.8, "where"),
     ),
     "bad rows are the rows to blame": (bad(**NAMED), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
+    "all bad rows are to blame": (bad(**{**NAMED, "rows": (2, 5, 7)}), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
     "other rows are to blame": (bad(**{**NAMED, "rows": (2, 3)}), replace(DOMAIN, samples=(2, 3))),
     "no rows are to blame": (bad(**{**NAMED, "rows": ()}), DOMAIN),
     "bad without the rows": (bad(**{**NAMED, "without_rows": "bad"}), replace(DOMAIN, samples=(7, 2))),
@@ -361,6 +362,10 @@ DIVERGENCE = {
         bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", minimum=-1e4),)),
         decided("input_scale", "c", confidence=0.8, because="constant"),
     ),
+    "constant features, and exp": (
+        bad(origin=EXP, growth=grows(weights=20.0), table=(layer("c", maximum=1e4),)),
+        decided("input_scale", "c", confidence=0.8, because="constant"),
+    ),
     "features that are not constant": (bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", maximum=below(1e4)),)), GREW),
     "data that is finite at unit scale": (
         bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("inputs", 5.0),), targets=(spread("targets", 1e3),)),
@@ -423,7 +428,7 @@ REST = {
     "a sum of squares, not bad again": (bad(first="gradients", replay="failed"), UNKNOWN),
     "an operation in the gradients": (bad(first="gradients", origin=origin()), GRADIENT),
     "a pole in the gradient": (
-        bad(origin=origin(phase="backward", culprit="", variables=("v",)), rows=(2,)),
+        bad(origin=origin(phase="backward", culprit="", variables=("v", "w")), rows=(2,)),
         replace(GRADIENT, culprit="v", samples=(2,)),
     ),
     "a pole in the gradient of nobody": (
