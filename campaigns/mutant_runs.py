@@ -100,13 +100,14 @@ class Runs:
 
         def run(report: Callable[[Any], None]) -> None:
             measured = coverage.Coverage(include=list(files), data_file=None, config_file=False)
-            begin = time.process_time()
             measured.start()
+            begin = time.process_time()
             failed = _run(session, [item])
+            took = round(time.process_time() - begin, 3)
             measured.stop()
             data = measured.get_data()
             lines = {files[file]: data.lines(file) for file in data.measured_files()}
-            report({"by": failed, "lines": lines, "took": round(time.process_time() - begin, 3)})
+            report({"by": failed, "lines": lines, "took": took})
 
         found = _child(run, 1e6)
         return Tested(item.nodeid, found.get("took", 0.0), found.get("lines", {}), found["outcome"] == "survived")
