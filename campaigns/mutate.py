@@ -52,7 +52,26 @@ class Group:
 
 
 CAUSES = ("tests/diagnosis/test_causes.py", "tests/diagnosis/test_decided.py")
+MODES = ("graph", "eager", "steps4")
 TRANSACTION = tuple(f"tests/transaction/test_{name}.py" for name in ("transaction", "nan_on_purpose", "parity"))
+SHARP = (
+    *(f"tests/transaction/test_transaction.py::TestOracle::test_{what}[adam-{mode}]" for what in ("state", "incidents") for mode in MODES),
+    *("tests/transaction/test_transaction.py::test_first_step_bad", "tests/transaction/test_transaction.py::test_unbuilt_model"),
+    *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
+    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+)
+"""A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
+
+OWN_STEPS = tuple(
+    f"tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[{name}-graph]"
+    for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
+)
+ON_EACH_WAY = ("overflow_halves_the_scale", "counts_name_variables", "observe", "an_update_that_overflows")
+ON_JAX = (
+    *("test_written_over[Conditional-adam-1]", "test_written_over[TwoPrograms-scaled-1]", "test_own_step[conditional-Sharpness]"),
+    *("test_own_step[packed-TwoUpdates]", "test_own_step[packed-Adversarial]", "test_loop[True]", "test_loop_without_a_state"),
+    *(f"test_{what}[{way}]" for what in ON_EACH_WAY for way in ("packed", "conditional")),
+)
 
 GROUPS = {
     "rules": Group(
@@ -65,16 +84,16 @@ GROUPS = {
     ),
     "tensorflow": Group(
         ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py"),
-        ("tests/backends/tensorflow/test_graph_step.py", "tests/backends/tensorflow/test_own_steps.py", *TRANSACTION),
-        budget=25.0,
-        at_most=40,
+        (*SHARP, "tests/transaction/test_transaction.py::TestOracle::test_state[adam-xla]", *OWN_STEPS),
+        budget=40.0,
+        at_most=15,
     ),
     "jax": Group(
         ("_backends/jax/execution.py",),
-        ("tests/backends/jax/test_step.py", *TRANSACTION),
+        (*SHARP, *(f"tests/backends/jax/test_step.py::{name}" for name in ON_JAX)),
         "jax",
-        budget=25.0,
-        at_most=60,
+        budget=40.0,
+        at_most=25,
     ),
     "torch": Group(
         ("_backends/torch/execution.py", "_backends/torch/undo_log.py"),

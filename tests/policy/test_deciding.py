@@ -149,3 +149,24 @@ def test_a_policy_of_a_file_has_rules_with_actions():
 
 def test_skip_is_an_action_without_parameters():
     assert Skip().to_dict() == {"action": "skip"}
+
+
+def test_an_inherited_limit_is_extended_to_what_the_rule_can_reach():
+    """A limit of one's own that is never reached is an error."""
+    def persistent(**fields):
+        made = Policy.from_any("recover", rules=[{"name": "persistent", **fields}])
+        return next(rule for rule in made.rules if rule.name == "persistent").ladder[0].limit
+
+    longer, known = {"after": {"consecutive": 2500}}, persistent()
+    assert persistent(after={"consecutive": 900}) == known
+    assert persistent(**longer) == Limit(known.times, 2500 * known.times + 1)
+    with pytest.raises(PolicyError, match="the limit is never reached"):
+        persistent(**longer, limit={"times": 1, "per_steps": 2000})
+
+
+def test_a_ladder_of_two_rungs_of_which_one_was_written_over():
+    """The other one is inherited, and the policy knows it."""
+    ladder = {"name": "mine", "do": "rollback", "limit": {"times": 3}, "otherwise": "stop"}
+    inherited = Policy.from_any(policy(ladder), rules=[{"name": "mine", "do": "clip"}])
+    assert inherited.half_written == {"mine"} and [rung.do[0].name for rung in inherited.rules[0].ladder] == ["clip", "stop"]
+    assert Policy.from_any(policy(ladder), rules=[{"name": "endless", "do": "raise_error"}]).half_written == frozenset()
