@@ -57,13 +57,13 @@ def widen(array: Any) -> np.ndarray[Any, Any]:
 def is_finite(array: Any) -> bool:
     """Whether no entry is NaN or Inf; non-float arrays always are finite."""
     array = widen(array)
-    if array.dtype.kind not in "fc" or array.size == 0:
+    if array.dtype.kind not in "fc":
         return True
     if array.size < _SMALL:
         return bool(np.isfinite(array).all())
     with np.errstate(all="ignore"):
         flat = np.ravel(array)
-        if flat.dtype.kind == "f" and np.isfinite(np.dot(flat, flat)):
+        if np.isfinite(np.dot(flat, flat)):
             return True
     return bool(np.isfinite(array).all())
 

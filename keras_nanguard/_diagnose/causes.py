@@ -256,7 +256,7 @@ def _divergence(e: Evidence) -> Conclusion | None:
         far = growth.weights >= 1e3 or (growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= 1e3)
         blown = far
     elif how == "exp":
-        blown = growth.steps >= 1 and (growth.weights >= MIN_WEIGHT_GROWTH or (growth.weights >= 2.0 and grown(e)))
+        blown = growth.weights >= 2.0 and grown(e)
     else:
         blown = (how == "overflow" or exploded) and grown(e)
     if not blown and not _moved_too_far(e):

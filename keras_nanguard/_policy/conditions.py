@@ -95,7 +95,7 @@ class Immediately(Condition):
 class Count(Condition):
     """A number of bad steps. A policy file gives it alone."""
 
-    steps: int = 0
+    steps: int
 
     def needs(self, sole: bool) -> int | None:
         return self.steps

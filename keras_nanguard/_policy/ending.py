@@ -61,8 +61,7 @@ def with_reachable_limits(rule: Rule, first: bool, rest: bool) -> Rule:
     """
     spacing = _spacing(rule, sole=True) or rule.cooldown + 1
     inherited = [first, *[rest] * (len(rule.ladder) - 1)]
-    rungs = zip(rule.ladder, inherited, strict=True)
-    ladder = tuple(_reachable(rung, spacing) if adjust else rung for rung, adjust in rungs)
+    ladder = tuple(_reachable(rung, spacing) if adjust else rung for rung, adjust in zip(rule.ladder, inherited))
     return construct(Rule, {**{entry.name: getattr(rule, entry.name) for entry in fields(rule)}, "ladder": ladder})
 
 
@@ -155,7 +154,7 @@ def _memory(rungs: Iterable[Rung]) -> float:
 
 def _joint_bound(rules: list[Rule], needed: frozenset[Trouble]) -> list[int]:
     """Return the bound that several rules give together, as a list of at most one number."""
-    cost = {rule.name: steps for rule in rules if (steps := _steps(rule, sole=False)) and _covers(rule) & needed}
+    cost = {rule.name: steps for rule in rules if (steps := _steps(rule, sole=False))}
     chosen = sorted((rule for rule in rules if rule.name in cost), key=lambda rule: cost[rule.name])
     for rule in reversed(list(chosen)):
         rest = [other for other in chosen if other is not rule]

@@ -25,7 +25,7 @@ MAX_JUMPS = 1000
 STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
 """The sites that persist after a step: trouble in one of them spoils every later step."""
 
-TRAINING_SITES = ("inputs", "targets", "state", "outputs", "loss", "gradients", *STATE_SITES[1:])
+TRAINING_SITES = ("inputs", "targets", "outputs", "loss", "gradients", *STATE_SITES)
 """The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
 
 

@@ -47,8 +47,8 @@ class Magnitude:
             return False
         if self.min_share is None:
             return True
-        bad = (finding.nan or 0) + (finding.inf or 0)
-        return bool(finding.size) and bad >= self.min_share * (finding.size or 0)
+        bad, size = (finding.nan or 0) + (finding.inf or 0), finding.size or 0
+        return size > 0 and bad >= self.min_share * size
 
 
 @dataclass(frozen=True, slots=True)

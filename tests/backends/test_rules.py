@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +118,19 @@ def test_no_interval_passes_without_a_full_read(start, gradients):
     """Of any 16 steps in a row one reads everything, and one only where the gradients stay within the bound."""
     steps = range(start, start + rules.FULL_READ_INTERVAL)
     assert sum(rules.full_read_is_due(NUMBERS, step, gradients) for step in steps) == 1
+
+
+def test_the_floor_is_the_smallest_normal_float16_number():
+    """A gradient of 1 is no subnormal number there, which it would be at half of it."""
+    assert float(np.finfo(np.float16).tiny) == rules.MIN_LOSS_SCALE
+
+
+def test_the_numbers_are_those_of_the_proof():
+    """The bound, the interval and the size that the proof and the limits name."""
+    docs = Path(__file__).parents[2] / "docs"
+    proof, limits = ((docs / name).read_text("utf-8") for name in ("proof.md", "limits.md"))
+    size, interval = rules.SMALL_SLOTS // 2**20, rules.FULL_READ_INTERVAL
+    assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof
+    assert f"together take more than {size} MB" in proof and f"read large slots every {interval} steps" in proof
+    assert f"Slots of more than {size} MB are read every {interval} steps" in limits
+    assert math.sqrt(2 * rules.BOUND) ** 2 < float(np.finfo(np.float32).max)

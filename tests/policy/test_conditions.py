@@ -9,8 +9,8 @@ import pytest
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._policy import conditions
-from keras_nanguard._policy.conditions import CONDITIONS, Consecutive, Fraction, Within
-from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.conditions import CONDITIONS, Consecutive, Fraction, Immediately, Spike, Within
+from keras_nanguard._policy.ledger import Ledger, Tally
 from keras_nanguard._policy.policy import Policy, decide
 from keras_nanguard._policy.schema import problems_in
 
@@ -101,6 +101,28 @@ def test_spike_looks_back_for_finite_jumps():
     assert firings({"spike": {"steps": 5}}, [10, 20], jumps=[6, 14]) == [10]
     assert firings({"spike": {"times": 2, "steps": 5}}, [10], jumps=[6, 7]) == [10]
     assert firings({"all": [{"spike": {"steps": 5}}, {"consecutive": 2}]}, [10, 11, 20, 21], jumps=[9]) == [11]
+
+
+def test_a_jump_is_forgotten_on_the_step():
+    """A window of five steps holds the present one and the four before it."""
+    for jumps, holds in (((5,), False), ((6,), True), ((10,), True), ((), False)):
+        assert Spike(1, 5).met(Tally(), 10, jumps) is holds
+    assert Spike() == Spike(times=1, steps=100)
+    assert Spike().sentence() == "after a jump of loss or gradient norm within 100 steps"
+    assert Spike(2, 9).sentence() == "after 2 jumps of loss or gradient norm within 9 steps"
+
+
+SHARES = [(0.5, 10, 5), (0.3, 10, 3), (0.31, 10, 4), (0.01, 10, 1), (1e-10, 1, 1), (1.0, 10_000, 10_000), (0.07, 100, 7)]
+
+
+@pytest.mark.parametrize(("share", "steps", "times"), SHARES)
+def test_a_share_is_a_whole_number_of_steps(share, steps, times):
+    """Rounded up, at least one; what only the product of two floats adds is none."""
+    assert Fraction(share, steps).bounds == (times, steps)
+
+
+def test_no_condition_is_always_met():
+    assert Immediately().met(Tally(), 0, ()) is True and Immediately().to_file() == {}
 
 
 def test_conditions_combine():

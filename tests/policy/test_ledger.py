@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import KINDS, SITES, Finding, Incident
-from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.ledger import Ledger, Tally, is_bad_step
 from keras_nanguard._policy.policy import Policy, decide
 
 POLICY = Policy.from_any("recover")
@@ -69,6 +69,72 @@ def test_a_new_fit_keeps_budgets_and_ends_streaks():
     assert "the limit of once in 2000 steps is reached" in decision.reason
 
 
+def spike(step):
+    return bad(step, refused=False, kind="spike")
+
+
+def test_a_new_fit_keeps_every_distance():
+    """All steps move by the same number, to before the first step of the new fit, with a good step between."""
+    before = after([bad(3), bad(4), spike(6), bad(7), spike(9)])
+    found, by = before.resumed(), -11
+    assert (found.step, found.last, found.run, found.jumps) == (-2, 7 + by, 7 + by, (6 + by, 9 + by))
+    assert (found.consecutive, found.total) == (before.consecutive, before.total)
+    assert found.rules == {name: tally.shifted(by) for name, tally in before.rules.items()} and found.rules
+    assert after([bad(0)], found).consecutive == 1
+
+
+def test_a_new_fit_after_a_run_without_bad_steps():
+    """Nothing happened, or only a spike: there is no streak that could go on."""
+    assert Ledger().resumed() == Ledger()
+    found = after([spike(9)]).resumed()
+    assert (found.step, found.last, found.run, found.jumps) == (-2, None, None, (-2,))
+
+
+def test_a_tally_moves_whole():
+    """Steps move; counts do not, and what has never been stays so."""
+    tally = Tally(consecutive=2, total=5, since=3, last=9, fired=4, recent=(8, 9), spent=((1, 4), ()))
+    assert tally.shifted(-10) == Tally(2, 5, 3, -1, -6, (-2, -1), ((-9, -6), ()))
+    assert Tally().shifted(7) == Tally() == Tally(0, 0, 0, None, None, (), ())
+
+
+def test_a_step_that_is_run_again_counts_as_a_later_one():
+    """A good step lies between: what is run again continues no streak, and its own failure is one more."""
+    assert Ledger().rewound() == Ledger()
+    ledger = after([bad(4), bad(5)]).rewound()
+    assert (ledger.step, ledger.step_of(bad(4)), ledger.step_of(bad(6)), ledger.step_of(bad(8))) == (6, 7, 6, 8)
+    ledger = after([bad(5)], ledger)
+    assert (ledger.consecutive, ledger.total, ledger.last) == (1, 3, 7)
+
+
+def test_as_many_jumps_are_kept_as_a_condition_can_count():
+    """The last thousand, the oldest first; two findings of one step are one jump."""
+    ledger = Ledger()
+    for step in range(1005):
+        ledger = ledger.entered(spike(step), step).entered(spike(step), step)
+    assert ledger.jumps == tuple(range(5, 1005))
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_a_bad_step_is(site, refused):
+    """A refused step, or one that left NaN or Inf where training reads it; not what only reports on training."""
+    reports = site in ("metrics", "validation", "predictions")
+    assert is_bad_step(bad(0, refused, site)) is (refused or not reports)
+    assert is_bad_step(bad(0, refused, site, "spike")) is refused
+
+
+STORED = {
+    "format": 1, "step": 9, "last": 9, "run": 8, "consecutive": 2, "total": 3, "jumps": [4],
+    "rules": {"mine": {"consecutive": 2, "total": 3, "since": 1, "last": 9, "fired": 8, "recent": [8, 9], "spent": [[8], []]}},
+}  # fmt: skip
+
+
+def test_a_ledger_of_an_earlier_run_is_read():
+    """The format on disk, word by word: a run that is resumed with a newer version reads it."""
+    ledger = Ledger(9, 9, 8, 2, 3, (4,), {"mine": Tally(2, 3, 1, 9, 8, (8, 9), ((8,), ()))})
+    assert ledger.to_dict() == STORED and Ledger.from_dict(STORED) == ledger
+
+
 incidents = st.builds(
     Incident,
     step=st.integers(0, 60),
@@ -115,6 +181,10 @@ def test_deciding_is_pure(past, new):
         {**Ledger().to_dict(), "total": True},
         {**Ledger().to_dict(), "total": None},
         {**Ledger().to_dict(), "jumps": 3},
+        {**Ledger().to_dict(), "jumps": [1.5]},
+        {**Ledger().to_dict(), "consecutive": -1},
+        {**Ledger().to_dict(), "format": 2},
+        {**Ledger().to_dict(), "format": 0},
         {**Ledger().to_dict(), "rules": {"x": {}}},
         {**Ledger().to_dict(), "rules": {"x": 3}},
         {**Ledger().to_dict(), "rules": []},

@@ -8,7 +8,9 @@ import pytest
 
 from keras_nanguard._core.errors import PolicyError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
+from keras_nanguard._policy.rules import Magnitude
 from keras_nanguard._policy.settings import Checks, matches_path
 
 RULE = {"name": "one", "do": "warn"}
@@ -175,3 +177,37 @@ def test_settings_that_contradict_one_another_are_refused(given, reported):
     with pytest.raises(PolicyError) as caught:
         Policy.from_any(given)
     assert any(reported in line for line in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "found", "matches"),
+    [
+        ({"min_abs": 5.0}, {"value": 5.0}, True),
+        ({"min_abs": 5.0}, {"value": -5.0}, True),
+        ({"min_abs": 5.0}, {"value": math.nextafter(5.0, 0.0)}, False),
+        ({"min_abs": 5.0}, {"value": math.nan}, True),
+        ({"min_abs": 5.0}, {}, False),
+        ({"min_abs": 5.0, "min_share": 0.1}, {"value": 1.0, "nan": 9, "size": 10}, False),
+        ({"min_share": 0.2}, {"nan": 1, "inf": 1, "size": 10}, True),
+        ({"min_share": 0.2}, {"nan": 1, "size": 10}, False),
+        ({"min_share": 0.1}, {"inf": 1, "size": 10}, True),
+        ({"min_share": 0.1}, {"nan": 1, "size": 10}, True),
+        ({"min_share": 0.1}, {"size": 10}, False),
+        ({"min_share": 0.1}, {"nan": 1}, False),
+        ({"min_share": 0.0}, {"nan": 0, "inf": 0, "size": 0}, False),
+        ({"min_share": 0.0}, {"nan": 0, "inf": 0, "size": 1}, True),
+        ({}, {}, True),
+    ],
+)
+def test_how_severe_a_finding_has_to_be(magnitude, found, matches):
+    """On the bound it is severe enough; what was not counted is no share, and what has no value no magnitude."""
+    assert Magnitude(**magnitude).met(Finding("loss", **found)) is matches
+
+
+def test_a_rule_fires_once_in_a_step():
+    """A second incident of the same step is the same bad step."""
+    policy, ledger, fired = Policy.from_any("recover", rules=[{"name": "mine", "do": {"warn": {"message": "mine"}}}]), Ledger(), []
+    for step in (3, 3, 4):
+        decision, ledger = decide(policy, ledger, incident(LOSS, step=step))
+        fired.append("mine" in decision.rule)
+    assert fired == [True, False, True]

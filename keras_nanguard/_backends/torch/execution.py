@@ -23,7 +23,10 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["FRESH", "Parts", "StepRun"]
 
 FRESH = 2
-"""Steps for which the train state is read anew each time, and everything is kept: what they write is then known."""
+"""Steps for which the train state is read anew each time, and everything is kept: what they write is then known.
+
+The gradients that the second one finds are among it: a loop that adds to them, as one that accumulates over steps does, shows it there.
+"""
 
 
 class Parts:
@@ -70,8 +73,12 @@ class StepRun:
         owner, parts = self.owner, self.parts
         fresh = owner.steps < FRESH
         kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
+        loop = not owner.stock and owner.model is None
+        self.grads = [(t, t.grad, t.grad._version) for t in parts.weights_and_slots if t.grad is not None] if loop else []
         if fresh and not owner.stock and owner.refuse:
             kept += parts.weights_and_slots
+        if (fresh or owner.adds_to_gradients) and owner.refuse:
+            kept += [grad for _, grad, _ in self.grads]
         if owner.jit and not fresh:
             self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.train_state.optimizers)
             self.undo_log = UndoLog((), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False)
@@ -79,8 +86,6 @@ class StepRun:
             writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
             self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes, expected=None if fresh else parts.expected)
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
-        loop = not owner.stock and owner.model is None
-        self.grads = [(t, t.grad) for t in parts.weights_and_slots if t.grad is not None] if loop else []
         outputs = None
         body = self.compiled.body if self.compiled else owner.body
         stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.train_state.optimizers)
@@ -92,6 +97,7 @@ class StepRun:
                     self._abandon()
                     raise
                 self.error = error
+        owner.adds_to_gradients |= any(grad._version != version for _, grad, version in self.grads)
         if self.created_count:
             owner.stale = True
         if self.may_commit is None:
@@ -235,7 +241,7 @@ class StepRun:
         """Leave no gradient of a refused step behind, for a body that adds to what it finds."""
         for tensor in self.parts.weights_and_slots:
             tensor.grad = None
-        for tensor, grad in self.grads:
+        for tensor, grad, _ in self.grads:
             tensor.grad = grad
 
     def _learn_scale(self) -> None:

@@ -53,6 +53,7 @@ class Transaction:
         given: the arguments of the last step.
         untracked: what the body writes in place past Keras, by `id`.
         keeps_undo: whether an update had to be made before the verdict.
+        adds_to_gradients: whether the body adds to the gradients that an earlier step has left, which are then kept before each step.
     """
 
     judged = None
@@ -86,7 +87,7 @@ class Transaction:
         self.outputs = step_outputs.LogOutputs() if logs else step_outputs.PlainOutputs()
         self.tolerated: set[int] = set()
         self.untracked: dict[int, Any] = {}
-        self.keeps_undo = False
+        self.keeps_undo = self.adds_to_gradients = False
         self.steps = 0
         self.verdict = Verdict(False, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         self.given: Any = None
@@ -108,6 +109,7 @@ class Transaction:
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
         self.untracked, self.tolerated, self.keeps_undo = other.untracked, other.tolerated, other.keeps_undo
+        self.adds_to_gradients = other.adds_to_gradients
         self.steps = min(other.steps, 1)
 
     def batch(self, step: int, given: Given) -> Any:

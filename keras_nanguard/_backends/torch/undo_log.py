@@ -149,11 +149,10 @@ def _direct_assign(real: Callable[..., Any], journals: list[UndoLog], variable: 
     return real(variable, value)
 
 
-def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> Any:
-    result = real(variable, value)
+def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any, value: Any) -> None:
+    real(variable, value)
     for undo_log in journals:
         undo_log.note_created(variable)
-    return result
 
 
 WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})

@@ -1,0 +1,241 @@
+"""Mutation testing: does a test fail where the code has a small mistake? Runs the mutants of the modules on which a run depends.
+
+    make mutate                                          all of it, some hours; goes on where it was cut off
+    python campaigns/mutate.py --make rules              make the mutants of a group; needs cosmic-ray
+    python campaigns/mutate.py rules --at-most 5         run some of them
+    python campaigns/mutate.py --write docs/evidence/mutate.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from campaigns import pages
+from campaigns.equivalent_mutants import EXPLAINED, Explained
+from campaigns.mutants import PACKAGE, Mutant, mutants
+
+__all__ = ["GROUPS", "Group", "drawn", "explanation", "survivors", "table"]
+
+ROOT = PACKAGE.parent
+FOLDER = ROOT / "build" / "mutants"
+NOTICED = ("killed", "timeout")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are mutated in one process.
+
+    Attributes:
+        modules: their paths within the package.
+        tests: the tests that may see a mutant; of these each mutant runs those that run its line.
+        backend: the backend that they need.
+        budget: processor seconds of tests for one mutant.
+        at_most: how many mutants of each module run, drawn at random; 0 for all.
+    """
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+    backend: str = "tensorflow"
+    budget: float = 60.0
+    at_most: int = 0
+
+
+CAUSES = ("tests/diagnosis/test_causes.py", "tests/diagnosis/test_decided.py")
+MODES = ("graph", "eager", "steps4")
+TRANSACTION = tuple(f"tests/transaction/test_{name}.py" for name in ("transaction", "nan_on_purpose", "parity"))
+SHARP = (
+    *(f"tests/transaction/test_transaction.py::TestOracle::test_{what}[adam-{mode}]" for what in ("state", "incidents") for mode in MODES),
+    *("tests/transaction/test_transaction.py::test_first_step_bad", "tests/transaction/test_transaction.py::test_unbuilt_model"),
+    *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
+    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+)
+"""A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
+
+OWN_STEPS = tuple(
+    f"tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[{name}-graph]"
+    for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
+)
+ON_EACH_WAY = ("overflow_halves_the_scale", "counts_name_variables", "observe", "an_update_that_overflows")
+ON_JAX = (
+    *("test_written_over[Conditional-adam-1]", "test_written_over[TwoPrograms-scaled-1]", "test_own_step[conditional-Sharpness]"),
+    *("test_own_step[packed-TwoUpdates]", "test_own_step[packed-Adversarial]", "test_loop[True]", "test_loop_without_a_state"),
+    *(f"test_{what}[{way}]" for what in ON_EACH_WAY for way in ("packed", "conditional")),
+)
+
+GROUPS = {
+    "rules": Group(
+        (
+            *("_backends/shared/rules.py", "_core/verdict.py", "_core/finiteness.py"),
+            *(f"_policy/{name}.py" for name in ("policy", "rules", "conditions", "ledger", "ending", "tables")),
+            *("_diagnose/causes.py", "_diagnose/conclude.py"),
+        ),
+        ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
+    ),
+    "tensorflow": Group(
+        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py"),
+        (*SHARP, "tests/transaction/test_transaction.py::TestOracle::test_state[adam-xla]", *OWN_STEPS),
+        budget=40.0,
+        at_most=15,
+    ),
+    "jax": Group(
+        ("_backends/jax/execution.py",),
+        (*SHARP, *(f"tests/backends/jax/test_step.py::{name}" for name in ON_JAX)),
+        "jax",
+        budget=40.0,
+        at_most=25,
+    ),
+    "torch": Group(
+        ("_backends/torch/execution.py", "_backends/torch/undo_log.py"),
+        (*(f"tests/backends/torch/test_{name}.py" for name in ("step", "alone", "undo_log")), *TRANSACTION, "-k", "not process"),
+        "torch",
+        budget=15.0,
+        at_most=80,
+    ),
+}
+
+
+def make(modules: Iterable[str], folder: Path) -> None:
+    """Make the mutants of modules, where their source has changed since they were made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for module in modules:
+        file, digest = _file(module, folder), _digest(module)
+        if not file.exists() or file.read_text("utf-8").partition("\n")[0] != digest:
+            file.write_text("\n".join([digest, *(json.dumps(asdict(mutant)) for mutant in mutants(module))]) + "\n", "utf-8")
+
+
+def made(module: str, folder: Path) -> list[Mutant]:
+    """Return the mutants that were made of a module.
+
+    Raises:
+        SystemExit: where its source has changed since.
+    """
+    file = _file(module, folder)
+    first, *lines = file.read_text("utf-8").splitlines() if file.exists() else [""]
+    if first != _digest(module):
+        raise SystemExit(f"Expected mutants of {module} as it is. Received: none. Make them with --make, where cosmic-ray is installed.")
+    return [Mutant(**json.loads(line)) for line in lines]
+
+
+def _file(module: str, folder: Path) -> Path:
+    return folder / f"{module.removesuffix('.py').replace('/', '.')}.jsonl"
+
+
+def _digest(module: str) -> str:
+    return hashlib.sha256((PACKAGE / module).read_bytes()).hexdigest()
+
+
+def drawn(of: Sequence[Mutant], at_most: int) -> list[Mutant]:
+    """Return the mutants that run: all, or as many, drawn by a checksum, which draws nearly the same ones after a change elsewhere."""
+    by_chance = sorted(of, key=lambda mutant: hashlib.sha256(mutant.key.encode()).digest())
+    return sorted(by_chance[: at_most or None], key=lambda mutant: mutant.start)
+
+
+def results(name: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what came of each mutant by its key, of the latest run of each."""
+    path = folder / f"{name}.results"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return {found["key"]: found for found in map(json.loads, lines)}
+
+
+def explanation(found: dict[str, Any] | Mutant) -> Explained | None:
+    """Return why no test can see a mutant, `None` where nobody has said so."""
+    of = asdict(found) if isinstance(found, Mutant) else found
+    return next((one for one in EXPLAINED if one.covers(of["module"], of["function"], of["before"], of["after"])), None)
+
+
+def survivors(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the mutants of a group that no test has noticed and that nobody has explained."""
+    chosen = {mutant.key for module in GROUPS[name].modules for mutant in made(module, folder)}
+    found = [found for key, found in results(name, folder).items() if key in chosen]
+    return [one for one in found if one["outcome"] not in NOTICED and explanation(one) is None]
+
+
+def table(folder: Path) -> str:
+    """Return the table of all modules."""
+    lines = ["| module | mutants | run | killed | timeout | equivalent | survived | score |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    whole: Counter[str] = Counter()
+    for name, group in GROUPS.items():
+        known = results(name, folder)
+        for module in group.modules:
+            mutants_of = made(module, folder)
+            run = [known[mutant.key] for mutant in mutants_of if mutant.key in known]
+            count = Counter(found["outcome"] if found["outcome"] in NOTICED else _why(found) for found in run)
+            count["mutants"] = len(mutants_of)
+            lines.append(_row(f"`{module}`", count))
+            whole += count
+    return "\n".join([*lines, _row("all", whole)])
+
+
+def _why(found: dict[str, Any]) -> str:
+    return "survived" if explanation(found) is None else "equivalent"
+
+
+def _row(name: str, count: Counter[str]) -> str:
+    seen, missed = count["killed"] + count["timeout"], count["survived"]
+    score = f"{100 * seen / (seen + missed):.1f} %" if seen + missed else ""
+    columns = (count["mutants"], seen + missed + count["equivalent"], count["killed"], count["timeout"], count["equivalent"], missed)
+    return f"| {name} | {' | '.join(map(str, columns))} | {score} |"
+
+
+def explained_table(folder: Path) -> str:
+    """Return the table of the mutants that survive because nothing distinguishes them."""
+    found = [one for name in GROUPS for one in results(name, folder).values() if one["outcome"] not in NOTICED]
+    lines = ["| where | in place of | mutants | why no test can see it |", "|---|---|---:|---|"]
+    for one in EXPLAINED:
+        number = sum(explanation(mutant) is one for mutant in found)
+        if number:
+            place = f"`{one.module}::{one.function}`" if one.function else f"`{one.module}`"
+            code = one.before.replace("\n", " ").replace("|", "\\|")
+            lines.append(f"| {place} | `{code}` | {number} | {one.why} |")
+    return "\n".join(lines)
+
+
+def run(name: str, given: argparse.Namespace) -> None:
+    """Run the mutants of a group that have not run yet, and print those that nothing has noticed."""
+    from campaigns import mutant_runs
+
+    group = GROUPS[name]
+    os.environ["KERAS_BACKEND"] = group.backend
+    at_most = group.at_most if given.at_most is None else given.at_most
+    chosen = [mutant for module in given.modules or group.modules for mutant in drawn(made(module, given.folder), at_most)]
+    known = [key for key, found in results(name, given.folder).items() if not given.again or found["outcome"] in NOTICED]
+    known += [mutant.key for mutant in chosen if given.again and explanation(mutant)]
+    plugin = mutant_runs.Runs(group.modules, chosen, given.folder, name, given.budget or group.budget, known)
+    mutant_runs.run(given.tests or group.tests, [plugin])
+    for found in survivors(name, given.folder):
+        print(found["outcome"], f"{found['module']}:{found['line']}", found["function"], "\n   ", found["before"], "\n   ", found["after"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("group", nargs="?", choices=GROUPS)
+    parser.add_argument("--make", nargs="+", choices=GROUPS, default=[], help="make the mutants of these groups")
+    parser.add_argument("--write", type=Path, help="write the tables into this page")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where mutants and results are")
+    parser.add_argument("--modules", nargs="*", help="only these")
+    parser.add_argument("--tests", nargs="*", help="other tests than those of the group")
+    parser.add_argument("--at-most", type=int, default=None, help="of each module only so many, 0 for all")
+    parser.add_argument("--budget", type=float, help="processor seconds of tests for one mutant")
+    parser.add_argument("--again", action="store_true", help="run those again that survived and are not explained")
+    given = parser.parse_args(arguments)
+    make([module for name in given.make for module in GROUPS[name].modules], given.folder)
+    if given.group:
+        run(given.group, given)
+    if given.write:
+        pages.write(given.write, "mutate", table(given.folder))
+        pages.write(given.write, "equivalent", explained_table(given.folder))
+
+
+if __name__ == "__main__":
+    main()

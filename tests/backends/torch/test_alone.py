@@ -1,0 +1,215 @@
+"""The transaction of PyTorch without a fit around it: one step after another, and what each leaves behind."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+from keras_nanguard import NanGuard
+from keras_nanguard._backends.torch.step import Transaction
+from keras_nanguard._keras.train_state import TrainState
+
+X, Y = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]]), torch.tensor([[1.0], [2.0]])
+
+
+def network(optimizer=None, *more, loss="mse"):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), *more, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9) if optimizer is None else optimizer, loss)
+    return model
+
+
+def alone(model, body=None, **more):
+    known = {"model": model, "logs": True, "stock": body is None, **more}
+    return Transaction(body or (lambda data: model.train_step(data)), lambda: TrainState.of(model), **known)
+
+
+def state(model):
+    return [np.array(ops.convert_to_numpy(v)) for v in (*model.variables, *model.optimizer.variables)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other))
+
+
+def test_a_healthy_step():
+    """Nothing is refused; without a loss scale the scale is 1, and the norm that of the gradients."""
+    model = network()
+    kernel, bias = (np.array(ops.convert_to_numpy(v)) for v in model.trainable_variables)
+    error = X.numpy() @ kernel + bias - Y.numpy()
+    norm = math.hypot(*(X.numpy().T @ error).ravel(), error.sum())
+    step, norms = alone(model), []
+    for _ in range(4):
+        step((X, Y))
+        assert not step.verdict.refused and step.verdict.finite and step.verdict.scale == 1.0
+        norms.append(step.verdict.gradient_norm)
+    assert norms[0] == pytest.approx(norm, rel=1e-5)
+
+
+def wild(model):
+    """A step of one's own that looks at the weights after its update, which so cannot wait."""
+
+    def body(data):
+        model.zero_grad()
+        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+        loss.backward()
+        variables = model.trainable_variables
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in variables], variables)
+        return {"loss": loss, "weight": variables[0].value.detach().abs().sum()}
+
+    return body
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_an_update_that_overflows_before_the_verdict(refuse):
+    """It is seen in its own step, and undone where bad steps are refused."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    step = alone(model, wild(model), refuse=refuse)
+    for _ in range(3):
+        step((X, Y))
+    assert step.verdict.finite and not step.verdict.refused
+    before = state(model)
+    model.optimizer.learning_rate = 3e38
+    before[[v is model.optimizer.learning_rate for v in (*model.variables, *model.optimizer.variables)].index(True)][...] = 3e38
+    step((X, 1e3 * Y))
+    assert not math.isfinite(step.verdict.weights) and math.isfinite(step.verdict.gradients)
+    assert step.verdict.refused is refuse and same(state(model), before) is refuse
+
+
+def test_an_exception_that_stands_for_a_bad_number():
+    """The loss of such a step is not a number; one that stands for something else goes on to the user."""
+    model, message = network(), ["all elements of input should be between 0 and 1"]
+
+    def body(data):
+        raise RuntimeError(message[0])
+
+    step = alone(model, body)
+    before = state(model)
+    step((X, Y))
+    assert step.verdict.refused and math.isnan(step.verdict.loss) and same(state(model), before)
+    message[0] = "disk full"
+    with pytest.raises(RuntimeError, match="disk full"):
+        step((X, Y))
+
+
+class Masked(layers.Layer):
+    """Holds tensors that Keras does not know: a mask that is infinite on purpose, and one that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.tensor([0.0, 0.0, -torch.inf])
+        self.last = torch.zeros(3)
+
+    def call(self, x):
+        if x.shape[0]:
+            self.last.copy_(x.detach()[0])
+        return torch.softmax(x + self.mask, -1)
+
+
+def test_a_tensor_that_is_infinite_on_purpose():
+    """Nobody writes it, so it is a constant; what is written beside it and becomes NaN is refused and given back."""
+    layer = Masked()
+    model = network(None, layer)
+    step = alone(model)
+    for number in range(5):
+        step((X, Y))
+        assert not step.verdict.refused and math.isfinite(step.verdict.statistics), number
+    bad = X.clone()
+    bad[0, 2] = torch.nan  # hidden by the mask
+    step((bad, Y))
+    assert step.verdict.refused and not math.isfinite(step.verdict.statistics)
+    assert torch.equal(layer.last, X[0]) and layer.mask[2] == -torch.inf
+    step((X, Y))
+    assert not step.verdict.refused
+
+
+def root(y, prediction):
+    """Finite, with a gradient that is not, where the prediction is 0."""
+    return ops.mean(ops.sqrt(ops.abs(prediction - y)))
+
+
+def zeros(model):
+    model.layers[-1].kernel.assign(np.zeros((3, 1), "float32"))
+    return torch.zeros_like(Y)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_loss_scale_learns_from_the_first_step(built):
+    """Also where the optimizer had not been built, as its first update was refused; the weights are as they were."""
+    model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0), loss=root)
+    if built:
+        model.optimizer.build(model.trainable_variables)
+    target, step = zeros(model), alone(model)
+    for scale in (32.0, 16.0):
+        step((X, target))
+        assert step.verdict.refused and step.verdict.only_gradients
+        assert model.optimizer.built and float(model.optimizer.dynamic_scale) == scale
+    assert int(model.optimizer.iterations) == 0 and not np.any(ops.convert_to_numpy(model.layers[-1].kernel))
+
+
+def test_a_loss_scale_learns_beside_an_optimizer_without_one():
+    model = network(loss=root)
+    model.second = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    model.second.build(model.trainable_variables)
+
+    def body(data):
+        model.zero_grad()
+        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+        model.second.scale_loss(loss).backward()
+        with torch.no_grad():
+            model.second.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        return {"loss": loss}
+
+    target, step = zeros(model), alone(model, body)
+    step((X, target))
+    assert step.verdict.refused and float(model.second.dynamic_scale) == 32.0
+
+
+@pytest.mark.parametrize("every", [None, 1, 3])
+def test_a_step_that_adds_to_the_gradients_it_finds(every):
+    """A refused step leaves the gradients as it found them: none before the first step, and those of the good steps later.
+
+    The loop clears them after as many steps as it accumulates over, or never.
+    """
+
+    def trained(batches, guarded):
+        keras.utils.set_random_seed(0)
+        net = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        good = []
+
+        def body(x):
+            loss = ((net(x) - Y) ** 2).mean()
+            loss.backward()
+            if every is None or len(good) % every == every - 1:
+                optimizer.step()
+                if every is not None:
+                    optimizer.zero_grad()
+            return loss
+
+        def count(batch):
+            good.extend([batch] if batch is not bad else [])
+
+        if not guarded:
+            for batch in batches:
+                body(batch)
+                count(batch)
+        else:
+            guard = NanGuard(verbose=0, diagnose=False)
+            with guard.watch(net, optimizer):
+                step = guard.step(body)
+                for batch in batches:
+                    step(batch)
+                    count(batch)
+        return [np.array(t.detach()) for p in net.parameters() for t in (p, p.grad) if t is not None]
+
+    bad = X * torch.nan  # the last of them after the steps in which all is kept
+    for given in ([bad, X, 2 * X], [X, bad, 2 * X, X], [X, X, X, bad, X, 3 * X, bad, bad, X]):
+        assert same(trained(given, True), trained([batch for batch in given if batch is not bad], False))

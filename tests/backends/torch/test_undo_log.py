@@ -1,0 +1,155 @@
+"""The undo log by itself: whatever is written while it watches is as it was afterwards."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from keras_nanguard._backends.torch.undo_log import UndoLog, generators
+
+VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
+def values(of):
+    return np.array(of.value.detach() if isinstance(of, keras.Variable) else of.detach())
+
+
+def nothing(variable):
+    raise AssertionError(f"{variable} was reported as created")
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_write_of_keras_is_undone(times):
+    """However often it was written: the value from before the first write."""
+    variable, other = keras.Variable(VALUES), keras.Variable([7.0])
+    written = []
+    log = UndoLog((), nothing, writes=written.append)
+    with log as entered:
+        for time in range(times):
+            variable.assign(variable * 2.0 + time)
+    assert entered is log
+    assert [id(tensor) for tensor in written] == [id(variable.value)] * times
+    assert list(log.owner.values()) == [variable] and [id(t) for t in log.written] == [id(variable.value)]
+    log.give_back()
+    np.testing.assert_array_equal(values(variable), VALUES)
+    np.testing.assert_array_equal(values(other), [7.0])
+
+
+def test_what_is_written_outside_is_none_of_its_business():
+    """Before it watches and after, and where it is asked not to watch."""
+    variable = keras.Variable(VALUES)
+    log, blind = UndoLog((), nothing), UndoLog((), nothing, watch=False)
+    with log:
+        pass
+    with blind:
+        variable.assign(np.zeros((2, 3), "float32"))
+    for one in (log, blind):
+        one.give_back()
+        assert one.owner == {} and one.written == []
+    np.testing.assert_array_equal(values(variable), np.zeros((2, 3)))
+
+
+def test_what_was_kept_is_undone_where_it_was_written():
+    """In place, past Keras; a tensor that nobody wrote is not written either."""
+    changed, same = torch.tensor(VALUES), torch.tensor(VALUES)
+    log = UndoLog([changed, same, changed], nothing)
+    before = same._version
+    changed.mul_(2.0)
+    assert [id(t) for t in log.written] == [id(changed)]
+    log.give_back()
+    np.testing.assert_array_equal(values(changed), VALUES)
+    assert same._version == before
+
+
+@pytest.mark.parametrize("how", ["uncounted", "unseen"])
+def test_what_torch_does_not_count_is_undone_too(how):
+    """A write through NumPy, which shares the memory, as the running statistics of torch's own layers are written."""
+    tensor = torch.tensor(VALUES)
+    log = UndoLog(*(((), nothing, [tensor]) if how == "uncounted" else ([tensor], nothing)))
+    tensor.numpy()[:] = 0.0
+    assert [id(t) for t in log.written] == ([id(tensor)] if how == "uncounted" else [])
+    log.give_back(unseen=how == "unseen")
+    np.testing.assert_array_equal(values(tensor), VALUES)
+
+
+def test_a_write_that_is_not_counted_stays_where_nobody_asked():
+    tensor = torch.tensor(VALUES)
+    log = UndoLog([tensor], nothing)
+    tensor.numpy()[:] = 0.0
+    log.give_back()
+    np.testing.assert_array_equal(values(tensor), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1), (1, 3), (2, 1, 3), (1, 1)])
+def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
+    """PyTorch writes into no tensor that was expanded: its memory is written once, along every dimension that repeats it."""
+    for base in (torch.full((1,) * len(shape), 4.0), torch.arange(1.0, shape[-1] + 1.0)):
+        expanded = base.expand(shape)
+        before = values(expanded)
+        log = UndoLog([expanded], nothing)
+        base.mul_(-3.0)
+        log.give_back(unseen=True)
+        np.testing.assert_array_equal(values(expanded), before)
+
+
+def test_a_tensor_without_strides_is_given_back():
+    sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,)).coalesce()
+    log = UndoLog([sparse], nothing)
+    sparse.mul_(5.0)
+    log.give_back(unseen=True)
+    np.testing.assert_array_equal(values(sparse.to_dense()), [1.0, 2.0, 0.0])
+
+
+def test_a_variable_that_is_created_is_reported():
+    created = []
+    with UndoLog((), created.append):
+        variable = keras.Variable(VALUES)
+    assert created == [variable] and isinstance(variable, keras.Variable)
+    np.testing.assert_array_equal(values(variable), VALUES)
+    keras.Variable(VALUES)
+    assert len(created) == 1
+
+
+def test_a_variable_without_memory_has_nothing_to_be_kept():
+    with keras.device("meta"):
+        variable = keras.Variable(VALUES)
+    log = UndoLog((), nothing)
+    log.note(variable)
+    assert log.owner == {} and log.old == {}
+
+
+def test_a_variable_that_was_kept_is_still_known_to_be_written():
+    """Its value from before is kept already; the log also has to know whose it is."""
+    variable = keras.Variable(VALUES)
+    log = UndoLog([variable.value], nothing)
+    with log:
+        variable.assign(np.zeros((2, 3), "float32"))
+    assert list(log.owner.values()) == [variable]
+    log.give_back()
+    np.testing.assert_array_equal(values(variable), VALUES)
+
+
+def test_random_numbers_are_drawn_again():
+    log = UndoLog((), nothing)
+    first = torch.rand(4)
+    assert not torch.equal(torch.rand(4), first)
+    log.give_back()
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_generators_of_a_device(monkeypatch):
+    """The generator of the current device too, once there is one; looking at it starts none."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for available, started, number in ((False, False, 1), (True, False, 1), (False, True, 1), (True, True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
+        found = generators()
+        assert len(found) == number
+        for give, state in found[1:]:
+            give(state)
+    assert given == [("state of 1", 1)]

@@ -1,0 +1,159 @@
+"""The mutants that survive are explained, their code exists, and a few mistakes that matter are noticed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from campaigns import mutant_runs, mutate, pages
+from campaigns.equivalent_mutants import EXPLAINED
+from campaigns.mutants import PACKAGE, Mutant, function_at, header, replaced
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.evidence import Evidence, Origin
+from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._diagnose import causes
+from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.policy import Policy, decide
+
+PAGE = PACKAGE.parent / "docs" / "evidence" / "mutate.md"
+
+
+def mutant(module: str, before: str, after: str) -> Mutant:
+    """Return the mutant of a module in which one piece of its code says something else."""
+    source = (PACKAGE / module).read_text("utf-8")
+    assert source.count(before) == 1, f"{module} has no such code, or has it twice: {before}"
+    start = source.index(before)
+    line = source.count("\n", 0, start) + 1
+    return Mutant(module, function_at(ast.parse(source), line), "by hand", line, before, after, 0, start, start + len(before), after)
+
+
+def refuses_what_is_not_finite() -> None:
+    assert not rules.may_commit(rules.NUMBERS, [1.0, math.nan]) and rules.may_commit(rules.NUMBERS, [1.0, 2.0])
+
+
+def keeps_a_scale_above_its_floor() -> None:
+    assert rules.learned_scale(rules.NUMBERS, 1.0, math.inf, rules.MIN_LOSS_SCALE, 3, 1.0) == (rules.MIN_LOSS_SCALE, 0)
+
+
+def ends_a_streak() -> None:
+    policy, ledger = Policy.from_any("recover"), Ledger()
+    for step in (3, 4, 9):
+        incident = Incident(step=step, epoch=0, batch=step, findings=(Finding("loss"),), refused=True)
+        _, ledger = decide(policy, ledger, incident)
+    assert (ledger.consecutive, ledger.total) == (1, 3)
+
+
+def looks_at_the_state_first() -> None:
+    evidence = Evidence(replay="bad", first="loss", state=(("k", "weights"),), origin=Origin(-1, "batch", "inputs", "forward"))
+    assert causes.decide(evidence).cause == "state_nonfinite"
+
+
+def finds_what_was_committed() -> None:
+    assert Verdict(False, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0).poisoned
+
+
+def finds_one_bad_entry() -> None:
+    array = np.ones(5000, "float32")
+    array[4999] = np.nan
+    assert not finiteness.is_finite(array) and finiteness.counts(array) == (1, 0, 5000)
+
+
+ANEW = "consecutive=self.consecutive + 1 if joined else 1,\n            total=self.total + 1,\n        )"
+FOREVER = ANEW.replace(" if joined else 1", "")
+
+MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
+    ("_backends/shared/rules.py", "return finite if scale is None", "return True if scale is None", refuses_what_is_not_finite),
+    ("_backends/shared/rules.py", "ops.maximum(scale * 0.5, MIN_LOSS_SCALE)", "scale * 0.5", keeps_a_scale_above_its_floor),
+    ("_policy/ledger.py", ANEW, FOREVER, ends_a_streak),
+    ("_diagnose/causes.py", "for rule in RULES:", "for rule in RULES[::-1]:", looks_at_the_state_first),
+    ("_core/verdict.py", "self.weights + self.slots))", "self.slots))", finds_what_was_committed),
+    ("_core/finiteness.py", "np.isnan(array).sum()", "np.isnan(array[:-1]).sum()", finds_one_bad_entry),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "before", "after", "test"), MISTAKES, ids=[test.__name__ for *_, test in MISTAKES])
+def test_a_mistake_that_matters_is_noticed(module, before, after, test):
+    """A test that passes on the code fails on the mutant, and passes again afterwards."""
+    test()
+    assert mutant_runs.notices(mutant(module, before, after), test)
+    test()
+
+
+def test_what_is_no_function_is_not_swapped():
+    """A constant, a default and a table are imported anew instead."""
+    for before, after in (("BOUND = 1e24", "BOUND = 2e24"), ("    WHEN_DUE = ", "    NEVER = ")):
+        assert mutant_runs.swapped(mutant("_backends/shared/rules.py", before, after)) is None
+
+
+@pytest.mark.parametrize("one", EXPLAINED, ids=lambda one: f"{one.function}: {one.before[:40]}")
+def test_an_explained_survivor_names_code_that_exists(one):
+    """An explanation goes when its code does."""
+    source = (PACKAGE / one.module).read_text("utf-8")
+    lines = [line.strip() for line in source.splitlines()]
+    first = one.before.splitlines()[0]
+    found = [number + 1 for number, line in enumerate(lines) if line == first]
+    assert one.function in {function_at(ast.parse(source), number) for number in found}
+    assert one.before not in one.after and one.why.strip().endswith(".")
+
+
+def test_no_two_explanations_are_of_one_mutant():
+    known = [(one.module, one.function, one.before, after) for one in EXPLAINED for after in one.after or ("",)]
+    assert len(known) == len(set(known))
+
+
+def test_the_page_has_the_modules_and_no_survivor_that_is_not_explained():
+    rows = [row.split("|")[1:-1] for row in pages.read(PAGE, "mutate").strip().splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == [*(f"`{module}`" for group in mutate.GROUPS.values() for module in group.modules), "all"]
+    assert all(int(row[6]) == 0 for row in rows)
+
+
+SOURCE = """def one(
+    a,
+):
+    if a:
+        return [
+            a,
+        ]
+
+
+class Two:
+    b = 1
+
+    def three(self):
+        pass
+"""
+PLACES = [(2, "one", (1, 3)), (4, "one", (4, 4)), (6, "one", (5, 7)), (11, "Two", (11, 11)), (14, "Two.three", (14, 14))]
+
+
+@pytest.mark.parametrize(("line", "function", "lines"), PLACES)
+def test_where_a_line_is(line, function, lines):
+    """The function around a line, and the statement that it is part of."""
+    tree = ast.parse(SOURCE)
+    assert (function_at(tree, line), header(tree, line)) == (function, lines)
+
+
+@given(st.text("ab\n"), st.text("ab\n"), st.text("ab\n"), st.text("ab\n"))
+def test_a_difference_makes_one_text_of_the_other(head, one, other, tail):
+    from campaigns.mutants import _difference
+
+    before, after = head + one + tail, head + other + tail
+    assert replaced(before, *_difference(before, after)) == after
+
+
+def test_the_latest_result_counts(tmp_path):
+    """A mutant that ran again is counted once; one that was drawn is drawn again."""
+    for outcome in ("survived", "killed"):
+        with (tmp_path / "rules.results").open("a") as file:
+            file.write(json.dumps({"key": "k", "outcome": outcome}) + "\n")
+    assert [found["outcome"] for found in mutate.results("rules", tmp_path).values()] == ["killed"]
+    many = [mutant("_core/verdict.py", "PERIOD = 1", f"PERIOD = {number}") for number in range(2, 20)]
+    assert mutate.drawn(many, 5) == mutate.drawn(many, 5) and len(mutate.drawn(many, 5)) == 5
+    assert mutate.drawn(many, 0) == many

@@ -1,0 +1,132 @@
+"""The one definition of "finite", against what NumPy says of each entry."""
+
+from __future__ import annotations
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from keras_nanguard._core import finiteness
+
+FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
+OTHERS = ("int8", "uint8", "int32", "int64", "bool", "string")
+NATIVE = ("float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
+SIZES = (1, 7, 4095, 4096, 4097, 9000)
+"""On both sides of the size from which on a dot product decides."""
+
+
+def array(dtype, values):
+    return np.asarray(values).astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def test_which_dtypes_can_be_bad():
+    assert all(map(finiteness.is_float, FLOATS)) and not any(map(finiteness.is_float, OTHERS))
+    assert finiteness.is_float(np.dtype("float32")) and not finiteness.is_float(np.dtype("int32"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
+    """A NaN in any float dtype; where the dtype has an Inf, that too."""
+    bad = array(dtype, [1.0, np.nan, 2.0])
+    assert not finiteness.is_finite(bad) and finiteness.counts(bad) == (1, 0, 3)
+    assert finiteness.is_finite(array(dtype, [1.0, 0.5])) and finiteness.counts(array(dtype, [1.0, 0.5])) == (0, 0, 2)
+    if dtype != "float8_e4m3fn":
+        assert finiteness.counts(array(dtype, [np.inf, -np.inf, 1.0, 2.0])) == (0, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_what_numpy_computes_with_is_not_copied(dtype):
+    given = np.ones(3, dtype)
+    assert finiteness.widen(given) is given
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_the_others_are_computed_with_as_float32(dtype):
+    assert finiteness.widen(array(dtype, [1.0, 2.0])).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "S3"])
+def test_what_has_no_wider_dtype_stays_as_it_is(dtype):
+    assert finiteness.widen(np.zeros(2, dtype)).dtype == np.dtype(dtype)
+
+
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from([np.nan, np.inf, -np.inf, complex(0, np.inf), complex(np.nan, 0)]),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from(["float32", "float64", "complex64"]),
+)
+def test_one_bad_entry_is_found_wherever_it_is(size, bad, place, dtype):
+    """In arrays of either size, in the first entry as in the last, in the real as in the imaginary part."""
+    values = np.random.default_rng(0).normal(size=size).astype(dtype)
+    assert finiteness.is_finite(values)
+    values[int(place * size)] = bad if dtype == "complex64" else np.real(bad) + np.imag(bad)
+    assert not finiteness.is_finite(values)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "int32", "float16"])
+def test_large_finite_entries_are_finite_and_say_nothing(size, dtype):
+    """A sum of squares that overflows decides nothing, and NumPy's warnings of it reach nobody."""
+    largest = np.iinfo(dtype).max if dtype == "int32" else float(np.finfo(dtype).max)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert finiteness.is_finite(np.full(size, largest, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "complex64"])
+def test_nothing_is_finite(dtype):
+    empty = np.zeros((0, 3), dtype)
+    assert finiteness.is_finite(empty) and finiteness.counts(empty) == (0, 0, 0) and finiteness.largest(empty) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "U4"])
+def test_what_can_hold_no_nan_is_counted_as_finite(dtype):
+    given = np.zeros((2, 3), dtype)
+    assert finiteness.is_finite(given) is True and finiteness.counts(given) == (0, 0, 6) and finiteness.largest(given) == 0.0
+
+
+@given(st.lists(st.sampled_from([0.0, 1.5, -3.0, np.nan, np.inf, -np.inf]), max_size=12), st.sampled_from(["float32", "complex64"]))
+def test_counts_are_those_of_numpy(values, dtype):
+    given = np.asarray(values, dtype)
+    assert finiteness.counts(given) == (int(np.isnan(given).sum()), int(np.isinf(given).sum()), given.size)
+    assert finiteness.is_finite(given) is bool(np.isfinite(given).all())
+
+
+@pytest.mark.parametrize(("values", "expected"), [([1.0, -5.0, 2.0], 5.0), ([0.0], 0.0), ([3 + 4j, 1], 5.0)])
+def test_the_largest_magnitude(values, expected):
+    found = finiteness.largest(values)
+    assert found == expected and type(found) is float
+
+
+@pytest.mark.parametrize("size", [1, 3, 255, 256, 4095, 4096, 4097, 5000])
+def test_a_fingerprint_changes_with_every_entry(size):
+    """Any one entry changed, and any two exchanged, in small arrays, in the table, and in what is left over beside it."""
+    given = np.random.default_rng(0).normal(size=size).astype("float32")
+    before = finiteness.fingerprint(given)
+    assert np.array_equal(before, finiteness.fingerprint(given.copy()))
+    for place in {0, size // 2, size - 1}:
+        changed = given.copy()
+        changed.view("uint32")[place] ^= 1
+        assert not np.array_equal(finiteness.fingerprint(changed), before)
+        exchanged = given.copy()
+        exchanged[[0, place]] = exchanged[[place, 0]]
+        assert np.array_equal(finiteness.fingerprint(exchanged), before) is (place == 0)
+
+
+def test_a_fingerprint_is_small():
+    """A small array is kept whole in it; a large one takes a fraction of its memory."""
+    assert finiteness.fingerprint(np.zeros(4095, "float32")).size == 256 + 4095
+    for rows, rest in ((16, 0), (16, 5), (17, 5), (400, 255)):
+        assert finiteness.fingerprint(np.zeros(256 * rows + rest, "float32")).size == 256 + rows + rest
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "float64", "complex128"])
+def test_a_fingerprint_of_any_dtype(dtype):
+    given = np.arange(6).reshape(2, 3).astype(dtype)
+    changed = given.copy()
+    changed[1, 0] = 0
+    assert not np.array_equal(finiteness.fingerprint(given), finiteness.fingerprint(changed))

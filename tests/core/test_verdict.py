@@ -1,0 +1,139 @@
+"""What a step reports, read on the host: every combination of finite, NaN and infinite numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict, logged_losses, named_outputs, predicted
+
+NAN, INF = math.nan, math.inf
+FINE = Verdict(False, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0)
+SUMS = ("loss", "gradients", "statistics", "weights", "slots")
+SCALES = {1.0: True, 2.0**15: True, 0.0: False, -1.0: False, NAN: False, INF: False}
+
+
+def test_a_row_and_the_record_have_one_order():
+    """The host reads what the step has written; truth values travel as 0 and 1, the step as a whole number."""
+    found = Verdict.of([1.0, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7.0, 0.0])
+    assert found == Verdict(True, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7, False)
+    assert (type(found.refused), type(found.step), type(found.halted)) == (bool, int, bool)
+    found = Verdict.of([0.0, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7.0, 1.0])
+    assert (found.refused, found.halted) == (False, True)
+    assert FIELDS == ("refused", "loss", "gradients", "statistics", "weights", "slots", "scale", "step", "halted")
+
+
+def test_a_verdict_of_a_step_that_counts_nothing():
+    """Where each execution is one step nothing is counted, and nothing halts."""
+    assert (FINE.step, FINE.halted) == (0, False)
+
+
+def test_float32_represents_every_step_number():
+    """The row may be float32: every number below `PERIOD` has to be exact in it, and its neighbours different ones."""
+    for step in (PERIOD - 1, PERIOD // 2 + 1, 1):
+        assert int(np.float32(step)) == step and np.float32(step) != np.float32(step - 1)
+    assert PERIOD > 1_000_000  # longer than any execution
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.floats(2.0**-14, 2.0**20))
+def test_the_gradient_norm_is_that_of_the_unscaled_gradients(gradients, scale):
+    """Half the sum of squares of the scaled gradients comes back as their norm without the scale."""
+    half = sum((scale * g) ** 2 for g in gradients) / 2
+    found = FINE._replace(gradients=half, scale=scale).gradient_norm
+    assert found == pytest.approx(float(np.linalg.norm(gradients)), rel=1e-9, abs=1e-150)
+
+
+@pytest.mark.parametrize(("gradients", "scale"), [(1.0, 0.0), (-1.0, 1.0), (NAN, 1.0), (1.0, NAN)])
+def test_there_may_be_no_gradient_norm(gradients, scale):
+    """Nothing is divided by a scale of 0, and no root is taken of what is no sum of squares."""
+    assert math.isnan(FINE._replace(gradients=gradients, scale=scale).gradient_norm)
+
+
+def test_the_gradient_norm_of_no_gradient_is_0():
+    assert FINE._replace(gradients=0.0).gradient_norm == 0.0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_combination_of_sums(refused, scale):
+    """Each judgement, in the words of its docstring, for each set of sums that are not finite."""
+    for bad in itertools.product((1.5, NAN, INF, -INF), repeat=5):
+        verdict = Verdict(refused, *bad, scale)
+        fine = dict(zip(SUMS, map(math.isfinite, bad)))
+        assert verdict.scale_is_valid is SCALES[scale]
+        assert verdict.finite is (all(fine.values()) and SCALES[scale])
+        assert verdict.poisoned is (not refused and not (fine["weights"] and fine["slots"]))
+        alone = not fine["gradients"] and fine["loss"] and fine["statistics"]
+        assert verdict.only_gradients is (refused and alone and SCALES[scale])
+
+
+def report(verdict=FINE, **counts):
+    rows = tuple((site, f"a/{site}") for site in counts)
+    return Report(verdict, rows, np.array(list(counts.values()), dtype="int64").reshape(-1, 3)).findings()
+
+
+def test_a_finding_for_each_bad_row():
+    """Counts become findings, in order; what has neither NaN nor Inf becomes none."""
+    found = report(inputs=(1, 0, 8), loss=(0, 0, 1), gradients=(0, 2, 4), weights=(3, 4, 9))
+    assert found == [
+        Finding("inputs", "nonfinite", "a/inputs", 1, 0, 8),
+        Finding("gradients", "nonfinite", "a/gradients", 0, 2, 4),
+        Finding("weights", "nonfinite", "a/weights", 3, 4, 9),
+    ]
+    assert all(type(n) is int for finding in found for n in (finding.nan, finding.inf, finding.size))
+
+
+@pytest.mark.parametrize(("loss", "nan", "inf"), [(NAN, 1, 0), (INF, 0, 1), (-INF, 0, 1)])
+def test_a_loss_is_a_finding_of_one_number(loss, nan, inf):
+    (found,) = report(FINE._replace(loss=loss))
+    assert (found.site, found.kind, found.path, found.nan, found.inf, found.size) == ("loss", "nonfinite", "", nan, inf, 1)
+    assert found.value == pytest.approx(loss, nan_ok=True)
+
+
+@pytest.mark.parametrize("site", SUMS[1:])
+def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
+    """Where every entry is finite the sum has overflowed; where one is not, that is the finding."""
+    assert report(FINE._replace(**{site: INF})) == [Finding(site, "explosion", "", 0, 0, None, INF)]
+    assert report(FINE._replace(**{site: INF}), **{site: (0, 1, 2)}) == [Finding(site, "nonfinite", f"a/{site}", 0, 1, 2)]
+
+
+def test_bad_slots_explain_a_bad_sum_over_weights_and_slots():
+    """Small slots are summed up with the weights: their finding is not reported as an explosion of the weights, too."""
+    assert [f.site for f in report(FINE._replace(weights=NAN), slots=(1, 0, 2))] == ["slots"]
+    assert [f.site for f in report(FINE._replace(slots=NAN), weights=(1, 0, 2))] == ["weights", "slots"]
+
+
+@pytest.mark.parametrize("scale", [0.0, INF, -1.0])
+def test_a_scale_that_scales_nothing_is_a_collapse(scale):
+    assert report(FINE._replace(scale=scale)) == [Finding("loss_scale", "collapse", "", value=scale)]
+
+
+def test_a_report_of_a_step_that_is_finite_has_no_findings():
+    assert report() == []
+    assert Report(FINE, (), ()).left_by_previous is False
+
+
+def test_the_losses_among_the_logs():
+    """`loss` alone where there is one, else whatever ends in it, else nothing."""
+    assert logged_losses({"loss": 1, "d_loss": 2, "accuracy": 3}) == {"loss": 1}
+    assert logged_losses({"d_loss": 2, "g_loss": 4, "accuracy": 3, "lossy": 5}) == {"d_loss": 2, "g_loss": 4}
+    assert logged_losses({0: 1}) == {} and logged_losses(None) == {} and logged_losses(3.0) == {}
+
+
+def test_the_prediction_among_the_arguments_of_compute_loss():
+    """By its place, or by its name, or not at all; `None` is what Keras passes where there is none."""
+    assert predicted(("x", "y", "p", "w"), {}) == "p"
+    assert predicted(("x",), {"y_pred": "p", "y": "y"}) == "p"
+    assert predicted((), {"x": "x", "y": "y"}) is None
+
+
+def test_outputs_have_the_names_of_the_model_as_far_as_it_has_some():
+    model = SimpleNamespace(output_names=["a", "b"])
+    assert named_outputs(model, [1, 2, 3]) == [("a", 1), ("b", 2), ("output_2", 3)]
+    assert named_outputs(object(), [1]) == named_outputs(SimpleNamespace(output_names=None), [1]) == [("output_0", 1)]

@@ -1,0 +1,517 @@
+"""What each piece of evidence decides, at both sides of every boundary: cause, culprit, rows, confidence and the rule that decided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from keras_nanguard._core.evidence import Constant, Evidence, Growth, LayerRow, Operand, OptimizerFacts, Origin, Spread, TargetFault
+from keras_nanguard._core.history import JUMP, RISE
+from keras_nanguard._diagnose.causes import EXPONENTIALS, POLES, RECURRENT, Conclusion, decide, grown, kind
+
+NAN, INF = math.nan, math.inf
+
+
+def operand(max_abs, **more):
+    return Operand(max_abs, **{"zero": False, "negative": False, "dtype": "float32", **more})
+
+
+ONE, LARGE, ZERO = operand(1.0), operand(1e30), operand(0.0, zero=True)
+
+
+def origin(op="Log", phase="loss", operands=(ONE,), **more):
+    known = {"source": "operation", "frames": ("mse",), "culprit": "mse", "layer_class": "Loss", "dtype": "float32"}
+    return Origin(5, op=op, phase=phase, operands=operands, **{**known, **more})
+
+
+def bad(**more):
+    """Return the evidence of a refused step whose replay is bad, the loss first."""
+    return Evidence(**{"replay": "bad", "first": "loss", "first_path": "d/kernel", "count": 16, **more})
+
+
+def seen(*sites, **more):
+    """Return the evidence of a committed step that was not run again."""
+    return Evidence(**{"refused": False, "sites": sites, "first_path": "d/kernel", "count": 16, **more})
+
+
+def below(number):
+    return math.nextafter(number, 0.0)
+
+
+def above(number):
+    return math.nextafter(number, INF)
+
+
+def grows(**more):
+    return Growth(**{"steps": 6, **more})
+
+
+def spread(name="inputs", max_abs=1.0, **more):
+    return Spread(name, max_abs, 0.0, 1.0, **more)
+
+
+def layer(path="norm", layer_class="Normalization", minimum=0.0, maximum=1.0, nan=0):
+    return LayerRow(path, layer_class, "float32", (4,), minimum, maximum, 0.0, 0, nan, 0, 0, 4, 0.0)
+
+
+FAULT = TargetFault("cce", "", (3,), "class index 12 with 10 classes")
+MISSING = (Constant("inputs/a", (2, 5), 1, 0), Constant("inputs/b", (5, 7), 1, 0))
+UNLABELLED = (Constant("targets", (4,), 1, 0), Constant("sample_weight", (6,), 1, 0))
+VARIABLE = origin("bn/moving_mean", source="variable", culprit="bn", operands=())
+OVERFLOW = origin("MatMul", "forward", (LARGE,), culprit="dense")
+EXP = origin("Exp", "forward", (operand(100.0),), culprit="act")
+ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 1e-8)
+DOMAIN = Conclusion("loss_domain", "mse", (), 0.9, "domain")
+FORWARD = Conclusion("forward_domain", "dense", (), 0.9, "domain")
+UNKNOWN = Conclusion("unknown", "d/kernel", (), 0.0, "")
+
+
+def decided(cause, culprit="d/kernel", samples=(), confidence=0.9, because=""):
+    return Conclusion(cause, culprit, samples, confidence, because)
+
+
+STATE = {
+    "a marker that the loss reads": (bad(origin=VARIABLE), decided("state_nonfinite", "bn/moving_mean", because="state")),
+    "a marker that only a gradient reads": (bad(origin=VARIABLE, first="gradients"), UNKNOWN),
+    "an operation, and no state": (bad(origin=origin()), DOMAIN),
+    "nothing": (bad(), UNKNOWN),
+    "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95, "state")),
+    "statistics": (bad(state=(("m", "statistics"),), sites=("loss:nonfinite",)), decided("state_nonfinite", "m", (), 0.95, "state")),
+    "statistics, in a validation": (
+        seen("validation:nonfinite", state=(("m", "statistics"), ("v", "statistics"))),
+        decided("batchnorm_statistics", "m", because="state"),
+    ),
+    "statistics, in a prediction": (
+        seen("loss:spike", "predictions:nonfinite", state=(("m", "statistics"),)),
+        decided("batchnorm_statistics", "m", because="state"),
+    ),
+    "statistics and a weight, in a validation": (
+        seen("validation:nonfinite", state=(("m", "statistics"), ("k", "weights"))),
+        decided("state_nonfinite", "m", (), 0.95, "state"),
+    ),
+}
+"""The state was bad before the step."""
+
+NORMALIZES = origin("Rsqrt", "forward", culprit="bn", layer_class="BatchNormalization")
+SPOILED = {"inference": "bad", "training": "finite", "first": "", "replay": ""}
+STATISTICS = decided("batchnorm_statistics", "bn", because="modes")
+FORWARD_BN = Conclusion("forward_domain", "bn", (), 0.9, "domain")
+
+MODES = {
+    "batch normalization": (bad(**SPOILED, origin=NORMALIZES), STATISTICS),
+    "moving statistics of another layer": (bad(**SPOILED, origin=replace(VARIABLE, layer_class="Own")), STATISTICS),
+    "another layer": (bad(**SPOILED, origin=replace(NORMALIZES, layer_class="Dense")), FORWARD_BN),
+    "nobody knows where": (bad(**SPOILED), UNKNOWN),
+    "both modes are bad": (bad(**{**SPOILED, "training": "bad"}, origin=NORMALIZES), FORWARD_BN),
+    "inference is finite": (bad(**{**SPOILED, "inference": "finite"}, origin=NORMALIZES), FORWARD_BN),
+}
+"""Inference is not finite while training is."""
+
+ROWS = {"inputs": (spread(outliers=(3, 1)),), "targets": (spread("targets", outliers=(1, 9)),)}
+
+
+def jumped(factor):
+    return Growth(jump=(factor, 2))
+
+
+MONITORS = {
+    "lasting spike": (bad(sites=("loss:lasting_spike",)), decided("spike", because="divergence")),
+    "divergence": (seen("weights:stuck", "loss:divergence"), decided("divergence", because="divergence")),
+    "divergence, refused": (seen("loss:divergence", refused=True), UNKNOWN),
+    "divergence, replayed": (seen("loss:divergence", replay="bad"), UNKNOWN),
+    "statistics that never move": (seen("statistics:stuck"), decided("training_flag", because="stuck")),
+    **{
+        f"statistics: {how}": (seen(f"statistics:{how}"), decided("batchnorm_statistics", because="statistics"))
+        for how in ("spike", "out_of_range", "explosion")
+    },
+    **{
+        f"loss scale: {how}": (seen(f"loss_scale:{how}"), decided("loss_scale_collapsed", "", because="scale"))
+        for how in ("collapse", "out_of_range", "nonfinite")
+    },
+    "dead after a jump": (seen("gradients:stuck", growth=jumped(JUMP)), decided("divergence", confidence=0.8, because="dead")),
+    "dead weights after a jump": (seen("weights:stuck", growth=jumped(JUMP)), decided("divergence", confidence=0.8, because="dead")),
+    "dead after less, in float16": (
+        seen("gradients:stuck", growth=jumped(below(JUMP)), low_precision="float16"),
+        decided("float16_underflow", confidence=0.7, because="dead"),
+    ),
+    "dead after less, in bfloat16": (
+        seen("gradients:stuck", growth=jumped(RISE), low_precision="bfloat16"),
+        decided("divergence", confidence=0.6, because="dead"),
+    ),
+    "dead after no rise": (seen("gradients:stuck", growth=jumped(below(RISE))), decided("unknown", confidence=0.6, because="dead")),
+    "dead after a rise, nobody knows where": (
+        seen("gradients:stuck", first_path="", growth=jumped(RISE)),
+        decided("unknown", "", confidence=0.6, because="dead"),
+    ),
+    "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8, "negative")),
+    "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.85, because="explosion")),
+    "spike after a rise": (seen("loss:spike", growth=jumped(1e3)), decided("divergence", confidence=0.8, because="explosion")),
+    "spike after less": (seen("loss:spike", growth=jumped(below(1e3))), decided("spike", confidence=0.8, because="spike")),
+    "spike of rows": (seen("loss:spike", growth=jumped(1e3), count=12, **ROWS), decided("spike", "d/kernel", (3, 1, 9), 0.8, "spike")),
+    "spike of too many rows": (seen("loss:spike", count=11, **ROWS), decided("spike", confidence=0.8, because="spike")),
+    "spike of whole numbers": (
+        seen("loss:spike", inputs=(spread(outliers=(1,), integer=True),)),
+        decided("spike", confidence=0.8, because="spike"),
+    ),
+    "nothing of these": (seen("loss:nonfinite"), UNKNOWN),
+}
+"""Findings in committed steps."""
+
+FINITE = {"replay": "finite", "same_mode": "finite", "first": ""}
+
+TRANSIENT = {
+    "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.7, because="replay")),
+    "in another mode": (bad(**{**FINITE, "same_mode": ""}), UNKNOWN),
+    "bad, in one mode": (bad(**{**FINITE, "replay": "bad"}), UNKNOWN),
+    "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
+    "bad targets": (bad(**FINITE, targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
+}
+"""The same step comes out finite."""
+
+FROM_INPUTS, FROM_TARGETS = (Origin(-1, "batch", name, "forward") for name in ("inputs/a", "targets"))
+NAMED = {"origin": origin(), "inputs_bad": MISSING, "rows": (7, 2), "without_rows": "finite"}
+
+BATCH = {
+    "from the inputs": (bad(origin=FROM_INPUTS, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.95, "batch")),
+    "from the inputs, rows by trial": (bad(origin=FROM_INPUTS, rows=(1,)), decided("input_nonfinite", "inputs/a", (1,), 0.95, "batch")),
+    **{
+        f"from the targets, {first or 'nothing'} first": (
+            bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first=first),
+            decided("target_nonfinite", "targets", (4, 6), 0.95, "batch"),
+        )
+        for first in ("loss", "statistics", "")
+    },
+    "from masked targets": (
+        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first="gradients", loss_parts=(("a", 1.0), ("b", 2.0), ("c", 3.0))),
+        decided("gradient_domain", "c", (4, 6), 0.8, "where"),
+    ),
+    "from masked targets of the one loss": (
+        bad(origin=FROM_TARGETS, first="gradients"),
+        decided("gradient_domain", "loss", (), 0.8, "where"),
+    ),
+    "bad rows are the rows to blame": (bad(**NAMED), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
+    "all bad rows are to blame": (bad(**{**NAMED, "rows": (2, 5, 7)}), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
+    "other rows are to blame": (bad(**{**NAMED, "rows": (2, 3)}), replace(DOMAIN, samples=(2, 3))),
+    "no rows are to blame": (bad(**{**NAMED, "rows": ()}), DOMAIN),
+    "bad without the rows": (bad(**{**NAMED, "without_rows": "bad"}), replace(DOMAIN, samples=(7, 2))),
+    "bad inputs and no origin": (bad(inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
+    "bad inputs, gradients first": (
+        bad(inputs_bad=MISSING, first="gradients"),
+        decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch"),
+    ),
+    "bad targets and no origin": (bad(targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
+    "bad targets, gradients first": (
+        bad(targets_bad=UNLABELLED, first="gradients"),
+        decided("divergence", confidence=0.7, because="explosion"),
+    ),
+    "bad inputs, weights first": (bad(inputs_bad=MISSING, first="weights"), decided("optimizer_domain", confidence=0.85, because="update")),
+    "bad inputs, and an operation": (bad(inputs_bad=MISSING, origin=origin()), DOMAIN),
+}
+"""NaN or Inf in the batch."""
+
+OUT_OF_RANGE = decided("target_out_of_range", "cce", (3,), 0.9, "targets")
+HARMLESS = replace(FAULT, fatal=False)
+RISEN = grows(loss=1e3)
+
+TARGETS = {
+    "a fatal fault": (bad(target_fault=FAULT), OUT_OF_RANGE),
+    "a fatal fault, bad in the loss": (bad(target_fault=FAULT, origin=origin()), OUT_OF_RANGE),
+    "a fatal fault, bad before the loss": (
+        bad(target_fault=FAULT, origin=origin(phase="forward")),
+        replace(DOMAIN, cause="forward_domain"),
+    ),
+    "the same, after growth": (bad(target_fault=FAULT, origin=origin(phase="forward"), growth=RISEN), OUT_OF_RANGE),
+    "a harmless fault": (bad(target_fault=HARMLESS, origin=origin()), DOMAIN),
+    "a harmless fault after growth": (bad(target_fault=HARMLESS, growth=RISEN), OUT_OF_RANGE),
+}
+"""Targets that the loss does not accept."""
+
+SCALED = {"first": "gradients", "origin": origin("MatMul", "backward", (ONE,))}
+GRADIENT = decided("gradient_domain", "mse", because="domain")
+TOO_HIGH = decided("loss_scale_collapsed", "", confidence=0.9, because="scale_high")
+TOO_LOW = decided("loss_scale_collapsed", "", confidence=0.8, because="scale")
+
+SCALE = {
+    **{
+        f"a scale of {scale}": (bad(**SCALED, loss_scale=scale), decided("loss_scale_collapsed", "", (), 0.95, "scale"))
+        for scale in (0.0, -2.0, INF, NAN)
+    },
+    "no scale": (bad(**SCALED), GRADIENT),
+    "a scale of 1": (bad(**SCALED, loss_scale=1.0), GRADIENT),
+    "a scale below 1": (bad(**SCALED, loss_scale=below(1.0)), TOO_LOW),
+    "a tiny scale": (bad(**SCALED, loss_scale=5e-324), TOO_LOW),
+    "a scale below 1, nothing bad": (bad(**{**SCALED, "first": ""}, loss_scale=0.5, unscaled="finite"), TOO_LOW),
+    "a scale below 1, the loss is bad": (bad(loss_scale=0.5, origin=origin()), DOMAIN),
+    "a scale below 1, bad inputs": (bad(**SCALED, loss_scale=0.5, inputs_bad=MISSING), GRADIENT),
+    "a scale below 1, bad without it": (bad(**SCALED, loss_scale=0.5, unscaled="bad"), GRADIENT),
+    "a high scale": (bad(**SCALED, loss_scale=above(2.0**24), unscaled="finite"), TOO_HIGH),
+    **{
+        f"a high scale, {first or 'nothing'} first": (
+            bad(**{**SCALED, "first": first}, loss_scale=2.0**30, unscaled="finite"),
+            TOO_HIGH,
+        )
+        for first in ("loss", "statistics", "")
+    },
+    "a high scale, weights first": (
+        bad(first="weights", loss_scale=2.0**30, unscaled="finite"),
+        decided("optimizer_domain", confidence=0.85, because="update"),
+    ),
+    "a high scale, bad without it": (bad(**SCALED, loss_scale=2.0**30, unscaled="bad"), GRADIENT),
+    "a scale that is not too high": (bad(**SCALED, loss_scale=2.0**24, unscaled="finite"), GRADIENT),
+}
+"""The loss scale."""
+
+HALF = {"low_precision": "float16", "float32": "finite", "rows": (3,)}
+TOO_LARGE = decided("float16_overflow", "dense", (3,), 0.9, "float32")
+TOO_SMALL = decided("float16_underflow", "mse", (3,), 0.9, "float32")
+SMALL_RESULT = origin("MatMul", "forward", (operand(2.0),), dtype="float16", culprit="dense")
+
+LOW_PRECISION = {
+    "overflow": (bad(**HALF, origin=SMALL_RESULT), TOO_LARGE),
+    "overflow of weights that have not grown": (bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=below(20.0))), TOO_LARGE),
+    "overflow of weights that have": (
+        bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=20.0)),
+        decided("divergence", "dense", confidence=0.85, because="growth"),
+    ),
+    "exp of weights that have grown": (
+        bad(**HALF, origin=EXP, growth=grows(weights=20.0)),
+        decided("divergence", "act", confidence=0.85, because="growth"),
+    ),
+    "a pole, of weights that have grown": (bad(**HALF, origin=origin(), growth=grows(weights=20.0)), TOO_SMALL),
+    "exp": (bad(**HALF, origin=EXP), replace(TOO_LARGE, culprit="act")),
+    "a pole": (bad(**HALF, origin=origin()), TOO_SMALL),
+    "a pole in the gradients": (bad(**HALF, first="gradients", origin=origin()), replace(TOO_SMALL, cause="float16_overflow")),
+    "a zero in the gradients": (bad(**HALF, first="gradients", origin=origin(operands=(ONE, ZERO))), TOO_SMALL),
+    "a zero that overflows": (bad(**HALF, origin=replace(SMALL_RESULT, operands=(ZERO,))), TOO_LARGE),
+    "nobody knows where": (bad(**HALF), replace(TOO_LARGE, culprit="d/kernel")),
+    "bad in float32": (bad(**{**HALF, "float32": "bad"}, origin=origin()), replace(DOMAIN, samples=(3,))),
+    "float32 throughout": (bad(**{**HALF, "low_precision": ""}, origin=origin()), replace(DOMAIN, samples=(3,))),
+    **{
+        f"{first} first": (bad(**HALF, first=first), decided("optimizer_domain", confidence=0.85, because="update"))
+        for first in ("weights", "slots")
+    },
+}
+"""The same step in float32 is finite."""
+
+BLAMED = decided("optimizer_domain", confidence=0.85, because="update")
+ROUNDED = replace(ADAM, epsilon_in_dtype=0.0)
+EXPLODED = decided("divergence", confidence=0.8, because="growth")
+
+UPDATE = {
+    "an update": (bad(first="slots", optimizers=(ADAM,)), BLAMED),
+    **{
+        f"a rate of {rate}": (
+            bad(first="weights", optimizers=(ADAM, replace(ADAM, learning_rate=rate))),
+            decided("optimizer_domain", confidence=0.95, because="rate"),
+        )
+        for rate in (NAN, INF)
+    },
+    "after growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=1e4)), EXPLODED),
+    "after growth of the gradients": (bad(first="weights", growth=grows(norm=1e4)), EXPLODED),
+    "after less growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
+    "after growth, with an epsilon of 0": (bad(first="weights", optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
+    "after growth, without epsilon": (bad(first="weights", optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
+    "written by something else": (bad(first="weights", written=True), decided("state_nonfinite", confidence=0.85, because="written")),
+    "written, the loss is bad": (bad(written=True, origin=origin()), DOMAIN),
+}
+"""Finite gradients, and bad weights or slots."""
+
+GREW = decided("divergence", "dense", confidence=0.85, because="growth")
+POLE = origin("Log", "forward", (ONE,), culprit="dense")
+NO_ORIGIN = {"first": "loss", "sites": ("gradients:explosion",)}
+FEW = {"without_rows": "finite", "rows": (1,), "count": 4}
+
+DIVERGENCE = {
+    "overflow after growth": (bad(origin=OVERFLOW, growth=grows(loss=1e3)), GREW),
+    "overflow after growth of the gradients": (bad(origin=OVERFLOW, growth=grows(norm=1e3)), GREW),
+    "overflow after less": (bad(origin=OVERFLOW, growth=grows(loss=below(1e3), norm=below(1e3), weights=1.0)), FORWARD),
+    "overflow of grown weights": (bad(origin=OVERFLOW, growth=grows(weights=20.0)), GREW),
+    "explosion after growth": (bad(**NO_ORIGIN, growth=grows(loss=1e3)), decided("divergence", confidence=0.85, because="growth")),
+    "another finding after growth": (bad(sites=("loss:explosion",), growth=grows(loss=1e3)), UNKNOWN),
+    "explosion without growth": (bad(**NO_ORIGIN), UNKNOWN),
+    "explosion beside a pole": (bad(**NO_ORIGIN, origin=POLE, growth=grows(loss=1e3)), FORWARD),
+    "a pole, of weights far away": (bad(origin=POLE, growth=grows(weights=1e3)), GREW),
+    "a pole, of weights that have grown": (bad(origin=POLE, growth=grows(weights=below(1e3), loss=below(1e3))), FORWARD),
+    "a pole, of weights and a loss that have": (bad(origin=POLE, growth=grows(weights=20.0, loss=1e3)), GREW),
+    "a pole, of weights and gradients that have": (bad(origin=POLE, growth=grows(weights=20.0, norm=1e3)), GREW),
+    "a pole, of a loss that has grown": (bad(origin=POLE, growth=grows(weights=below(20.0), loss=1e9)), FORWARD),
+    "exp, of weights that have grown": (bad(origin=EXP, growth=grows(weights=20.0)), replace(GREW, culprit="act")),
+    "exp, of weights that have in no step": (bad(origin=EXP, growth=grows(steps=0, weights=20.0)), replace(FORWARD, culprit="act")),
+    "exp, of weights that have in one step": (bad(origin=EXP, growth=grows(steps=1, weights=20.0)), replace(GREW, culprit="act")),
+    "exp, of weights and a loss that have": (bad(origin=EXP, growth=grows(weights=2.0, loss=1e3)), replace(GREW, culprit="act")),
+    "exp, of weights that have a little": (bad(origin=EXP, growth=grows(weights=below(20.0))), replace(FORWARD, culprit="act")),
+    "exp, of a loss that has": (bad(origin=EXP, growth=grows(weights=below(2.0), loss=1e9)), replace(FORWARD, culprit="act")),
+    "moved too far": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5)), GREW),
+    "moved too far, in exp": (bad(origin=EXP, at_start="finite", growth=grows(weights=1.5)), replace(GREW, culprit="act")),
+    "moved too far, to a pole": (bad(origin=POLE, at_start="finite", growth=grows(weights=1.5)), FORWARD),
+    "moved less": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=below(1.5))), FORWARD),
+    "as bad at the start": (bad(origin=OVERFLOW, at_start="bad", growth=grows(weights=1.5)), FORWARD),
+    "few rows overflow": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **FEW), replace(FORWARD, samples=(1,))),
+    "many rows overflow": (bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "count": 3}), GREW),
+    "few rows overflow, and others": (
+        bad(origin=OVERFLOW, at_start="finite", growth=grows(weights=1.5), **{**FEW, "without_rows": "bad"}),
+        GREW,
+    ),
+    "constant features": (
+        bad(origin=OVERFLOW, growth=RISEN, table=(layer("a", "Dense", maximum=1e9), layer("b"), layer("c", maximum=1e4))),
+        decided("input_scale", "c", confidence=0.8, because="constant"),
+    ),
+    "constant features, negative": (
+        bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", minimum=-1e4),)),
+        decided("input_scale", "c", confidence=0.8, because="constant"),
+    ),
+    "constant features, and exp": (
+        bad(origin=EXP, growth=grows(weights=20.0), table=(layer("c", maximum=1e4),)),
+        decided("input_scale", "c", confidence=0.8, because="constant"),
+    ),
+    "features that are not constant": (bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", maximum=below(1e4)),)), GREW),
+    "data that is finite at unit scale": (
+        bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("inputs", 5.0),), targets=(spread("targets", 1e3),)),
+        decided("input_scale", "targets", confidence=0.75, because="rescaled"),
+    ),
+    "data that is bad at unit scale": (bad(origin=OVERFLOW, growth=RISEN, rescaled="bad", inputs=(spread("inputs", 1e9),)), GREW),
+    "data of a usual scale": (bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("inputs", below(1e3)),)), GREW),
+    "data in whole numbers": (bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("ids", 1e6, integer=True),)), GREW),
+    "nobody is to blame": (
+        bad(origin=replace(OVERFLOW, culprit="", phase="backward"), growth=RISEN),
+        decided("divergence", confidence=0.85, because="growth"),
+    ),
+}
+"""Loss, gradients or weights have grown."""
+
+HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
+UNSCALED = decided("input_scale", "inputs", confidence=0.85, because="huge")
+CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class="Normalization")
+
+INPUT_SCALE = {
+    "huge inputs": (bad(origin=OVERFLOW, inputs=HUGE), UNSCALED),
+    "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
+    "large inputs": (bad(origin=OVERFLOW, inputs=(spread("inputs", below(1e4)),)), FORWARD),
+    "huge inputs, and no overflow": (bad(origin=POLE, inputs=HUGE), FORWARD),
+    "huge inputs, and an explosion": (bad(**NO_ORIGIN, inputs=HUGE), UNSCALED),
+    "huge inputs, and another explosion": (bad(sites=("weights:explosion",), inputs=HUGE), UNKNOWN),
+    "huge inputs, and rows": (bad(origin=OVERFLOW, inputs=HUGE, rows=(4,)), replace(UNSCALED, samples=(4,))),
+    "huge inputs, and outliers": (
+        bad(origin=OVERFLOW, inputs=HUGE, targets=(spread("targets"), spread("weights", outliers=(6,)))),
+        replace(UNSCALED, samples=(6,)),
+    ),
+    "constant features": (
+        bad(origin=OVERFLOW, table=(layer(maximum=1e4),)),
+        decided("input_scale", "norm", confidence=0.8, because="constant"),
+    ),
+    "constant features, and an explosion": (
+        bad(**NO_ORIGIN, table=(layer(maximum=1e4),)),
+        decided("input_scale", "norm", confidence=0.8, because="constant"),
+    ),
+    "constant features, and a pole": (bad(origin=POLE, table=(layer(maximum=1e4),)), FORWARD),
+    "constant features, divided by": (bad(origin=CONSTANT, rows=(2,)), decided("input_scale", "norm", (2,), 0.85, "constant")),
+    "divided by in another layer": (bad(origin=replace(CONSTANT, layer_class="Dense")), replace(FORWARD, culprit="norm")),
+    "divided by, backwards": (bad(origin=replace(CONSTANT, phase="backward")), decided("gradient_domain", "norm", because="domain")),
+    "an overflow in the layer": (
+        bad(origin=replace(OVERFLOW, layer_class="Normalization", culprit="norm")),
+        replace(FORWARD, culprit="norm"),
+    ),
+}
+"""The data alone."""
+
+RECURS = decided("divergence", "dense", confidence=0.75, because="recurrence")
+
+REST = {
+    **{f"overflow in {name}": (bad(origin=replace(OVERFLOW, layer_class=name)), RECURS) for name in sorted(RECURRENT)},
+    "overflow in the gradient": (bad(origin=replace(OVERFLOW, phase="backward")), RECURS),
+    "overflow in the slope": (bad(origin=replace(OVERFLOW, phase="slope")), RECURS),
+    "overflow elsewhere": (bad(origin=OVERFLOW), FORWARD),
+    "a pole in a recurrent layer": (bad(origin=replace(POLE, layer_class="LSTM")), FORWARD),
+    "a sum of squares": (bad(first="gradients"), decided("divergence", confidence=0.7, because="explosion")),
+    "a sum of squares, not bad again": (bad(first="gradients", replay="failed"), UNKNOWN),
+    "an operation in the gradients": (bad(first="gradients", origin=origin()), GRADIENT),
+    "a pole in the gradient": (
+        bad(origin=origin(phase="backward", culprit="", variables=("v", "w")), rows=(2,)),
+        replace(GRADIENT, culprit="v", samples=(2,)),
+    ),
+    "a pole in the gradient of nobody": (
+        bad(origin=origin(phase="backward", culprit=""), first_path=""),
+        replace(GRADIENT, culprit="loss"),
+    ),
+    "a pole in the loss": (bad(origin=origin(culprit=""), rows=(2,)), replace(DOMAIN, culprit="loss", samples=(2,))),
+    "a pole outside of every layer": (bad(origin=origin(phase="forward", frames=(), culprit="")), replace(DOMAIN, culprit="loss")),
+    "a pole in the loss, and gradients that show it": (
+        bad(origin=origin(), first="gradients", table=(layer(nan=1),)),
+        DOMAIN,
+    ),
+    "a pole in the loss that nothing shows": (bad(origin=origin(), first="statistics"), replace(UNKNOWN, culprit="mse")),
+    "a pole that is masked in a layer": (bad(origin=POLE, first="gradients", table=(layer(),)), replace(GRADIENT, culprit="dense")),
+    "a slope that is masked": (bad(origin=replace(POLE, phase="slope"), first="gradients"), replace(GRADIENT, culprit="dense")),
+    "a pole that a layer shows": (bad(origin=POLE, first="gradients", table=(layer(), layer(nan=1))), FORWARD),
+    "a slope": (bad(origin=replace(POLE, phase="slope"), rows=(1,)), replace(FORWARD, samples=(1,))),
+    "a pole in the update": (bad(origin=replace(POLE, phase="update"), first="gradients"), replace(UNKNOWN, culprit="dense")),
+    "a constant": (bad(origin=replace(POLE, source="constant")), UNKNOWN),
+    "bad weights after growth": (seen("weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6, because="growth")),
+    "bad weights without": (seen("weights:nonfinite"), UNKNOWN),
+    "bad weights after growth, refused": (seen("weights:nonfinite", growth=RISEN, refused=True), UNKNOWN),
+    "bad weights after growth, replayed": (seen("weights:nonfinite", growth=RISEN, replay="finite"), UNKNOWN),
+    "no bad weights after growth": (seen("loss:out_of_range", growth=RISEN), UNKNOWN),
+}
+"""Recurrence, sums that overflow, and operations that leave their domain."""
+
+TABLES = {
+    "state": STATE, "modes": MODES, "monitors": MONITORS, "transient": TRANSIENT, "batch": BATCH, "targets": TARGETS, "scale": SCALE,
+    "low precision": LOW_PRECISION, "update": UPDATE, "divergence": DIVERGENCE, "input scale": INPUT_SCALE, "rest": REST,
+}  # fmt: skip
+CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_evidence_decides_all_of_the_conclusion(name):
+    """Cause, culprit, rows, confidence and reason."""
+    evidence, expected = CASES[name]
+    assert decide(evidence) == expected
+
+
+KINDS = [
+    (None, ""),
+    (origin(source="variable"), ""),
+    (origin("RealDiv", operands=(LARGE, ZERO)), "pole"),
+    (origin("RealDiv", operands=(LARGE, operand(1e-40, tiny=True))), "pole"),
+    *((origin(op, operands=(operand(1e15), ONE)), "overflow") for op in ("RealDiv", "Div", "Xdivy")),
+    (origin("RealDiv", operands=(operand(below(1e15)), ONE)), "pole"),
+    (origin("RealDiv", operands=(ONE, operand(1e15))), "overflow"),
+    (origin("RealDiv", operands=(operand(1e3), ONE), dtype="float16"), "overflow"),
+    (origin("RealDiv", operands=(operand(below(1e3)), ONE), dtype="float16"), "pole"),
+    (origin("RealDiv", operands=(operand(1e3), ONE), dtype="bfloat16"), "pole"),
+    *((origin(op, operands=(LARGE,)), "pole") for op in ("RealDiv", "Div", "Xdivy")),
+    (origin("Pow", operands=(operand(1e15), ONE)), "overflow"),
+    (origin("Pow", operands=(operand(below(1e15)), ONE)), "exp"),
+    (origin("Pow", operands=(operand(50.1), ONE)), "exp"),
+    (origin("Pow", operands=(operand(50.0), operand(60.0))), "pole"),
+    (origin("Pow", operands=()), "pole"),
+    *((origin(op, operands=(ONE,), dtype="float16"), "exp") for op in EXPONENTIALS - {"Pow"}),
+    *((origin(op, operands=(LARGE,), dtype="float16"), "pole") for op in POLES - {"RealDiv", "Div", "Xdivy"}),
+    (origin("MatMul", operands=(LARGE, operand(1.0, infinite=True)), dtype="float16"), "pole"),
+    (origin("MatMul", operands=(ONE, operand(1e15))), "overflow"),
+    (origin("MatMul", operands=(operand(below(1e15)), ONE)), "pole"),
+    *((origin("MatMul", operands=(ONE,), dtype=dtype), "overflow") for dtype in ("float16", "bfloat16")),
+    (origin("MatMul", operands=()), "pole"),
+]
+
+
+@pytest.mark.parametrize(("where", "expected"), KINDS)
+def test_how_a_value_became_nonfinite(where, expected):
+    assert kind(where) == expected
+
+
+@pytest.mark.parametrize(("grew", "expected"), [
+    (Growth(steps=0, loss=1e9), False),
+    (Growth(steps=1, loss=1e3), True),
+    (Growth(steps=1, norm=1e3), True),
+    (Growth(steps=1, weights=20.0), True),
+    (Growth(steps=1, loss=below(1e3), norm=below(1e3), weights=below(20.0)), False),
+])  # fmt: skip
+def test_what_has_grown(grew, expected):
+    assert grown(Evidence(growth=grew)) is expected
+
+
+def test_a_conclusion_of_nothing_but_a_cause():
+    assert Conclusion("spike") == Conclusion("spike", "", (), 0.9, "")
