@@ -268,14 +268,14 @@ def watch(given: argparse.Namespace) -> int:
 
 def demo(given: argparse.Namespace) -> int:
     """Run the demonstration."""
-    from keras_nanguard._core.errors import GuardError
+    from keras_nanguard._core.errors import GuardError, no_backend
 
     try:
         from keras_nanguard._cli.demo import run
 
         return run()
     except ImportError as error:
-        raise GuardError(str(error)) from error
+        raise GuardError(no_backend(error) or str(error)) from error
 
 
 def completion(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
