@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
+.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -78,16 +78,6 @@ ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist w
 BACKEND_jax = "jax==0.10.*" "keras==3.15.*"
 BACKEND_torch = "torch==2.13.0" "keras==3.15.*"
 
-LOWEST_PYTHON ?= python3.10
-lowest:  ## the tests on the lowest versions that are supported
-	$(MAKE) test-with VENV=.venv-lowest PYTHON=$(LOWEST_PYTHON) TENSORFLOW="tensorflow-cpu==2.16.*" PIN="keras==3.6.*"
-
-test-with:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) --upgrade pip
-	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" "$(PIN)" -e ".[dev,demo,yaml]"
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
-
 clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data sources: the table of docs/compatibility.md, in an environment of its own
 	.venv-clients/bin/python benchmarks/clients.py --write docs/compatibility.md
 
@@ -114,5 +104,24 @@ fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, an
 	.venv-fuzz/bin/python $(INSTALL) "$(TENSORFLOW)" -e ".[yaml]" atheris tensorstore coverage
 	@touch $@
 
+matrix: .venv-release/.ready  ## the short suite on each Python, Keras and backend: the table of docs/compatibility.md
+	.venv-release/bin/python campaigns/matrix.py --write docs/compatibility.md
+
+lowest: .venv-release/.ready  ## the whole suite in the lowest cell of that table; WHICH names another one
+	.venv-release/bin/python campaigns/matrix.py --whole $(WORKERS) --only "$(WHICH)"
+
+WHICH ?= keras 3.6, tensorflow 2.16
+
+release: .venv-release/.ready  ## sdist and wheel, checked, and tried in empty environments
+	rm -rf build dist
+	.venv-release/bin/python -m build
+	.venv-release/bin/twine check --strict dist/*
+	.venv-release/bin/python campaigns/installed.py dist
+
+.venv-release/.ready:
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python $(INSTALL) "build>=1.2" "twine>=6" "uv>=0.5"
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients .venv-fuzz build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -93,7 +93,14 @@ if not TYPE_CHECKING:  # a tool that saw it would take any name for a public one
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        try:
+            value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        except ModuleNotFoundError as error:
+            from keras_nanguard._core.errors import no_backend
+
+            if text := no_backend(error):
+                raise ModuleNotFoundError(text, name=error.name) from error
+            raise
         globals()[name] = value
         return value
 

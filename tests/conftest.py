@@ -33,8 +33,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 WITHOUT_BACKEND = (
-    *("core/", "policy/", "lint/", "campaigns/test_mutate.py", "cli/test_demo.py", "diagnosis/test_causes.py", "diagnosis/test_decided.py"),
-    *("test_architecture.py", "test_docs.py", "test_layout.py"),
+    *("core/", "policy/", "lint/", "cli/test_demo.py", "diagnosis/test_causes.py", "diagnosis/test_decided.py"),
+    *("test_api.py", "test_architecture.py", "test_docs.py", "test_layout.py", "test_packaging.py"),
+    *("campaigns/test_installed.py", "campaigns/test_matrix.py", "campaigns/test_mutate.py"),
     *("docs/test_howto.py", "docs/test_reference.py", "docs/test_site.py", "docs/test_types.py"),
 )
 """What imports no backend, reads files only, or comes to the same on each, and so is run once: on TensorFlow."""

@@ -242,3 +242,24 @@ def test_problems_of_a_policy():
     assert [line.split(":")[0] for line in error.value.problems] == ["checks.lss", "snapshot.every"]
     assert error.value.faults == error.value.problems
     assert "2 problems" in str(error.value)
+
+
+WITHOUT_BACKEND = {
+    "import": "from keras_nanguard import NanGuard",
+    "lint": "from keras_nanguard._cli.parser import main; sys.exit(main(['lint', 'model.keras']))",
+    "demo": "from keras_nanguard._cli.parser import main; sys.exit(main(['demo']))",
+}
+
+
+@pytest.mark.parametrize("use", WITHOUT_BACKEND)
+def test_backend_that_is_not_installed(use, tmp_path):
+    """Where Keras does not find its backend, one sentence says what to install or to set; a command ends with it."""
+    (tmp_path / "model.keras").write_bytes(b"")
+    hidden = f"import sys; sys.modules[{zoo.BACKEND!r}] = None\n"
+    done = subprocess.run([sys.executable, "-c", hidden + WITHOUT_BACKEND[use]], cwd=tmp_path, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert f'pip install "keras-nanguard[{zoo.BACKEND}]", or set KERAS_BACKEND' in last
+    if use in ("lint", "demo"):
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+    else:
+        assert last.startswith("ModuleNotFoundError: Expected a backend for Keras.")

@@ -20,7 +20,9 @@ from typing import Any
 from keras_nanguard._cli.wording import in_options
 
 __all__ = [
+    "CHECKED_POLICY",
     "CLEAN",
+    "COMPARED_RUNS",
     "FOUND",
     "MISUSE",
     "Command",
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 CLEAN, FOUND, MISUSE = 0, 1, 2
+
+CHECKED_POLICY = COMPARED_RUNS = 1
+"""Versions of what `check-policy --json` and `report --json` of several runs print."""
 
 Command = Callable[[argparse.Namespace], int]
 """Takes the parsed arguments and returns the exit code."""
@@ -113,13 +118,13 @@ def check_policy(given: argparse.Namespace) -> int:
         if not error.problems:
             raise
         if given.json:
-            _print_json({"format": 1, "valid": False, "problems": list(error.problems), "warnings": []})
+            _print_json({"format": CHECKED_POLICY, "valid": False, "problems": list(error.problems), "warnings": []})
         else:
             print("\n".join(error.problems))
         return FOUND
     warnings = warnings_about(policy, _names_in(given.model))
     if given.json:
-        _print_json({"format": 1, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
+        _print_json({"format": CHECKED_POLICY, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
     else:
         print("\n".join([explain(policy), *(f"warning: {warning}" for warning in warnings)]))
     return FOUND if warnings else CLEAN
@@ -247,7 +252,8 @@ def _compared(given: argparse.Namespace) -> int:
         print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
         for run in runs:
-            _print_json({"format": 1, **{key: value for key, value in run.row().items() if key != "spark"}, "causes": dict(run.causes)})
+            row = {key: value for key, value in run.row().items() if key != "spark"}
+            _print_json({"format": COMPARED_RUNS, **row, "causes": dict(run.causes)})
     else:
         print(compare.text(runs))
     return FOUND if any(run.incidents for run in runs) else CLEAN
@@ -262,14 +268,14 @@ def watch(given: argparse.Namespace) -> int:
 
 def demo(given: argparse.Namespace) -> int:
     """Run the demonstration."""
-    from keras_nanguard._core.errors import GuardError
+    from keras_nanguard._core.errors import GuardError, no_backend
 
     try:
         from keras_nanguard._cli.demo import run
 
         return run()
     except ImportError as error:
-        raise GuardError(str(error)) from error
+        raise GuardError(no_backend(error) or str(error)) from error
 
 
 def completion(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

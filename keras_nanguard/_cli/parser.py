@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from keras_nanguard._cli import commands as command_functions
 from keras_nanguard._cli.commands import CLEAN, FOUND, MISUSE
 from keras_nanguard._cli.wording import in_options, option_words
-from keras_nanguard._core.errors import NanGuardError
+from keras_nanguard._core.errors import NanGuardError, no_backend
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
 
@@ -47,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else MISUSE
     except NanGuardError as error:
         print(f"keras-nanguard: {in_options(_one_line(error), words)}", file=sys.stderr)
+        return MISUSE
+    except ModuleNotFoundError as error:
+        if not (text := no_backend(error)):
+            raise
+        print(f"keras-nanguard: {text}", file=sys.stderr)
         return MISUSE
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,6 +16,7 @@ __all__ = [
     "NanGuardError",
     "PolicyError",
     "expected",
+    "no_backend",
     "no_model",
     "require_keras_3",
 ]
@@ -24,6 +25,16 @@ __all__ = [
 def expected(what: str, received: object, remedy: str) -> str:
     """Return the message ``Expected what. Received: received. remedy``."""
     return f"Expected {what}. Received: {received}. {remedy}"
+
+
+def no_backend(error: ImportError) -> str:
+    """Return what to do where Keras does not find its backend, `""` if the error is about another module."""
+    name = (error.name or "").partition(".")[0]
+    if name not in ("tensorflow", "jax", "torch"):
+        return ""
+    received = f"the backend {name}, which is not installed"
+    remedy = f'Run pip install "keras-nanguard[{name}]", or set KERAS_BACKEND to the backend that is installed.'
+    return expected("a backend for Keras", received, remedy)
 
 
 def no_model(received: object, command: str) -> GuardError:

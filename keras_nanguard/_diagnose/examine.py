@@ -28,7 +28,10 @@ from keras_nanguard._files.stored import plain_text
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Examination", "diagnose"]
+__all__ = ["FORMAT", "Examination", "diagnose"]
+
+FORMAT = 1
+"""Version of the JSON format of an `Examination`."""
 
 MAX_VARIANCE_RATIO = 1e3
 """Factor between a moving variance and that of the batch above which the moving variance is wrong."""
@@ -70,7 +73,7 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        return {"format": 1, **asdict(self)}
+        return {"format": FORMAT, **asdict(self)}
 
     def __repr__(self) -> str:
         return f"Examination(healthy={self.healthy}, {self.diagnosis!r})"

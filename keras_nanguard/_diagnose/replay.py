@@ -31,7 +31,10 @@ from keras_nanguard._files.stored import first_line, plain_text
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["MODES", "Replay", "replay"]
+__all__ = ["FORMAT", "MODES", "Replay", "replay"]
+
+FORMAT = 1
+"""Version of the JSON format of a `Replay`."""
 
 MODES = ("eager", "graph", "xla")
 
@@ -65,7 +68,7 @@ class Replay:
         """Return plain JSON values."""
         shown = Incident(self.incident.step, self.incident.epoch, self.incident.batch, (), diagnosis=self.diagnosis)
         return {
-            "format": 1,
+            "format": FORMAT,
             "incident": self.incident.to_dict(),
             "mode": self.mode,
             "result": self.result,

@@ -103,9 +103,11 @@ def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
             variable.trainable = not variable.trainable
 
 
-def on_making(model: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]], overrides: Overrides) -> bool:
-    """Override the method that creates the train, test and predict functions of a model; return whether it exists."""
-    real = getattr(model, "_make_function", None)
+def on_making(
+    model: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]], overrides: Overrides, default: Callable[..., Any] | None = None
+) -> bool:
+    """Override the method that creates the train, test and predict functions of a model, or a default; return whether there is one."""
+    real = getattr(model, "_make_function", default)
     if real is not None:
         overrides.set(model, "_make_function", change(real))
     return real is not None

@@ -6,8 +6,7 @@ Names private to Keras that are used here, because there is no public way:
   it has done so; a state that is restored or changed between two steps has to be set there.
 - ``Model._get_jax_state``: gathers the state from the variables as ``fit`` does, and purges them, so that no variable
   holds an array that is donated to the next step.
-- ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it.
-- ``Model._get_state_sharding_spec``: the sharding of each array of the state on several devices.
+- ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it. Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
@@ -16,13 +15,14 @@ Names private to Keras that are used here, because there is no public way:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import keras
 
-__all__ = ["TrainerState", "by_part", "in_executions", "ready", "shardings", "variables"]
+__all__ = ["TrainerState", "by_part", "in_executions", "over_lists", "ready", "shardings", "uses_nnx", "variables"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
@@ -126,11 +126,29 @@ def ready(model: Any, data: Any) -> None:
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time."""
-    function: Callable[..., Any] = model._make_function(step)
+    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time; Keras 3.6 gives a list of them."""
+    function: Callable[..., Any] = getattr(model, "_make_function", over_lists)(step)
     return function
+
+
+def over_lists(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step over a list of batches."""
+    return functools.partial(_over_list, step)
+
+
+def _over_list(step: Callable[..., Any], state: Any, batches: Any) -> Any:
+    logs = None
+    for batch in batches:
+        logs, state = step(state, batch)
+    return logs, state
 
 
 def shardings(model: Any) -> Any:
     """Return the shardings of the arrays of the state, `None` where all of them are on one device."""
-    return model._get_state_sharding_spec() if keras.distribution.distribution() is not None else None
+    several = keras.distribution.distribution() is not None
+    return tuple([v.value.sharding for v in part] for part in by_part(model)) if several else None
+
+
+def uses_nnx() -> bool:
+    """Whether Keras keeps its variables in NNX modules, which Keras 3.9 and older cannot."""
+    return bool(getattr(keras.config, "is_nnx_enabled", bool)())

@@ -3,7 +3,7 @@
 Names private to Keras that are used here, because there is no public way:
 
 - ``Layer._flatten_layers``: the layers at any depth; ``Model.layers`` lists only the first level.
-- ``keras.src.backend.get_keras_mask``, ``set_keras_mask``: the mask that Keras attaches to a tensor.
+- ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
 - ``Layer._dtype_policy``: the public setter would quantize, or write into a shared `DTypePolicyMap`.
 - ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these dtypes; `dtype` is read-only.
 - ``keras.src.utils.naming.to_snake_case``: turns a class name into the name of an object.
@@ -22,6 +22,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common import masking
 
 from keras_nanguard._keras import variables as keras_variables
 
@@ -89,9 +90,9 @@ def path_of(layer: Any, parent: str | None, model: Any) -> str:
 
 def with_mask_of(source: Any, tensor: Any) -> Any:
     """Return the tensor with the mask that Keras has attached to another one."""
-    mask = keras.src.backend.get_keras_mask(source)
+    mask = masking.get_keras_mask(source)
     if mask is not None:
-        keras.src.backend.set_keras_mask(tensor, mask)
+        masking.set_keras_mask(tensor, mask)
     return tensor
 
 

@@ -11,9 +11,10 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.records import BadSample
 
-__all__ = ["write"]
+__all__ = ["COLUMNS", "write"]
 
-_COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
+COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
+"""The head of the table."""
 
 
 def write(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
@@ -28,7 +29,7 @@ def write(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
         raise GuardError(expected("a file that ends in .csv", repr(os.fspath(path)), 'Write guard.bad_samples("bad.csv").'))
     with atomic_files.beside(file) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.writer(opened)
-        writer.writerow(_COLUMNS)
+        writer.writerow(COLUMNS)
         for one in samples:
             index = "" if one.index is None else one.index
             writer.writerow((one.label, index, one.times, " ".join(map(str, one.steps)), one.why, one.fingerprint))

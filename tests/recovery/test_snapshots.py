@@ -263,7 +263,8 @@ class TestResume:
         if case == "at the end of an epoch" and zoo.BACKEND == "torch":
             pytest.skip("on torch Keras draws from the generator between two epochs, too: dropout goes on with other numbers")
         build, data, cut = RESUMED[case]
-        whole = zoo.run(build, data(), epochs=3)
+        # under XLA a guarded step is another program than a plain one, and may round otherwise: tests/transaction compares those
+        whole = zoo.run(build, data(), epochs=3, guard="undiagnosed" if zoo.BACKEND == "jax" else None)
         every = {"at the end of an epoch": 12, "steps4": 4}.get(case, 5)
         interrupted(build, data(), on_disk(tmp_path, snapshot={"every": every}), cut)
         guard = on_disk(tmp_path, resume=True, snapshot={"every": every})

@@ -43,7 +43,7 @@ class ModelAttachment(attach.Attachment):
     """Whether Keras has gathered the state anew for the step that runs."""
 
     def __init__(self, model: Any, session: GuardedSession):
-        if keras.config.is_nnx_enabled():
+        if _trainer.uses_nnx():
             remedy = "Turn NNX off (keras.config.disable_nnx()), or train without NanGuard."
             raise GuardError(expected("Keras on JAX without NNX", "NNX enabled", remedy))
         super().__init__(model, session)

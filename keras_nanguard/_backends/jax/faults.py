@@ -19,7 +19,7 @@ from keras_nanguard._backends.jax.packed import unpacked
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._keras.jax_trainer import variables
+from keras_nanguard._keras.jax_trainer import over_lists, variables
 
 __all__ = ["Hook"]
 
@@ -32,7 +32,7 @@ class Hook(FaultHook):
 
     def install(self) -> None:
         """Put it in place, on the instance only."""
-        keras_fitting.on_making(self.model, self._making, self._overrides)
+        keras_fitting.on_making(self.model, self._making, self._overrides, default=over_lists)  # on Keras 3.6 in guarded steps only
         for name in ("make_test_function", "make_predict_function"):
             self._override(name, self._without(getattr(self.model, name)))
         if self.fault.site in ("loss", "gradients"):

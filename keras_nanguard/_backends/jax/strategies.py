@@ -119,7 +119,7 @@ class SingleThread(HostSelects):
     max_polls = MAX_POLLS
 
     def options(self) -> dict[str, Any]:
-        return {"compiler_options": _sequential_scheduler()}
+        return _sequential_scheduler()
 
 
 class PackedState(SingleThread):
@@ -252,10 +252,11 @@ def _scalar(value: Any, place: Any) -> Any:
 
 
 @functools.cache
-def _sequential_scheduler() -> dict[str, str] | None:
-    """Return `_SEQUENTIAL_SCHEDULER` where this version of XLA knows it."""
+def _sequential_scheduler() -> dict[str, Any]:
+    """Return `_SEQUENTIAL_SCHEDULER` as an argument of `jax.jit`; nothing where this version of XLA or of JAX takes none such."""
+    options = {"compiler_options": _SEQUENTIAL_SCHEDULER}
     try:
-        jax.jit(lambda: 0, compiler_options=_SEQUENTIAL_SCHEDULER)()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return _SEQUENTIAL_SCHEDULER
+        jax.jit(lambda: 0, **options)()
+    except (TypeError, jax.errors.JaxRuntimeError):
+        return {}
+    return options

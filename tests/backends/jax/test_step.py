@@ -20,6 +20,7 @@ from keras_nanguard._backends.jax.step import Conditions, choose, pinned
 from keras_nanguard._backends.jax.two_programs import TwoPrograms
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._diagnose import explain_step
+from keras_nanguard._keras import jax_trainer
 from keras_nanguard.testing import inject
 
 BAD = (3, 4, 8)
@@ -567,6 +568,30 @@ def test_no_nnx(monkeypatch):
         zoo.run(zoo.plain, zoo.regression(), guard=True)
 
 
+def test_keras_that_has_no_nnx(monkeypatch):
+    """A version of Keras without NNX is one in which it is not turned on."""
+    monkeypatch.delattr(keras.config, "is_nnx_enabled", raising=False)
+    assert not jax_trainer.uses_nnx()
+
+
+def test_an_execution_over_a_list():
+    """Keras 3.6 gives the batches of an execution as a list: each is a step, and the logs are those of the last."""
+    run = jax_trainer.over_lists(lambda state, batch: ({"loss": batch}, state + batch))
+    assert run(1, [2, 3]) == ({"loss": 3}, 6)
+
+
+@pytest.mark.parametrize("error", [TypeError("jit() got an unexpected keyword argument"), jax.errors.JaxRuntimeError("unknown option")])
+def test_options_that_the_compiler_does_not_take(monkeypatch, error):
+    """Where JAX takes no options for a program, or XLA not this one, the program is compiled without."""
+    assert set(strategies._sequential_scheduler.__wrapped__()) <= {"compiler_options"}
+
+    def jit(function, **options):
+        raise error
+
+    monkeypatch.setattr(strategies.jax, "jit", jit)
+    assert strategies._sequential_scheduler.__wrapped__() == {}
+
+
 # A loop of one's own
 
 
@@ -688,7 +713,7 @@ def test_loop_without_a_state():
 
 def test_tiny_steps_stay_on_one_thread():
     """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
-    assert strategies._sequential_scheduler() == strategies._SEQUENTIAL_SCHEDULER
+    assert strategies._sequential_scheduler() == {"compiler_options": strategies._SEQUENTIAL_SCHEDULER}
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
     assert type(runs[0].guard.session.transaction.strategy) is strategies.PackedState
     with pinned(strategies.HostSelects):

@@ -1,0 +1,103 @@
+"""The matrix of versions: its cells cover what is declared, its suite names tests that are there, and the page shows what ran."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from campaigns import matrix, short_suite
+
+ROOT = Path(__file__).parents[2]
+
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+def settings() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read(ROOT / "setup.cfg", "utf-8")
+    return found
+
+
+def rows() -> list[list[str]]:
+    """Return the rows of the table on the page: Python, Keras, backend, its version, NumPy, what the suite came to."""
+    lines = [line for line in matrix.pages.read(PAGE, matrix.MARK).splitlines() if line.startswith("| ")]
+    return [[part.strip() for part in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+@pytest.mark.parametrize("name", short_suite.tests_of("tensorflow"))
+def test_the_short_suite_names_tests(name):
+    """Each test of the short suite is one that stands in its file."""
+    path, *inner = re.sub(r"\[.*\]$", "", name).split("::")
+    text = (ROOT / path).read_text("utf-8")
+    assert all(re.search(rf"^\s*(?:class|def) {part}\b", text, re.MULTILINE) for part in inner)
+
+
+def test_cells_cover_each_keras_on_each_backend():
+    """Each Python, and each Keras on each backend, is in a cell; of each backend the lowest version that is declared, and the newest."""
+    cells = [cell for cell in matrix.CELLS if cell.counts]
+    assert {cell.python for cell in cells} == {"3.10", "3.11", "3.12", "3.13"}
+    kerases = {"3.6", "3.9", "3.12", matrix.NEWEST}
+    assert {(cell.keras, cell.backend) for cell in cells} == {(keras, backend) for keras in kerases for backend in matrix.PACKAGES}
+    extras = settings()["options.extras_require"]
+    for backend in matrix.PACKAGES:
+        versions = {cell.version for cell in cells if cell.backend == backend}
+        lowest = extras[backend].partition(">=")[2]
+        assert {lowest, matrix.NEWEST} <= versions and lowest == min(versions - {matrix.NEWEST}, key=number)
+
+
+def test_what_is_declared_has_run():
+    """Each classifier and each lowest version is that of a row of the page whose suite passed."""
+    passed = [row for row in rows() if row[5].startswith("yes")]
+    pythons = {row[0].rpartition(".")[0] for row in passed}
+    assert pythons == set(re.findall(r"Python :: (3\.\d+)", settings()["metadata"]["classifiers"]))
+    keras = re.search(r"^keras>=([\d.]+)$", settings()["options"]["install_requires"], re.MULTILINE)[1]
+    assert min(number(row[1]) for row in passed)[:2] == number(keras)
+    for backend, requirement in settings()["options.extras_require"].items():
+        if backend in matrix.PACKAGES:
+            lowest = number(requirement.partition(">=")[2])
+            assert min(number(row[3]) for row in passed if row[2] == backend)[: len(lowest)] == lowest
+
+
+def test_a_row_for_each_result(tmp_path, monkeypatch):
+    """The table says of each cell what its file says, with the failures below it, and of others that they have not run."""
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path)
+    one, two, three, four = matrix.CELLS[:4]
+    versions = {"python": "3.10.13", "keras": "3.6.0", "tensorflow-cpu": "2.16.2", "numpy": "1.26.4"}
+    found = {
+        one: matrix.Row(versions, "passed", 40, 2, (), "2026-01-01"),
+        two: matrix.Row(versions, "failed", 39, 2, ("test_a: AssertionError",), "2026-01-01"),
+        three: matrix.Row({}, "not installed", 0, 0, ("no such version",), "2026-01-01"),
+    }
+    for cell, row in found.items():
+        matrix.path_of(cell).write_text(json.dumps(matrix.asdict(row)))
+        assert matrix.known(cell) == row
+    lines = matrix.table((one, two, three, four)).splitlines()
+    assert lines[2] == "| 3.10.13 | 3.6.0 | tensorflow | 2.16.2 | 1.26.4 | yes, 40 tests |"
+    assert lines[3].endswith("| no: 1 of 40 tests failed |") and lines[4].endswith("| does not install |")
+    assert lines[5].endswith("| not run |")
+    assert lines[7:] == [f"- {two.name}: `test_a: AssertionError`", f"- {three.name}: `no such version`"]
+
+
+def test_a_nightly_build_does_not_count(tmp_path, monkeypatch):
+    """Only cells with a released Keras make the command fail, and what has passed is not run again."""
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path)
+    cells = [cell for cell in matrix.CELLS if cell.backend == "jax" and cell.version == matrix.NEWEST]
+    assert [cell.counts for cell in cells] == [cell.keras != "nightly" for cell in cells] and not cells[-1].counts
+    ran = []
+
+    def run(group, wheel, whole):
+        ran.extend(group)
+        return ((cell, matrix.Row({}, "failed", 0, 0, ("broken",), "2026-01-01")) for cell in group)
+
+    monkeypatch.setattr(matrix, "run", run)
+    matrix.path_of(cells[0]).write_text(json.dumps(matrix.asdict(matrix.Row({}, "passed", 40, 0, (), "2026-01-01"))))
+    assert len(list(matrix.results(cells, tmp_path, False, 0))) == len(cells) and ran == cells[1:]
+    assert matrix.known(cells[1]).state == "failed"

@@ -1,0 +1,51 @@
+"""The public surface is frozen: what is in `tests/public_api.txt` stays, and what is added is added on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import public_api
+
+FROZEN = Path(__file__).with_name("public_api.txt").read_text("utf-8").splitlines()
+
+
+def test_nothing_has_changed():
+    """Names, arguments, fields, commands, words and format numbers are those that were released."""
+    changed = public_api.difference(FROZEN, public_api.lines())
+    assert not changed, changed
+
+
+def test_no_fact_stands_there_twice():
+    """Each line says one thing, so that a comparison of two lists misses nothing."""
+    assert len(set(FROZEN)) == len(FROZEN) > 700
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "name keras_nanguard.NanGuard",
+        "field Incident.step",
+        "method NanGuard.report(path)",
+        "action lower_lr: factor = 0.1",
+        "command scan: --json",
+        "exit code 1: found",
+        "cause divergence",
+        "preset tune",
+        "policy Rollback.depth = 1",
+        "log nanguard/refused",
+        "recording steps.loss",
+        "format incident: 1",
+    ],
+)
+def test_what_is_gone_is_named(fact):
+    """A fact that is no longer there is named, with what has to be done first."""
+    assert fact in FROZEN
+    changed = public_api.difference(FROZEN, [line for line in FROZEN if line != fact])
+    assert f"  - {fact}\n" in changed and "deprecate it first" in changed
+
+
+def test_what_is_added_is_named():
+    """A new fact is named, and is no breach."""
+    changed = public_api.difference(FROZEN, [*FROZEN, "name keras_nanguard.heal"])
+    assert "  + name keras_nanguard.heal" in changed and "deprecate" not in changed
