@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
+.PHONY: clients crash memory demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +103,15 @@ clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data source
 # Each by itself: one that does not install beside the others leaves a `-` in the table. None may change Keras or a backend.
 CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
 	mlflow-skinny sqlalchemy alembic wandb
+
+memory: $(READY) .venv-jax/.ready .venv-torch/.ready  ## plain and guarded runs under hard limits of memory; takes root, Linux and an hour
+	$(BIN)/python campaigns/memory.py --write
+
+crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend, full disks, damaged files; the file systems of its own size take root
+	for backend in "tensorflow $(BIN)" "jax .venv-jax/bin" "torch .venv-torch/bin"; do set -- $$backend; \
+	KERAS_BACKEND=$$1 OMP_NUM_THREADS=1 $$2/python campaigns/crash.py kills || exit 1; done
+	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python campaigns/crash.py faults
+	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/crash.py write
 
 clean:
 	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
