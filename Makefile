@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release clean
+.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -122,6 +122,15 @@ release: .venv-release/.ready  ## sdist and wheel, checked, and tried in empty e
 	$(PYTHON) -m venv .venv-release
 	.venv-release/bin/python $(INSTALL) "build>=1.2" "twine>=6" "uv>=0.5"
 	@touch $@
+
+memory: $(READY) .venv-jax/.ready .venv-torch/.ready  ## plain and guarded runs under hard limits of memory; takes root, Linux and an hour
+	$(BIN)/python campaigns/memory.py --write
+
+crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend, full disks, damaged files; the file systems of its own size take root
+	for backend in "tensorflow $(BIN)" "jax .venv-jax/bin" "torch .venv-torch/bin"; do set -- $$backend; \
+	KERAS_BACKEND=$$1 OMP_NUM_THREADS=1 $$2/python campaigns/crash.py kills || exit 1; done
+	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python campaigns/crash.py faults
+	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/crash.py write
 
 clean:
 	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

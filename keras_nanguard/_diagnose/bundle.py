@@ -21,6 +21,7 @@ unpacked; objects are never unpickled; Keras' safe mode refuses a model with Pyt
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -102,7 +103,7 @@ def write(directory: str | Path, run: GuardedRun, incident: Incident, batch: Any
     with atomic_files.beside(folder / name) as unfinished:
         unfinished.mkdir()
         _fill(unfinished, run, incident.with_(bundle=str(folder / name)), batch, evidence, mode)
-    _drop_oldest(folder)
+    _drop_oldest(folder, folder / name)
     return str(folder / name)
 
 
@@ -114,9 +115,14 @@ def _free_name(folder: Path, step: int) -> str:
     raise BundleError(f"{folder} holds too many bundles of step {step}.")
 
 
-def _drop_oldest(folder: Path) -> None:
-    kept = sorted((p for p in folder.glob("incident-*") if p.is_dir()), key=lambda p: (p.stat().st_mtime_ns, p.name))
-    for path in kept[:-MAX_BUNDLES]:
+def _drop_oldest(folder: Path, newest: Path) -> None:
+    """Remove the bundles that are too many, oldest first. The newest counts as such whatever the clock says, which may be set back."""
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("incident-*") if path.is_dir()}
+    latest = max((time for path, time in times.items() if path != newest), default=0)
+    if times[newest] <= latest:
+        times[newest] = latest + 1_000_000
+        os.utime(newest, ns=(times[newest], times[newest]))
+    for path in sorted(times, key=lambda path: (times[path], path.name))[:-MAX_BUNDLES]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
-from keras_nanguard._core import finiteness
+from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data_names import input_names, named
 from keras_nanguard._core.evidence import Evidence, Spread
 from keras_nanguard._diagnose import rows
@@ -56,6 +56,10 @@ class Trials:
             return self.evidence
         if processes.count() > 1 and current.host().SPREADS_ARRAYS:
             self._add(notes=(f"The step runs in {processes.count()} processes, so one of them alone cannot replay it.",))
+            return self.evidence
+        size = sum(keras_variables.bytes_of(v) for v in (*self.step.variables(), *self.train_state.trainable))
+        if not memory.room_for(size):
+            self._add(notes=(f"The step was not run again: that takes {memory.readable(size)} of memory, which are not free.",))
             return self.evidence
         run = self._replayed()
         self._check_targets(run)

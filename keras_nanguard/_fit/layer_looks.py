@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import finiteness
+from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
@@ -25,7 +25,7 @@ SHARE = 0.005
 """Share of the time of training that looks may take."""
 
 MAX_COPIED = 256 << 20
-"""Bytes of weights and slots that are copied at most; of weights beyond that only the norm is measured."""
+"""Bytes of weights and slots that are copied at most, and none where there is no room; of other weights only the norm is measured."""
 
 MIN_STEPS = 50
 """Steps between two looks at least, but for the first."""
@@ -69,7 +69,9 @@ class LayerLooks:
             self._next_step, self._cost = run.step + (MIN_STEPS if processes.count() == 1 else TOGETHER), 0.0
 
     def _copy(self, run: Run) -> None:
-        left, train_state = MAX_COPIED, run.train_state()
+        train_state = run.train_state()
+        most = min(MAX_COPIED, 2 * sum(keras_variables.bytes_of(v) for v in train_state.trainable))
+        left = most if memory.room_for(most) else 0
         slots = gradient_slots(train_state.optimizers)
         for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
             value, slot = keras_variables.view(variable), slots.get(id(variable))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness
+from keras_nanguard._fit.snapshots import compact
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -49,7 +52,7 @@ class LiveState:
         begins = self._created is None
         if self._created is None:
             self._created = {}
-        self._created[id(native)] = value
+        self._created[id(native)] = compact(value) if isinstance(value, np.ndarray) else value
         return begins
 
     def first_values(self) -> list[tuple[Any, Any]]:

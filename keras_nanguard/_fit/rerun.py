@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current
+from keras_nanguard._core import memory
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.progress import Level, level_of
 from keras_nanguard._recording.records import REFUSED
@@ -114,7 +115,8 @@ class RunsAgain(Run):
             factor: multiplies the learning rate.
             without: the steps that are left out.
 
-        `None` where they cannot be run again, where the rate is not a number, or where one of the steps is not finite.
+        `None` where they cannot be run again, where the rate is not a number, where there is no room for a copy of the state that undoes
+        all of it, or where one of the steps is not finite.
         """
         access, train_state = self.state.access, self.train_state()
         plan = self.recent.rerun(snapshot, self.step - 1, self.transaction.batch, without) if access.can_run_again else None
@@ -122,7 +124,7 @@ class RunsAgain(Run):
         if factor != 1.0:
             rates = [self.recovery.rates.get(id(o)) or Rate(o) for o in train_state.optimizers]
         able = factor == 1.0 or all(rate.adjustable for rate in rates)
-        if plan is None or not self.policy.refuse or not self.ring.at_hand(snapshot) or not able:
+        if plan is None or not self.policy.refuse or not able or not self._room_to_undo() or not self.ring.at_hand(snapshot):
             return None
         with ExitStack() as ending:
             for restore in (access.held(), *_generators(), *(o.held() for o in train_state.optimizers if hasattr(o, "held"))):
@@ -144,6 +146,16 @@ class RunsAgain(Run):
             access.sync_variables()
         committed = [(step, verdict.loss) for step, verdict in verdicts if not verdict.refused]
         return level_of(committed) if all(verdict.finite for _, verdict in verdicts if not verdict.refused) else None
+
+    def _room_to_undo(self) -> bool:
+        """Whether there is room for a copy of the state, which a trial gives back; a line says once where there is none."""
+        size = size_of([*self.train_state().everything, *self.train_state().metrics])
+        if memory.room_for(size):
+            return True
+        if "trials" not in self.short_of_memory:
+            self.short_of_memory.add("trials")
+            self.say(f"NanGuard: no other learning rate is tried: that takes {memory.readable(size)} of memory, which are not free.")
+        return False
 
 
 def _generators() -> list[Callable[[], Any]]:

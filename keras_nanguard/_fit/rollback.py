@@ -47,9 +47,9 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
     snapshot = run.ring.before(onset)
     if snapshot is not None and not snapshot.step and not of_batches and not _at_hand_since(run, snapshot, incident):
         kept = run.ring.with_least_loss()
-        if kept is not None and kept.level is not None and progress.lost(kept.level) < MOSTLY and run.ring.at_hand(kept):
+        if kept is not None and kept.level is not None and progress.lost(kept.level) < MOSTLY and run.ring.restorable(kept):
             return kept
-    return snapshot if snapshot is not None and run.ring.at_hand(snapshot) else run.ring.newest()
+    return snapshot if snapshot is not None and run.ring.restorable(snapshot) else run.ring.newest()
 
 
 def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:

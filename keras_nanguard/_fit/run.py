@@ -43,6 +43,7 @@ class Run:
         recovery: what the policy has changed.
         history, trend, progress, recent, ring: what is remembered of the steps so far: what they measured, the course of that, how
             far training has come, their batches, and snapshots.
+        short_of_memory: what there was no room for, as far as it was said.
         transaction: the guarded step; `None` before it is made.
         rerun: the steps that a rollback has undone and that are to be run again.
         began: whether the state before the first step was looked at.
@@ -73,7 +74,8 @@ class Run:
         kept = policy.snapshot
         self.ring = Ring(kept.keep, kept.good_after)
         if directory is not None and kept.storage == "disk":
-            self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery)
+            self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery, say)
+        self.short_of_memory: set[str] = set()
         self.transaction: Any = None
         self.rerun: Rerun | None = None
         self.began = self.stopped = self.failed = self.healed = False

@@ -8,7 +8,7 @@ steps copy the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
@@ -27,10 +27,9 @@ from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.rerun import RunsAgain
 from keras_nanguard._fit.resume import Resumed
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._fit.snapshot_taking import take_first, take_snapshot
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.progress import WINDOW, level_of
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import REFUSED
 
@@ -213,8 +212,7 @@ class Session(RunsAgain):
             self.transaction.tolerate(tolerated)
             if (tolerated and (resumed or self.transaction.reused)) or (resumed and self.adjustments()):
                 self.state.access.rebuild()
-        bad = self.ring.take(train_state.kept, 0, 0, verified=True, tolerated=self.tolerated)
-        if bad:
+        if take_first(self):
             self.incidents.between_steps(self.scan("state"))
 
     def restore(self) -> bool:
@@ -358,7 +356,8 @@ class Session(RunsAgain):
         self.ring.promote(committed)
         if step >= self._snapshot_due and not self.stopped:
             self._snapshot_due = step + self.policy.snapshot.every
-            self._take_snapshot()
+            if take_snapshot(self, self.monitors.doubtful):
+                self.incidents.between_steps(self.scan("weights"))
         self._due = min(self._snapshot_due, self.monitors.due, step + self.ring.next_proof(committed))
         if self.layer_looks.half:
             self._due = step + 1
@@ -367,21 +366,6 @@ class Session(RunsAgain):
         if self.layer_looks.due(self.counts.step):
             with self.state.access.variables_readable():
                 self.layer_looks.look(self)
-
-    def _take_snapshot(self) -> None:
-        with self.state.access.variables_readable() if self.ring.only_reads else nullcontext():
-            train_state = self.train_state()
-            self.history.start(self.ring.snapshots, train_state.trainable)
-            doubtful = self.monitors.doubtful
-            level, at = level_of(self.history.last(WINDOW)), (self.step, self.counts.committed)
-            bad = self.ring.take(train_state.kept, *at, tolerated=self.tolerated, doubtful=doubtful, level=level)
-            taken = next((snapshot for snapshot in self.ring.snapshots if snapshot.step == self.step), None)
-            if taken is not None:
-                taken.metrics = {id(variable): keras_variables.read(variable) for variable in train_state.metrics}
-        if bad:
-            self.incidents.between_steps(self.scan("weights"))
-        elif taken is not None:
-            recorded.snapshot_taken(self)
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
         """Raise the incident of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
@@ -394,5 +378,6 @@ class Session(RunsAgain):
         self.guard_state = self.guard_state or GuardState.of(self.recovery)
         self.recent.restart(self.step)
         self.recovery.end()
+        self.ring.close()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)
         recorded.say_problem(self)

@@ -3,7 +3,9 @@
 A snapshot is taken only of a state that is finite when it is read, and counts as *verified* only once good steps have
 followed it: a state can be finite and doomed. One that is taken where the loss was high, or weights had grown, is doubtful, and
 needs more of them: enough for a divergence to be found. Copies are made into buffers that are used again, so that the ring never
-takes more than `keep` copies of the train state, and that before the first step, and asks the system for memory only once.
+takes more than `keep` copies of the train state, and that before the first step, and asks the system for memory only once. Before it
+does, it looks at how much is free: where another copy does not fit, an older one gives its buffers, and where there is none, nothing is
+kept (`Ring.lacks`).
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import finiteness
+from keras_nanguard._core import finiteness, memory
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.progress import NOISE, Level
+
+STEP_TAKES = 3
+"""Times the train state that the first step may take besides: gradients, and what its program needs. It is not known yet."""
 
 DOUBTFUL = 20
 """Times as many good steps have to follow a snapshot that is doubtful."""
 
-__all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are"]
+_BLOCK = 1 << 20
+"""Entries that are compared at a time."""
 
+__all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are", "size_of"]
 
 S = TypeVar("S", bound="Snapshot")
 
@@ -86,6 +93,12 @@ class Ring:
     only_reads = True
     """Whether taking a snapshot does nothing but read variables."""
 
+    lacks = 0.0
+    """Bytes that the last snapshot would have taken, where it was not kept because they are not free; 0 where it was."""
+
+    lean = False
+    """Whether there was no room for as many copies as there might be, so that `keep` is lower."""
+
     def __init__(self, keep: int, good_after: int):
         self.keep, self.good_after = max(keep, 1), good_after
         self.snapshots: list[Snapshot] = []
@@ -103,15 +116,36 @@ class Ring:
         """Copy the state; returns `""`, or the path of the first variable that is not finite, and then keeps nothing.
 
         Variables whose `id` is in `tolerated` may be infinite. While one snapshot that is doubtful waits for its proof, no other
-        such takes its place: neither would ever be verified.
+        such takes its place: neither would ever be verified. Where there is no room for a copy, `lacks` says so.
         """
         self.promote(good)
-        proof = self.good_after * (DOUBTFUL if doubtful else 1)
-        values = [(v, keras_variables.view(v)) for v in variables]
+        proof, variables = self.good_after * (DOUBTFUL if doubtful else 1), list(variables)
+        waits = doubtful and any(s.proof > self.good_after and not s.verified for s in self.snapshots)
+        self.lacks = 0.0 if waits else self._missing(variables, step, level)
+        values: Iterable[tuple[Any, np.ndarray[Any, Any]]] = ((v, keras_variables.view(v)) for v in variables)
+        values = values if waits or self.lacks else list(values)
         bad = first_bad(values, tolerated)
-        if not bad and not (doubtful and any(s.proof > self.good_after and not s.verified for s in self.snapshots)):
-            self._store(values, step, good, verified or proof == 0, proof, level)
+        if isinstance(values, list) and not bad:
+            try:
+                self._store(values, step, good, verified or proof == 0, proof, level)
+            except Exception as error:
+                if not memory.is_exhausted(error):
+                    raise
+                self.lacks, self.lean = float(size_of(variables)), True
         return bad
+
+    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
+        """Return the bytes for a copy of the state that are not free, 0 where it can be made; an older one may have to go for it."""
+        others = [s for s in self.snapshots if s.step]
+        if step and self.replaced(others, level) is not None:
+            return 0.0  # its buffers are used again
+        size = size_of(variables) if step else _size_at_first(variables)
+        if memory.room_for(size) if step else _fits_at_first(variables, size):
+            return 0.0
+        if step and others:
+            self.keep, self.lean = min(self.keep, len(others)), True
+            return 0.0
+        return float(size)
 
     def _store(
         self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int, level: Level | None
@@ -119,9 +153,10 @@ class Ring:
         """Keep a state that was found to be good, given as its variables and their values."""
         spare = self._give_up(level)
         fresh = Snapshot(step, good, verified, proof, spare.arrays if spare is not None else {}, level=level)
-        for variable, value in values:
-            copied = _copy(value, fresh.arrays.get(id(variable)))
-            fresh.arrays[id(variable)] = copied if step else compact(copied)
+        while values:
+            variable, value = values.pop(0)  # on an accelerator a copy by itself
+            same = value if step else compact(value)
+            fresh.arrays[id(variable)] = same if same is not value else _copy(value, fresh.arrays.get(id(variable)))
         self.snapshots.append(fresh)
 
     def promote(self, good: int) -> None:
@@ -168,6 +203,13 @@ class Ring:
     def note(self) -> None:
         """Keep what the policy has changed so far; a ring in memory ends with its process and has no need to."""
 
+    def restorable(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot can be written into the variables."""
+        return self.at_hand(snapshot)
+
+    def close(self) -> None:
+        """Let others have what belongs to this ring outside of the process."""
+
     def with_least_loss(self) -> Snapshot | None:
         """Return the verified snapshot that was taken at the lowest level of the loss; the state before the first step is none."""
         known = [s for s in self.snapshots if s.step and s.verified and s.level is not None]
@@ -182,7 +224,7 @@ class Ring:
         if best is not None and best.level is not None:
             later = [s.level for s in others if s.step > best.step] + [level]
             clearly = best.level.value + NOISE * best.level.spread
-            best = best if all(one is None or one.value > clearly for one in later) else None
+            best = best if not self.lean and all(one is None or one.value > clearly for one in later) else None
         others = [s for s in others if s is not best]
         return next((s for s in others if not s.verified), others[0]) if len(others) >= self.keep else None
 
@@ -218,9 +260,31 @@ def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[np.ndarray[Any, 
 
 def compact(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array all of whose entries are the same as a view of one of them: most slots begin so, and take no memory then."""
-    if value.size < 2 or value.flat[0] != value.flat[-1] or value.dtype.kind not in "fiu" or np.any(value != value.flat[0]):
-        return value
-    return np.broadcast_to(np.array(value.flat[0]), value.shape)
+    return np.broadcast_to(np.array(value.flat[0]), value.shape) if _is_constant(value) else value
+
+
+def _is_constant(value: np.ndarray[Any, Any]) -> bool:
+    if value.size < 2 or value.flat[0] != value.flat[-1] or value.dtype.kind not in "fiu":
+        return False
+    flat, first = np.ravel(value), value.flat[0]
+    return not any(np.any(flat[i : i + _BLOCK] != first) for i in range(0, flat.size, _BLOCK))
+
+
+def size_of(variables: Iterable[Any]) -> int:
+    """Return how many bytes the values of these variables take."""
+    return sum(keras_variables.bytes_of(variable) for variable in variables)
+
+
+def _size_at_first(variables: Sequence[Any]) -> int:
+    """Return the same without those that take no memory in a copy, as most slots before the first step."""
+    size = size_of(variables)
+    return size if size <= memory.SMALL else size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
+
+
+def _fits_at_first(variables: Sequence[Any], size: int) -> bool:
+    """Whether there is room for the state before the first step, and for that step, of which nothing is known."""
+    on_host = size_of(v for v in variables if keras_variables.on_host(v))
+    return size <= memory.SMALL or max(size + STEP_TAKES * on_host, 4 * size if on_host else size) <= memory.room()
 
 
 def _copy(value: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:

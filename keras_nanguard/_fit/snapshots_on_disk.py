@@ -9,29 +9,32 @@ Each snapshot is one folder, written beside and renamed::
         rest.npz                 what it does not hold: seeds, states of stateful RNNs, metrics. Plain arrays, no pickle
         snapshot.json            position, verified or not, checksums of the two files, and of itself
 
-A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes.
+A process that dies at any moment leaves whole snapshots and, at worst, an unfinished folder that the next one removes. What cannot be
+written (a full disk, a folder that may only be read, one that another process writes to) ends no training: it is said once, the snapshots
+that are there stay, and the next one is tried again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files
+from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files.stored import READ_FAULTS
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
+from keras_nanguard._fit.saved_by_keras import left_out
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_are
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_are, size_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
@@ -42,6 +45,15 @@ __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]
 
 GENERATOR = "generator"
 """In `rest.npz`, on PyTorch: the state of its generator."""
+
+LOCK = "snapshots.lock"
+"""Name of the file, beside the folder, that the process has locked that writes to it."""
+
+PASSES = 3
+"""Copies of the largest variable for which there has to be room while the files are written."""
+
+T = TypeVar("T")
+
 
 def variables_of(train_state: TrainState) -> list[Any]:
     """Return everything that a snapshot on disk holds, in its order, but the metrics."""
@@ -102,73 +114,134 @@ class DiskRing(Ring):
         good_after: good steps that make a snapshot verified.
         directory: the guard's directory.
         recovery: what the policy changes in the run that takes them.
+        say: prints a line.
     """
 
     only_reads = False
 
-    def __init__(self, keep: int, good_after: int, directory: str | Path, recovery: Recovery):
+    def __init__(
+        self, keep: int, good_after: int, directory: str | Path, recovery: Recovery, say: Callable[[str], None] = lambda line: None
+    ):
         super().__init__(keep, good_after)
         self.folder, self.recovery, self.state = folder_of(directory), recovery, recovery.state
+        self._say, self._said, self._lock = say, set[str](), atomic_files.Lock(self.folder.parent / LOCK)
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
     def _store(
         self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int, level: Level | None
     ) -> None:
-        """Write the state to disk."""
+        """Write the state to disk; where that fails, keep it in memory, if there is room."""
         variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator, which nobody needs while the files are written
         for snapshot in self.snapshots:
-            if snapshot.step != 0:
+            if snapshot.step != 0 and isinstance(snapshot, _OnDisk):
                 snapshot.arrays = {}
-        if not self.folder.exists():
-            self.folder.mkdir(parents=True)
+        found = self._attempt(lambda: self._write_folder(step, verified))
+        if found is None:
+            if memory.room_for(size_of(variables)):
+                super()._store([(v, keras_variables.view(v)) for v in variables], step, good, verified, proof, level)
+            return
+        self.note()
+        in_memory = not step and memory.room_for(size_of(variables))
+        arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if in_memory else {}
+        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), *found, self._load))
+        self._attempt(self._prune)
+
+    def _write_folder(self, step: int, verified: bool) -> tuple[Path, SnapshotRecord]:
+        """Write one snapshot, and return where it is and what it says of itself."""
+        self._take_folder()
         atomic_files.sweep(self.folder)
         path = self.folder / f"snapshot-{next_number(self.folder):08d}"
         with atomic_files.beside(path) as unfinished:
             unfinished.mkdir()
-            record = self._write(unfinished, step, verified)
-        self.note()
-        arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if not step else {}
-        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), path, record))
-        self._prune()
+            return path, self._write(unfinished, step, verified)
+
+    def _take_folder(self) -> None:
+        """Make the folder, and lock it against other processes.
+
+        Raises:
+            OSError: if it cannot be written, or another process has locked it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._lock.take():
+            raise OSError(f"another process writes to {self.folder}; give each run a directory of its own")
+
+    def close(self) -> None:
+        """Let another process write to the folder."""
+        self._lock.release()
+
+    def _attempt(self, write: Callable[[], T]) -> T | None:
+        """Write something to the folder; training goes on where that fails, a line says so once, and `None` is returned."""
+        try:
+            return write()
+        except (OSError, RuntimeError, FileFormatError) as error:
+            if memory.is_exhausted(error):
+                raise
+            why = str(error).partition("\n")[0]
+            if (kind := f"{type(error).__name__} {getattr(error, 'errno', None)}") not in self._said:
+                self._said.add(kind)
+                whole = [s for s in self.snapshots if isinstance(s, _OnDisk)]
+                last = f"The last one is {whole[-1].path.name}" if whole else "There is none of this run"
+                self._say(f"NanGuard: snapshots cannot be written to {self.folder}: {why}. {last}; training goes on.")
+            return None
+
+    def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
+        """Return the bytes that it takes to write the state, where they are not free."""
+        size = PASSES * max((keras_variables.bytes_of(v) for v in variables), default=0)
+        return 0.0 if memory.room_for(size) else float(size)
+
+    def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
+        """Add to the state before the first step, where all of it is in memory."""
+        if self.start is None or self.start.arrays or not isinstance(self.start, _OnDisk) or not self.start.record.files.get(WEIGHTS):
+            super().complete(variable, value)
 
     def promote(self, good: int) -> None:
         """Mark as verified what enough good steps have followed, in the files too."""
-        proven = [s for s in self.snapshots if not s.verified]
         super().promote(good)
-        for snapshot in proven:
-            if snapshot.verified and isinstance(snapshot, _OnDisk):
-                snapshot.prove()
+        for snapshot in self.snapshots:
+            if isinstance(snapshot, _OnDisk) and snapshot.verified and not snapshot.noted:
+                snapshot.noted = self._attempt(snapshot.prove) is not None
 
     def newest(self, depth: int = 1) -> Snapshot | None:
         """Return the verified snapshot that is `depth`-th from the newest, or the next older one where that is broken."""
         while (snapshot := super().newest(depth)) is not None:
-            if self.at_hand(snapshot):
+            if self.restorable(snapshot):
                 return snapshot
             self.snapshots = [s for s in self.snapshots if s is not snapshot]
         return None
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Read a snapshot's values from disk where they are not in memory; returns whether they are now."""
+        """Read a snapshot's values from disk where they are not in memory, and there is room; returns whether they are now."""
         if snapshot.arrays or not isinstance(snapshot, _OnDisk):
             return True
+        if not memory.room_for(2 * size_of(variables_of(self.state.train_state()))):
+            return False
         try:
             self._fetch(snapshot)
         except FileFormatError as error:
             warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=3)
         return bool(snapshot.arrays)
 
+    def restorable(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot can be written into the variables: from memory, or straight from its files."""
+        if self.at_hand(snapshot):
+            return True
+        try:
+            return isinstance(snapshot, _OnDisk) and bool(read(snapshot.path))
+        except FileFormatError:
+            return False
+
     def forget_after(self, step: int) -> None:
         """Give up the snapshots taken after this step, on disk too."""
         for snapshot in self.snapshots:
             if snapshot.step > step and isinstance(snapshot, _OnDisk):
-                atomic_files.remove(snapshot.path)
+                self._attempt(snapshot.remove)
         super().forget_after(step)
 
     def note(self) -> None:
         """Write down what the policy has changed so far."""
-        if self.folder.exists():
-            atomic_files.write_json(self.folder / COURSE, GuardState.of(self.recovery).to_dict())
+        if self._lock.held:
+            self._attempt(lambda: atomic_files.write_json(self.folder / COURSE, GuardState.of(self.recovery).to_dict()))
 
     def _fetch(self, snapshot: _OnDisk) -> None:
         """Read the values back, by way of the model, which is left as it is."""
@@ -177,6 +250,13 @@ class DiskRing(Ring):
         with left_as_they_are(variables):
             load(self.state.model, variables, (), snapshot.path, record)
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
+
+    def _load(self, snapshot: _OnDisk, variables: Iterable[Any]) -> None:
+        """Write a snapshot from its files into these variables of the model; the others, which are small, stay as they are."""
+        state = variables_of(self.state.train_state())
+        wanted = {id(v) for v in variables}
+        with left_as_they_are([v for v in state if id(v) not in wanted]):
+            load(self.state.model, state, (), snapshot.path, read(snapshot.path))
 
     def _write(self, folder: Path, step: int, verified: bool) -> SnapshotRecord:
         model, train_state = self.state.model, self.state.train_state()
@@ -221,18 +301,10 @@ class DiskRing(Ring):
         return record
 
     def _not_in(self, weights: Path, variables: list[Any]) -> frozenset[int]:
-        """Return the numbers of the variables that Keras does not save: those that loading the file does not bring back.
-
-        Found by trying, once for each set of variables, so that no layer or release of Keras can be wrong about it.
-        """
+        """Return the numbers of the variables that Keras does not save, found once for each set of variables."""
         key = tuple(id(v) for v in variables)
         if self._left_out[0] != key:
-            with left_as_they_are(variables) as before, without_warnings():
-                for variable, value in zip(variables, before):
-                    keras_variables.write(variable, (value == 0).astype(value.dtype))
-                self.state.model.load_weights(weights)
-                changed = [not _same(keras_variables.read(v), value) for v, value in zip(variables, before)]
-            self._left_out = (key, frozenset(number for number, bad in enumerate(changed) if bad))
+            self._left_out = (key, left_out(self.state.model, weights, variables))
         return self._left_out[1]
 
     def _prune(self) -> None:
@@ -254,14 +326,28 @@ class DiskRing(Ring):
 class _OnDisk(Snapshot):
     """A snapshot whose values are in files until they are asked for."""
 
-    def __init__(self, taken: Snapshot, path: Path, record: SnapshotRecord):
+    def __init__(
+        self, taken: Snapshot, path: Path, record: SnapshotRecord, load: Callable[[_OnDisk, Iterable[Any]], None] = lambda s, v: None
+    ):
         super().__init__(taken.step, taken.good, taken.verified, taken.proof, taken.arrays, taken.drawn, level=taken.level)
-        self.path, self.record = path, record
+        self.path, self.record, self.noted, self._load = path, record, taken.verified, load
 
-    def prove(self) -> None:
+    def write(self, variables: Iterable[Any]) -> None:
+        """Write its values into variables, from its files where they are not in memory."""
+        if self.arrays:
+            super().write(variables)
+        else:
+            self._load(self, variables)
+
+    def prove(self) -> bool:
         """Note in its file that enough good steps have followed."""
         if self.path.exists():
             SnapshotRecord(**{**_shallow(self.record), "verified": True}).write(self.path)
+        return True
+
+    def remove(self) -> None:
+        """Remove its files."""
+        atomic_files.remove(self.path)
 
 
 def _shallow(record: SnapshotRecord) -> dict[str, Any]:
@@ -292,7 +378,3 @@ def _typed(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     import ml_dtypes
 
     return array.view(getattr(ml_dtypes, dtype))
-
-
-def _same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return one.tobytes() == other.tobytes()

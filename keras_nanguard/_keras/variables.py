@@ -13,6 +13,8 @@ Names private to Keras that are used here, because there is no public way:
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,8 +24,8 @@ import numpy as np
 from keras_nanguard._keras import native_variables, sparse_arrays, spread_arrays
 
 __all__ = [
-    *("VARIABLE", "by_rows", "dense", "flat", "global_seed_variables", "has_handle", "is_sparse", "is_statistic", "is_variable"),
-    *("named_arrays", "native", "read", "read_tensor", "seeds", "unique", "view", "write"),
+    *("VARIABLE", "assign", "by_rows", "bytes_of", "dense", "flat", "global_seed_variables", "has_handle", "is_sparse", "is_statistic"),
+    *("is_variable", "named_arrays", "native", "on_host", "read", "read_tensor", "seeds", "unique", "view", "write"),
 ]
 
 VARIABLE = keras.src.backend.Variable
@@ -83,7 +85,22 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "numpy"):  # TensorFlow: `.numpy()` copies a tensor; a mirrored variable does not convert to an array
         value = value.read_value() if hasattr(value, "read_value") else value
         return np.asarray(value if len(value.shape) else value.numpy())  # nor does a scalar of bfloat16
-    return np.asarray(keras.ops.convert_to_numpy(spread_arrays.whole(value)))
+    return np.asarray(spread_arrays.whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
+
+
+def bytes_of(variable: Any) -> int:
+    """Return how many bytes the value of a variable takes, which is not read for it; 0 where that is not known."""
+    bits = re.search(r"[0-9]+", str(variable.dtype))
+    try:
+        count = math.prod(int(n or 0) for n in variable.shape)
+    except (TypeError, ValueError):  # a shape that is not known
+        return 0
+    return count * max(int(bits[0]) // 8, 1) if bits is not None else count
+
+
+def on_host(variable: Any) -> bool:
+    """Whether its value is in the memory of the host, and on no accelerator."""
+    return "cpu" in str(getattr(variable.value, "device", "cpu")).lower()
 
 
 def is_statistic(variable: Any) -> bool:
@@ -95,6 +112,11 @@ def is_statistic(variable: Any) -> bool:
 def write(variable: Any, array: Any) -> None:
     """Assign a copy of the array to the variable, outside of any step; some backends modify the array that they are given."""
     variable.assign(np.array(array))
+
+
+def assign(variable: Any, array: Any) -> None:
+    """Assign an array to the variable that nobody uses any more: some backends keep it."""
+    variable.assign(array)
 
 
 def restorer(variable: Any) -> Callable[[], Any]:

@@ -1,0 +1,204 @@
+"""A guard never ends a run that fits without it: a plain run and a guarded one under the smallest limit under which the plain one ends.
+
+    python campaigns/memory.py [--quick] [--backends tensorflow jax torch] [--sizes 1 2 4] [--write]
+
+The limit is one of the kernel: a cgroup whose processes are killed when they need more, page cache left out (Linux, as root, where
+`/sys/fs/cgroup` may be written). Each run is a process of its own, of a backend in an environment of its own (`.venv`, `.venv-jax`,
+`.venv-torch`; PYTHON_TENSORFLOW and the like name others). Results are appended to `campaigns/memory.jsonl`; what is there is not run
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __package__ is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from campaigns import pages
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, LOG = ROOT / "docs/evidence/memory.md", ROOT / "campaigns/memory.jsonl"
+
+GB, MB = 1 << 30, 1 << 20
+BACKENDS = {"tensorflow": ".venv", "jax": ".venv-jax", "torch": ".venv-torch"}
+LAYERS, STEPS, BAD_STEP = 8, 6, 3
+GRID = 64 * MB
+"""Limits are multiples of it."""
+
+
+# One run, in a process of its own
+
+
+def child(backend: str, state: float, guarded: str) -> None:
+    """Train a few steps of a network whose state takes so many GB with Adam, and print what happened."""
+    os.environ["KERAS_BACKEND"] = backend
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+    import numpy as np
+
+    width = int(math.sqrt(state * GB / 3 / 4 / LAYERS))
+    keras.utils.set_random_seed(0)
+    narrow = keras.initializers.RandomUniform(-0.01, 0.01)
+    stack = [keras.layers.Dense(width, use_bias=False, kernel_initializer=narrow) for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((width,)), *stack, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-6), "mse")
+    x = np.random.default_rng(0).standard_normal((4 * STEPS, width)).astype("float32")
+    y = x[:, :1].copy()
+    if "fault" in guarded:
+        x[4 * BAD_STEP] = np.nan
+    callbacks: list[keras.callbacks.Callback] = []
+    if guarded:
+        from keras_nanguard import NanGuard
+
+        directory = tempfile.mkdtemp(dir=os.environ.get("CAMPAIGN_FOLDER")) if "directory" in guarded else None
+        callbacks = [NanGuard(snapshot={"every": 2, "good_after": 1}, directory=directory)]
+    begin = time.monotonic()
+    model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+    variables = [*model.variables, *model.optimizer.variables]
+    found: dict[str, Any] = {"seconds": time.monotonic() - begin, "state": sum(int(np.prod(v.shape)) * 4 for v in variables)}
+    for guard in callbacks:
+        ring = guard.session.ring  # type: ignore[attr-defined]
+        found |= {"refused": guard.session.refused, "steps": guard.session.step}  # type: ignore[attr-defined]
+        found |= {"ring": type(ring).__name__, "snapshots": [(s.step, bool(s.arrays)) for s in ring.snapshots]}
+        found |= {"causes": [i.diagnosis.cause for i in guard.incidents]}  # type: ignore[attr-defined]
+    found["finite"] = bool(np.isfinite(keras.ops.convert_to_numpy(model.trainable_variables[-1])).all())
+    print("RESULT " + json.dumps(found))
+
+
+# Limits
+
+
+@contextmanager
+def limited(limit: float) -> Iterator[Path]:
+    """Yield the folder of a new cgroup with this limit of memory."""
+    top = Path("/sys/fs/cgroup")
+    first = top / "memory" if (top / "memory").is_dir() else top
+    folder = first / f"campaign-{os.getpid()}"
+    folder.mkdir()
+    try:
+        if math.isfinite(limit):
+            (folder / ("memory.limit_in_bytes" if first != top else "memory.max")).write_text(str(int(limit)))
+        yield folder
+    finally:
+        for _ in range(50):
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
+
+
+def run(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any]:
+    """Run once under a limit in bytes; returns what came of it."""
+    python = os.environ.get(f"PYTHON_{backend.upper()}") or str(ROOT / BACKENDS[backend] / "bin/python")
+    with limited(limit) as group:
+        command = ["bash", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "_", python, __file__]
+        command += ["--child", backend, str(state), guarded]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        peak = next(int(p.read_text()) for n in ("memory.max_usage_in_bytes", "memory.peak") if (p := group / n).exists())
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), "")
+    said = [line for line in done.stdout.splitlines() if line.startswith("NanGuard")]
+    result = json.loads(line[7:]) if line else {}
+    if not line and done.returncode != -9:
+        result["error"] = (done.stderr.strip().splitlines() or ["?"])[-1][-300:]
+    what = {"backend": backend, "gb": state, "guarded": guarded, "limit": limit, "peak": peak}
+    return {**what, "ended": bool(line), "code": done.returncode, "said": said, **result}
+
+
+# The campaign
+
+
+def records() -> list[dict[str, Any]]:
+    """Return everything in the log."""
+    return [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
+
+
+def known(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any]:
+    """Return what came of one run, which is made unless the log has it."""
+    key = {"backend": backend, "gb": state, "guarded": guarded, "limit": limit}
+    for record in records():
+        if all(record[name] == value for name, value in key.items()):
+            return record
+    record = run(backend, state, guarded, limit)
+    with LOG.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def smallest(backend: str, state: float, guarded: str, first: float) -> float:
+    """Return the smallest limit on the grid, from `first` on, under which a run ends; each try is wider than the one before."""
+    limit, step = math.ceil(first / GRID) * GRID, GRID
+    for _ in range(8):
+        if known(backend, state, guarded, limit)["ended"]:
+            return limit
+        limit, step = limit + step, min(2 * step, 4 * GRID)
+    return math.inf
+
+
+def measure(backend: str, state: float) -> None:
+    """Find the smallest limit of a plain run, and of a guarded one; then inject a fault under that."""
+    peak = known(backend, state, "", math.inf)["peak"]
+    plain = smallest(backend, state, "", peak - GRID)
+    guarded = smallest(backend, state, "guard", plain)
+    if math.isfinite(guarded):
+        known(backend, state, "guard fault", guarded)
+        known(backend, state, "guard directory", guarded)
+
+
+def table() -> str:
+    """Return the table of the page."""
+    head = ("backend", "train state", "plain ends from", "guarded ends from", "all gradients", "what is said then", "with a NaN")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for backend in BACKENDS:
+        for state in sorted({r["gb"] for r in records() if r["backend"] == backend}):
+            lines.append(_row(backend, state, [r for r in records() if (r["backend"], r["gb"]) == (backend, state)]))
+    return "\n".join(lines)
+
+
+def _row(backend: str, state: float, found: list[dict[str, Any]]) -> str:
+    def least(guarded: str) -> dict[str, Any] | None:
+        ended = [r for r in found if r["guarded"] == guarded and r["ended"] and math.isfinite(r["limit"])]
+        return min(ended, key=lambda r: r["limit"], default=None)
+
+    plain, guarded = least(""), least("guard")
+    faulty = next((r for r in found if r["guarded"] == "guard fault" and guarded and r["limit"] == guarded["limit"]), None)
+    shown = [f"{r['limit'] / GB:.2f} GB" if r else "not measured" for r in (plain, guarded)]
+    said = "; ".join(line.removeprefix("NanGuard: ") for line in guarded["said"]) if guarded else ""
+    ends = f"{faulty.get('refused', '?')} step refused, ends" if faulty and faulty["ended"] else "killed" if faulty else "not measured"
+    return f"| {backend} | {state:g} GB | {shown[0]} | {shown[1]} | {state / 3:.2f} GB | {said} | {ends} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--sizes", nargs="+", type=float, default=[1, 2, 4], help="GB of train state")
+    parser.add_argument("--quick", action="store_true", help="a quarter of a GB, on the first backend")
+    parser.add_argument("--write", action="store_true", help="write the table of the page, from all that is in the log")
+    options = parser.parse_args()
+    for state in [0.25] if options.quick else options.sizes:
+        for backend in options.backends[: 1 if options.quick else None]:
+            measure(backend, state)
+    print(table())
+    if options.write:
+        pages.write(PAGE, "limits", table())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], float(sys.argv[3]), sys.argv[4])
+    else:
+        main()

@@ -1,0 +1,138 @@
+"""No disk ends training: what cannot be written is said once, and what is there stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core.atomic_files import Lock
+from keras_nanguard._diagnose import bundle
+from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.snapshot_files import read, written
+
+DISK = {"storage": "disk", "every": 4, "good_after": 1, "keep": 2}
+
+
+def trained(guard, epochs=1):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, activation="relu"), layers.Dense(1)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(160, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard])
+    return model.get_weights()
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return trained(NanGuard(verbose=0))
+
+
+def failing(monkeypatch, code, calls):
+    """Let `os.fsync` fail with this error in the calls of these numbers."""
+    real, number = os.fsync, [0]
+
+    def fsync(handle):
+        number[0] += 1
+        if number[0] in calls:
+            raise OSError(code, os.strerror(code))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
+    """From some file on nothing can be written: the run ends with its numbers, says so once, and leaves the snapshots from before whole."""
+    failing(monkeypatch, code, range(16, 10_000))
+    guard = NanGuard(directory=tmp_path, snapshot=DISK)
+    for a, b in zip(trained(guard), undisturbed):
+        np.testing.assert_array_equal(a, b)
+    said = capsys.readouterr().out
+    assert said.count("snapshots cannot be written") == 1 and os.strerror(code) in said
+    assert [read(path).step for path in written(tmp_path / "snapshots")] and find(tmp_path).record.verified
+    assert guard.session.ring.newest().step == 16, "those that are not on disk are in memory"
+
+
+def test_full_for_a_while(tmp_path, monkeypatch, capsys):
+    """Once there is room again snapshots are written again, and one that could not be noted as verified is noted then."""
+    failing(monkeypatch, errno.ENOSPC, range(9, 11))
+    trained(NanGuard(directory=tmp_path, snapshot=DISK))
+    assert capsys.readouterr().out.count("snapshots cannot be written") == 1
+    assert find(tmp_path).record.step >= 16
+    assert [path.name for path in (tmp_path / "snapshots").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a folder in which nobody can make another")
+def test_nothing_can_be_written(capsys, undisturbed):
+    """Also where there is not even a folder."""
+    guard = NanGuard(directory="/proc/nanguard", snapshot=DISK)
+    for a, b in zip(trained(guard), undisturbed):
+        np.testing.assert_array_equal(a, b)
+    said = capsys.readouterr().out
+    assert said.count("snapshots cannot be written") == 1 and "There is none of this run" in said
+    assert guard.session.ring.newest().step == 16
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from keras_nanguard._core.atomic_files import Lock
+assert Lock(Path(sys.argv[1])).take()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+class TestTwoProcesses:
+    @pytest.fixture
+    def other(self, tmp_path):
+        """Another process that writes to the directory."""
+        tmp_path.joinpath("snapshots").mkdir()
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-c", HOLDS, str(tmp_path / "snapshots.lock")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as process:
+            assert process.stdout.readline() == "locked\n"
+            yield process
+            process.stdin.close()
+
+    def test_second(self, tmp_path, other, capsys, undisturbed):
+        """The second one says so, touches nothing, and keeps its snapshots in memory; its numbers are its own."""
+        theirs = tmp_path / "snapshots" / ".unfinished-1-snapshot-00000001"
+        theirs.mkdir()
+        guard = NanGuard(directory=tmp_path, snapshot=DISK)
+        for a, b in zip(trained(guard), undisturbed):
+            np.testing.assert_array_equal(a, b)
+        said = capsys.readouterr().out
+        assert said.count("another process writes to") == 1 and "give each run a directory of its own" in said
+        assert list((tmp_path / "snapshots").iterdir()) == [theirs] and guard.session.ring.newest().step == 16
+
+    def test_after_the_end_of_the_first(self, tmp_path, other):
+        """A process that ends, however, leaves no lock behind."""
+        lock = Lock(tmp_path / "snapshots.lock")
+        assert not lock.take() and not lock.held
+        other.kill()
+        other.wait()
+        assert lock.take() and lock.held and lock.take()
+        lock.release()
+        assert not lock.held
+
+
+def test_newest_bundle_whatever_the_clock_says(tmp_path, monkeypatch):
+    """A bundle that was written just now is never the oldest one, though the clock was set back."""
+    monkeypatch.setattr(bundle, "MAX_BUNDLES", 2)
+    paths = [tmp_path / f"incident-{number:08d}-00" for number in range(4)]
+    for number, path in enumerate(paths):
+        path.mkdir()
+        os.utime(path, (1e9 - number, 1e9 - number))  # each earlier than the one before
+        bundle._drop_oldest(tmp_path, path)
+    assert sorted(tmp_path.iterdir()) == paths[-2:]

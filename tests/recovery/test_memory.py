@@ -1,0 +1,245 @@
+"""Copies of the state are taken only where there is room for them, and a run without them goes on."""
+
+from __future__ import annotations
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core import memory
+from keras_nanguard._fit.snapshots import Ring, size_of
+from keras_nanguard._fit.snapshots_on_disk import DiskRing
+from keras_nanguard._keras import variables as keras_variables
+
+MB = 1 << 20
+
+
+def files(root, **contents):
+    """Write files of a system that is made up."""
+    for name, text in contents.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+STATUS = "Name:\tpython\nVmPeak:\t 9000 kB\nVmSize:\t 8000 kB\nVmHWM:\t 3000 kB\nVmRSS:\t 2000 kB\nVmData:\t 1000 kB\n"
+MOUNT = "36 25 0:31 {root} /sys/fs/cgroup{folder} rw,nosuid - {kind} {kind} rw,{options}\n"
+
+
+class TestRoom:
+    def test_of_the_machine(self, tmp_path):
+        """What is available, less what the process has needed at its peak beyond what it holds."""
+        assert memory.room(tmp_path) == np.inf
+        files(tmp_path, proc__meminfo="MemTotal: 900000 kB\nMemAvailable: 500000 kB\n")
+        assert memory.room(tmp_path) == 500000 << 10
+        files(tmp_path, proc__self__status=STATUS)
+        assert memory.room(tmp_path) == (500000 - 1000) << 10
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_of_a_container(self, tmp_path, nested):
+        """The tightest limit of all cgroups on the way up counts; what is cached for files can be had back."""
+        files(tmp_path, proc__meminfo="MemAvailable: 500000 kB\n", proc__self__cgroup="0::/a/b\n" if nested else "0::/\n")
+        files(tmp_path, proc__self__mountinfo=MOUNT.format(root="/", folder="", kind="cgroup2", options="nsdelegate"))
+        group = tmp_path / "sys/fs/cgroup"
+        files(group, **{"memory.max": f"{100 * MB}\n", "memory.current": f"{60 * MB}\n"})
+        files(group, **{"memory.stat": f"anon {50 * MB}\ninactive_file {6 * MB}\nactive_file {4 * MB}\nslab 9\n"})
+        assert memory.room(tmp_path) == 50 * MB
+        files(group / "a", **{"memory.max": f"{40 * MB}\n", "memory.current": f"{10 * MB}\n"})
+        files(group / "a/b", **{"memory.max": "max\n", "memory.current": f"{10 * MB}\n"})
+        assert memory.room(tmp_path) == (30 if nested else 50) * MB
+
+    def test_of_the_older_kind_of_container(self, tmp_path):
+        """Version 1 of cgroups; where the folder is mounted by itself, its path on the host says nothing."""
+        files(tmp_path, proc__self__cgroup="9:pids:/x\n4:memory,cpu:/docker/abc\n0::/\n")
+        lines = MOUNT.format(root="/docker/abc", folder="/memory", kind="cgroup", options="cpu,memory")
+        files(tmp_path, proc__self__mountinfo=lines + MOUNT.format(root="/docker/abc", folder="/pids", kind="cgroup", options="pids"))
+        group = files(tmp_path / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": f"{100 * MB}", "memory.usage_in_bytes": f"{90 * MB}"})
+        assert memory.room(tmp_path) == 10 * MB
+        files(group, **{"memory.stat": f"inactive_file 1\ntotal_inactive_file {5 * MB}\n"})
+        assert memory.room(tmp_path) == 15 * MB
+
+    @pytest.mark.parametrize("text", ["", "x", "::", "0::", "MemAvailable:", "MemAvailable: x kB", "\0", "36 25 - cgroup2", "- \n - - -\n"])
+    def test_what_cannot_be_read_is_no_limit(self, tmp_path, text):
+        files(tmp_path, proc__meminfo=text, proc__self__status=text, proc__self__cgroup=text + "\n0::/a\n", proc__self__mountinfo=text)
+        assert memory.room(tmp_path) == np.inf
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limits are those of Linux")
+    @pytest.mark.parametrize("limit, left", [("RLIMIT_DATA", 3000 - 1000 - 1000), ("RLIMIT_AS", 9500 - 9000)])
+    def test_of_the_process(self, tmp_path, monkeypatch, limit, left):
+        """`ulimit -d`, and `ulimit -v` with what is reserved at the peak."""
+        import resource
+
+        limits = {getattr(resource, limit): {"RLIMIT_DATA": 3000, "RLIMIT_AS": 9500}[limit] << 10}
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY),) * 2)
+        files(tmp_path, proc__self__status=STATUS)
+        assert memory.room(tmp_path) == left << 10
+
+    def test_of_this_machine(self):
+        assert 0 < memory.room() < 1 << 50 or memory.room() == np.inf or not sys.platform.startswith("linux")
+
+    def test_exhausted(self):
+        """The errors by which Python and the backends say that memory is at its end, and others."""
+        for error in (MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4 bytes"), RuntimeError("std::bad_alloc")):
+            assert memory.is_exhausted(error)
+        assert memory.is_exhausted(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"))
+        assert not memory.is_exhausted(OSError(28, "No space left on device"))
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets how much room there is, in bytes; every copy is looked at."""
+    monkeypatch.setattr(memory, "SMALL", -1)
+    monkeypatch.setattr(memory, "RESERVE", 0)
+
+    def leave(size):
+        monkeypatch.setattr(memory, "room", lambda root=None: size() if callable(size) else size)
+
+    return leave
+
+
+def variable():
+    return keras.Variable(np.arange(1000, dtype="float32"), trainable=False)
+
+
+class TestRing:
+    def test_one_in_place_of_two(self, room):
+        """Where another copy does not fit, the older one gives its buffers, and no memory is taken."""
+        room(np.inf)
+        ring, v = Ring(2, 0), variable()
+        ring.take([v], 0, 0, verified=True)
+        ring.take([v], 10, 10)
+        buffer = ring.snapshots[-1].arrays[id(v)]
+        room(0)
+        v.assign(v + 1)
+        assert ring.take([v], 20, 20) == "" and not ring.lacks
+        assert ring.keep == 1 and [s.step for s in ring.snapshots] == [0, 20]
+        assert ring.snapshots[-1].arrays[id(v)] is buffer and ring.newest().value(v)[0] == 1.0
+
+    def test_none(self, room):
+        """Where none fits, nothing is kept, a bad state is found all the same, and the next one is kept if it fits."""
+        room(0)
+        ring, v = Ring(2, 0), variable()
+        assert ring.take([v], 0, 0, verified=True) == "" and ring.lacks == 4000
+        assert ring.take([v], 10, 10) == "" and ring.lacks == 4000 and not ring.snapshots
+        v.assign(v * np.nan)
+        assert ring.take([v], 20, 20) == v.path
+        v.assign(np.ones(1000))
+        room(5000)
+        assert ring.take([v], 30, 30) == "" and not ring.lacks and [s.step for s in ring.snapshots] == [30]
+
+    def test_the_first_step_is_left_room(self, room):
+        """Before the first step nobody knows what a step takes; slots that are all zeros take nothing."""
+        v, slot = variable(), keras.Variable(np.zeros(2000, "float32"), trainable=False)
+        for size, kept in ((4000 + 3 * 12000, True), (4000 + 3 * 12000 - 1, False)):
+            room(size)
+            ring = Ring(2, 0)
+            ring.take([v, slot], 0, 0, verified=True)
+            assert bool(ring.snapshots) == kept
+
+    def test_memory_that_is_not_there_after_all(self, room, monkeypatch):
+        """A copy that fails half-way is given up, and nothing of it is restored."""
+        room(np.inf)
+        ring, v, w = Ring(2, 0), variable(), variable()
+        ring.take([v, w], 10, 10)
+        calls = []
+
+        def copied(value, buffer):
+            calls.append(value)
+            if len(calls) == 2:
+                raise MemoryError
+            return np.array(value)
+
+        monkeypatch.setattr("keras_nanguard._fit.snapshots._copy", copied)
+        assert ring.take([v, w], 20, 20) == "" and ring.lacks == 8000
+        monkeypatch.undo()
+        assert [s.step for s in ring.snapshots] == [10] and len(ring.newest().arrays) == 2
+
+    def test_size(self):
+        for dtype, size in (("float32", 4), ("float16", 2), ("bfloat16", 2), ("int32", 4), ("bool", 1), ("uint8", 1)):
+            made = keras.Variable(np.ones((3, 5)), dtype=dtype, trainable=False)
+            assert size_of([made]) == 15 * size == keras_variables.view(made).nbytes or dtype == "bfloat16"
+
+
+def network():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="relu"), layers.Dropout(0.2), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def data(bad=()):
+    x = np.random.default_rng(0).normal(size=(160, 4)).astype("float32")
+    y = x[:, :1].copy()
+    for step in bad:
+        x[8 * step] = np.nan
+    return x, y
+
+
+def trained(guard, bad=(), epochs=1):
+    model = network()
+    model.fit(*data(bad), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=[guard])
+    return model
+
+
+OFTEN = {"every": 4, "good_after": 1}
+
+
+class TestFit:
+    def test_without_any_copy(self, room, capsys):
+        """A run without room is guarded, has the same numbers, and says each thing once."""
+        expected = [w.copy() for w in trained(NanGuard(snapshot=OFTEN, verbose=0)).get_weights()]
+        room(0)
+        guard = NanGuard(snapshot=OFTEN)
+        model = trained(guard, epochs=1)
+        for a, b in zip(model.get_weights(), expected):
+            np.testing.assert_array_equal(a, b)
+        said = capsys.readouterr().out
+        assert said.count("the state before the first step is not kept") == 1
+        assert said.count("training goes on without snapshots") == 1
+        assert guard.session.ring.snapshots == [] and "Traceback" not in said
+
+    def test_steps_are_refused_all_the_same(self, room):
+        """Nothing is run again, which the incident says; what needs a snapshot is skipped with its reason."""
+        room(0)
+        guard = NanGuard(snapshot=OFTEN, verbose=0)
+        model = trained(guard, bad=(6, 7, 8, 9))
+        assert guard.session.refused == 4 and all(np.isfinite(w).all() for w in model.get_weights())
+        assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
+        assert any("was not run again" in text for text in guard.incidents[0].diagnosis.evidence)
+        skipped = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+        assert all(o.status == "skipped" and "no verified snapshot" in o.detail for o in skipped)
+
+    def test_a_divergence_is_not_tried(self, room, capsys):
+        """A run that diverges ends, whatever can be done about it without a copy."""
+        room(0)
+        model = network()
+        model.compile(keras.optimizers.SGD(3.0), "mse")
+        model.fit(*data(), batch_size=8, epochs=8, shuffle=False, verbose=0, callbacks=[NanGuard(snapshot=OFTEN)])
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+        assert capsys.readouterr().out.count("no other learning rate is tried") <= 1
+
+    def test_one_copy(self, room, capsys):
+        """The newest one takes the place of the one before, which one line says."""
+        guard = NanGuard(snapshot=OFTEN)
+        room(lambda: np.inf if guard.session.step < 8 else 0)
+        trained(guard)
+        assert capsys.readouterr().out.count("one snapshot is kept instead of 2") == 1
+        assert len([s for s in guard.session.ring.snapshots if s.step]) == 1
+
+    def test_on_disk(self, room, capsys, tmp_path):
+        """With a directory they are written there, and a rollback goes back to them without a copy in memory."""
+        room(500)  # for writing the largest variable, and for no copy of all of them
+        rule = {"name": "back", "on": ["inputs"], "do": ["rollback"], "limit": {"times": 9}, "otherwise": "stop"}
+        guard = NanGuard({"version": 1, "rules": [rule]}, snapshot=OFTEN, directory=tmp_path)
+        model = trained(guard, bad=(11,))
+        said = capsys.readouterr().out
+        assert isinstance(guard.session.ring, DiskRing) and said.count("snapshots are written to") == 1
+        assert "back to the state after 8 steps" in str(guard.incidents[0])
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+        assert not any(s.arrays for s in guard.session.ring.snapshots)
+        assert sorted(p.name for p in (tmp_path / "snapshots").glob("snapshot-*"))
