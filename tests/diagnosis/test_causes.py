@@ -79,6 +79,11 @@ def test_what_the_update_cannot_have_made_was_there_before(written):
     assert any("something else has written it" in line for line in diagnosis.evidence) is written
 
 
+@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
+def test_a_loss_scale_that_scales_nothing_is_the_cause_although_a_replay_with_another_one_is_finite(scale):
+    assert decide(replace(TABLE["transient"], loss_scale=scale)).cause == "loss_scale_collapsed"
+
+
 def test_every_cause_has_advice():
     assert set(ADVICE) == set(CAUSES)
 
