@@ -237,6 +237,8 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     underflow = kind(e.origin) == "pole" and e.first != "gradients"
     if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
         underflow = True
+    if e.low_precision == "bfloat16" and not underflow:  # its range is that of float32
+        return None
     return Conclusion(
         "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
     )
