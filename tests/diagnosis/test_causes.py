@@ -84,6 +84,13 @@ def test_a_loss_scale_that_scales_nothing_is_the_cause_although_a_replay_with_an
     assert decide(replace(TABLE["transient"], loss_scale=scale)).cause == "loss_scale_collapsed"
 
 
+def test_bfloat16_overflows_where_float32_does():
+    """Its range is that of float32: a number at the end of it that rounds to Inf is too large for either."""
+    huge = replace(TABLE["input_scale"], float32="finite")
+    assert decide(replace(huge, low_precision="float16")).cause == "float16_overflow"
+    assert decide(replace(huge, low_precision="bfloat16")).cause == "input_scale"
+
+
 def test_every_cause_has_advice():
     assert set(ADVICE) == set(CAUSES)
 
