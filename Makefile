@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
+.PHONY: campaign clients demo docs pages test test-with test-jax test-torch test-slowly lint types check bench slow lowest clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +103,12 @@ clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data source
 # Each by itself: one that does not install beside the others leaves a `-` in the table. None may change Keras or a backend.
 CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
 	mlflow-skinny sqlalchemy alembic wandb
+
+campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends: the tables of docs/evidence/campaign.md; hours, and goes on where it was cut off
+	$(BIN)/python campaigns/campaign.py --backend tensorflow
+	.venv-torch/bin/python campaigns/campaign.py --backend torch
+	.venv-jax/bin/python campaigns/campaign.py --backend jax
+	$(BIN)/python campaigns/campaign.py --table
 
 clean:
 	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
