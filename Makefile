@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory clean
+.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -131,6 +131,12 @@ crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend
 	KERAS_BACKEND=$$1 OMP_NUM_THREADS=1 $$2/python campaigns/crash.py kills || exit 1; done
 	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python campaigns/crash.py faults
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/crash.py write
+
+campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends: the tables of docs/evidence/campaign.md; hours, and goes on where it was cut off
+	$(BIN)/python campaigns/campaign.py --backend tensorflow
+	.venv-torch/bin/python campaigns/campaign.py --backend torch
+	.venv-jax/bin/python campaigns/campaign.py --backend jax
+	$(BIN)/python campaigns/campaign.py --table
 
 clean:
 	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,10 @@ KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adade
 
 MODERATE = 1e15
 """With numbers up to this size, a rate up to `MAX_RATE` and an epsilon of at least `MIN_EPSILON` every term of these updates
-stays below 1e30, far from the largest float32, 3.4e38."""
+stays below `TERM`, far from the largest float32, 3.4e38."""
+
+TERM = 1e30
+"""Magnitude that no term of these updates reaches then."""
 
 MAX_RATE, MIN_EPSILON = 1e3, 1e-12
 
@@ -27,17 +30,17 @@ MAX_RATE, MIN_EPSILON = 1e3, 1e-12
 def must_stay_finite(
     optimizers: Sequence[Any], facts: Sequence[OptimizerFacts], variables: Sequence[Any], norm: float
 ) -> bool:
-    """Return whether no step of these optimizers can produce NaN or Inf, given numbers of this size.
+    """Return whether no step of these optimizers can produce NaN, Inf or a number beyond `TERM`, given numbers of this size.
 
     Args:
         optimizers: the optimizers.
         facts: their hyperparameters, in the same order.
-        variables: weights and slots with their present values; non-finite entries are ignored.
+        variables: weights and slots, or their values; entries that are not finite, or beyond what the terms can be, are ignored.
         norm: global gradient norm of the step.
     """
     if not (norm <= MODERATE and all(_known(keras_optimizers.inner(o), f) for o, f in zip(optimizers, facts))):
         return False
-    return all(_largest_finite(keras_variables.view(v)) <= MODERATE for v in variables)
+    return all(_largest_ordinary(v if isinstance(v, np.ndarray) else keras_variables.view(v)) <= MODERATE for v in variables)
 
 
 def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
@@ -52,9 +55,9 @@ def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
     )
 
 
-def _largest_finite(array: Any) -> float:
+def _largest_ordinary(array: Any) -> float:
     wide = finiteness.widen(array)
     if wide.dtype.kind not in "fc" or not wide.size:
         return 0.0
-    finite = np.abs(wide[np.isfinite(wide)])
-    return float(finite.max()) if finite.size else 0.0
+    ordinary = np.abs(wide[np.abs(wide) < TERM])
+    return float(ordinary.max()) if ordinary.size else 0.0

@@ -165,13 +165,18 @@ def _outliers(e: Evidence) -> tuple[int, ...]:
     return rows if len(rows) <= e.count / 4 else ()
 
 
+def _invalid_scale(e: Evidence) -> Conclusion | None:
+    """A loss scale that can scale nothing; a replay is finite, as the refusal has put another in its place."""
+    if e.loss_scale is None or 0.0 < e.loss_scale < float("inf"):
+        return None
+    return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
+
+
 def _scale(e: Evidence) -> Conclusion | None:
     """A loss scale at which nothing can be learned."""
     scale = e.loss_scale
     if scale is None:
         return None
-    if not 0.0 < scale < float("inf"):
-        return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
     if scale > SCALE_TOO_HIGH and e.unscaled == "finite" and e.first in ("gradients", "loss", "statistics", ""):
         return Conclusion("loss_scale_collapsed", confidence=0.9, because="scale_high")
     if scale < 1.0 and e.first in ("gradients", "") and not e.inputs_bad and e.unscaled != "bad":
@@ -232,6 +237,8 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     underflow = kind(e.origin) == "pole" and e.first != "gradients"
     if e.origin is not None and kind(e.origin) == "pole" and any(o.zero for o in e.origin.operands):
         underflow = True
+    if e.low_precision == "bfloat16" and not underflow:  # its range is that of float32
+        return None
     return Conclusion(
         "float16_underflow" if underflow else "float16_overflow", _culprit(e), e.rows, 0.9, "float32"
     )
@@ -348,6 +355,7 @@ RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
     _bad_state,
     _modes,
     _monitors,
+    _invalid_scale,
     _transient,
     _batch,
     _targets,

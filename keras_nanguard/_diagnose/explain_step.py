@@ -17,7 +17,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.data_names import ARGUMENTS
-from keras_nanguard._core.evidence import Evidence
+from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
@@ -142,7 +142,7 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         optimizers=facts,
         objective=objective(run.model),
         gradient_norm=own[1],
-        written=bool(first) and must_stay_finite(train_state.optimizers, facts, [*train_state.trainable, *train_state.slots], norm),
+        written=bool(first) and _written(run, incident.committed, train_state, facts, norm),
         loss_scale=incident.values.get("loss_scale"),
         low_precision=lowest(run.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),
@@ -176,8 +176,22 @@ def step_of(run: GuardedRun) -> ReplayableStep:
 
 def _committed(incident: Incident) -> str:
     """Return the first bad site that a step left behind which committed."""
-    sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion")]
+    sites = [f.site for f in incident.findings if f.kind in ("nonfinite", "explosion", "out_of_range")]
     return next((site for site in ("weights", "slots") if site in sites), "")
+
+
+def _written(run: GuardedRun, committed: int, train_state: TrainState, facts: tuple[OptimizerFacts, ...], norm: float) -> bool:
+    """Whether no update has made what is bad: none can from the values of now, or from those of a snapshot with the gradients since."""
+    variables = [*train_state.trainable, *train_state.slots]
+    if must_stay_finite(train_state.optimizers, facts, variables, norm):
+        return True
+    snapshot = run.ring.newest()
+    if snapshot is None or not run.ring.at_hand(snapshot):
+        return False
+    norms = [one for _, _, one in run.history.since(snapshot.step)]
+    values = [value for v in variables if (value := snapshot.value(v)) is not None]
+    known = len(values) == len(variables) and len(norms) >= committed - snapshot.good - 1
+    return known and must_stay_finite(train_state.optimizers, facts, values, max(norms, default=norm))
 
 
 def _bad_before_update(incident: Incident) -> bool:

@@ -57,7 +57,7 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
-        overflow = not (report is not None and report.left_by_previous) and self._is_ordinary_overflow(verdict)
+        overflow = not (report is not None and report.left_by_previous) and self._is_ordinary_overflow(verdict, report)
         run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale, OVERFLOW if overflow else REFUSED)
         if report is not None and report.left_by_previous:
             self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
@@ -78,11 +78,13 @@ class Incidents:
         elif self._diverged != state or _of_data(incident):  # else it is still the state that is wrong, whatever the cause is called
             run.recent.blame(incident.step)
 
-    def _is_ordinary_overflow(self, verdict: Verdict) -> bool:
-        """Whether dynamic loss scaling deals with this by itself."""
+    def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
+        """Whether dynamic loss scaling deals with this by itself: nothing else is bad, neither the batch nor a number of the state."""
         counts = self._run.counts
         counts.streak = counts.streak + 1 if self._run.train_state().scales and verdict.only_gradients else 0
-        return counts.streak > 0 and self._run.policy.checks.loss_scale.leaves(counts.streak, verdict.scale)
+        if not counts.streak or not self._run.policy.checks.loss_scale.leaves(counts.streak, verdict.scale):
+            return False
+        return not in_batch(report, self._run.model) and not (counts.streak == 1 and self._run.scan("state"))
 
     def committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""

@@ -16,8 +16,10 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.sightings import HUGE, out_of_range
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["Monitors"]
@@ -49,13 +51,16 @@ class Monitors:
     Attributes:
         due: step of the next look.
         statistics: the sum over the moving statistics that the last step measured (see `Verdict`).
-        ceiling: a sum from which the next look does not wait.
+        weights: the sum over weights and slots that it measured.
+        ceiling: a sum of statistics from which the next look does not wait.
+        summit: the same for weights and slots.
     """
 
     def __init__(self, checks: Any):
         self.checks = checks
         self.due: float = LOOKS[0]
-        self.statistics, self.ceiling = 0.0, math.inf
+        self.statistics, self.ceiling = 0.0, HUGE
+        self.weights, self.summit = 0.0, HUGE
         self._reported: set[str] = set()
         self._weights: Mapping[int, np.ndarray[Any, Any]] = {}  # fingerprints of kernels
         self._weights_of = self._still = 0
@@ -67,7 +72,8 @@ class Monitors:
     def look(self, run: Run) -> list[Finding]:
         """Return what is wrong with the state between two steps, each trouble once."""
         step = run.step
-        self.ceiling = max(abs(self.statistics), 1.0) * LEAP if run.counts.committed >= SETTLED else math.inf
+        self.ceiling = max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP) * LEAP
+        self.summit = max(abs(self.weights), HUGE / LEAP) * LEAP
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._weights, self._variances = run.counts.rollbacks, {}, {}
             self._since = run.progress.since
@@ -77,13 +83,19 @@ class Monitors:
         found = self._divergence.look(run)
         if found:
             return found
-        watches = {"dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap, "scale": self._scale}
+        watches = {"range": self._range, "dead": self._dead, "zero": self._zero, "stuck": self._stuck, "leap": self._leap}
+        watches["scale"] = self._scale
         for name, watch in watches.items():
             findings = list(watch(run))
             if findings and name not in self._reported:
                 self._reported.add(name)
                 found += findings
         return found
+
+    def measured(self, verdict: Verdict) -> bool:
+        """Note what the last step has measured; returns whether the next look does not wait."""
+        self.statistics, self.weights = verdict.statistics, verdict.weights + verdict.slots
+        return abs(self.statistics) > self.ceiling or abs(self.weights) > self.summit
 
     @property
     def doubtful(self) -> bool:
@@ -121,6 +133,12 @@ class Monitors:
         self._still += 1
         if rise >= JUMP or (self._still > 1 and _moved(frozen, run.ring.oldest())):
             yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
+
+    def _range(self, run: Run) -> Iterator[Finding]:
+        """Numbers that no update of a run that learns has made: read where a sum over them shows that there are some."""
+        if max(abs(self.statistics), abs(self.weights)) > HUGE:
+            found = out_of_range(run.train_state(), run.policy)
+            yield from (f for f in found if f.site != "statistics" or self.checks.statistics.enabled)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
         """Gradients that are exactly zero, step after step, in a model that computes in float16."""

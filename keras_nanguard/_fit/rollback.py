@@ -60,13 +60,12 @@ def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
 
 def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     """Return the steps since a snapshot, to be run again; `None` where their batches are not all at hand."""
-    huge = any(f.site == "state" and f.kind == "out_of_range" for f in incident.findings)
-    if huge or not run.state.access.can_run_again:  # an update of the run's own may have made it so, and would again
+    if not run.state.access.can_run_again:
         return None
     if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):  # running them again has led to this
         return None
     ends = incident.decision is not None and incident.decision.terminal
-    if not incident.refused and (ends or any(f.kind == "nonfinite" for f in incident.findings)):
+    if not incident.refused and (ends or any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)):
         run.recent.blame(incident.step)  # it is this step that was bad, and not the state that it came to
     return run.recent.rerun(snapshot, incident.step, run.transaction.batch, run.progress.left_out)
 

@@ -253,10 +253,11 @@ class Session(RunsAgain):
         if findings:
             self.incidents.committed(verdict, findings)
         counts.step = step = step + 1
-        if statistics > self.monitors.ceiling:
-            self._due = self.monitors.due = step
+        monitors = self.monitors
+        if abs(statistics) > monitors.ceiling or abs(weights + slots) > monitors.summit:
+            self._due = monitors.due = step
         if step >= self._due and last:
-            self.monitors.statistics = statistics
+            monitors.statistics, monitors.weights = statistics, weights + slots
             self._keep()
         return True
 
@@ -265,7 +266,8 @@ class Session(RunsAgain):
         for variable, value in self.state.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
-        self.monitors.statistics = verdict.statistics
+        if not verdict.refused and self.monitors.measured(verdict):
+            self._due = self.monitors.due = self.counts.step
         if self.transaction.counted:
             self._after_many(verdict)
             return

@@ -13,7 +13,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["bad_state", "in_batch", "values"]
+__all__ = ["HUGE", "bad_state", "in_batch", "out_of_range", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
@@ -31,19 +31,38 @@ def bad_state(
     With site `state` all of them are reported as trouble that was there before the step, finite numbers included that are
     so large that sums over them are not; else each is reported under its own site.
     """
-    groups: dict[Site, Any] = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     findings = []
+    for own, variable in _of_state(train_state):
+        nan, inf, size = finiteness.counts(keras_variables.view(variable))
+        if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
+            findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
+        elif site == "state" and not (nan or inf):
+            findings += _beyond_limit("state", own, variable, policy)
+    return findings
+
+
+def out_of_range(train_state: TrainState, policy: Any) -> list[Finding]:
+    """Read the whole state; returns a finding, under its own site, for each variable that is finite and beyond its limit."""
+    finite = [(own, v) for own, v in _of_state(train_state) if finiteness.is_finite(keras_variables.view(v))]
+    return [finding for own, variable in finite for finding in _beyond_limit(own, own, variable, policy)]
+
+
+def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
+    """Yield each variable of the state that is looked at, after its site."""
+    groups: dict[Site, Any] = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     for own, variables in groups.items():
         for variable in variables:
-            nan, inf, size = finiteness.counts(keras_variables.view(variable))
-            if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
-                findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
-            elif site == "state" and not (nan or inf) and (own != "statistics" or keras_variables.is_statistic(variable)):
-                limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
-                largest = finiteness.largest(keras_variables.view(variable))
-                if largest > limit:
-                    findings.append(Finding("state", "out_of_range", variable.path, 0, 0, size, largest))
-    return findings
+            yield own, variable
+
+
+def _beyond_limit(site: Site, own: Site, variable: Any, policy: Any) -> Iterator[Finding]:
+    """Yield a finding of `site` where a finite variable whose own site is `own` is beyond its limit."""
+    if own != "statistics" or keras_variables.is_statistic(variable):
+        limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
+        value = keras_variables.view(variable)
+        largest = finiteness.largest(value)
+        if largest > limit:
+            yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
 
 
 def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:

@@ -79,6 +79,18 @@ def test_what_the_update_cannot_have_made_was_there_before(written):
     assert any("something else has written it" in line for line in diagnosis.evidence) is written
 
 
+@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
+def test_a_loss_scale_that_scales_nothing_is_the_cause_although_a_replay_with_another_one_is_finite(scale):
+    assert decide(replace(TABLE["transient"], loss_scale=scale)).cause == "loss_scale_collapsed"
+
+
+def test_bfloat16_overflows_where_float32_does():
+    """Its range is that of float32: a number at the end of it that rounds to Inf is too large for either."""
+    huge = replace(TABLE["input_scale"], float32="finite")
+    assert decide(replace(huge, low_precision="float16")).cause == "float16_overflow"
+    assert decide(replace(huge, low_precision="bfloat16")).cause == "input_scale"
+
+
 def test_every_cause_has_advice():
     assert set(ADVICE) == set(CAUSES)
 

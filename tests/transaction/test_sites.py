@@ -176,6 +176,37 @@ class TestOutsideWrites:
         assert run.steps[0] == 6
         assert zoo.bad_entries(run.model) == []
 
+    @pytest.mark.parametrize("what", ["kernel", "moving_mean", "moving_variance"])
+    def test_huge_and_harmless_to_the_step(self, what):
+        """A finite number that no training makes is reported of in that step and healed, though the step is none the worse for it."""
+
+        class Vandal(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 5:
+                    corrupt(next(v for v in self.model.variables if v.path.endswith(what)), "overflow")
+
+        data = zoo.regression()
+        data.x[:, 0] = 0.0  # nothing is multiplied by the first weight
+        run = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True, callbacks=[Vandal()], epochs=1)
+        (incident,) = run.guard.incidents
+        assert (incident.step, {f.kind for f in incident.findings}) == (6, {"out_of_range"})
+        assert "run again" in next(o.detail for o in incident.outcomes if o.action == "rollback")
+        assert max(np.abs(v).max() for path, v in run.state if path.endswith(what)) < 1e3
+
+    def test_huge_behind_an_overflow(self):
+        """A huge weight whose gradients overflow is no ordinary overflow: not one step is left to the loss scale."""
+        keras.config.set_dtype_policy("mixed_float16")
+        layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(2, dtype="float32", name="last")]
+        model, guard, data = keras.Sequential([keras.Input((6,)), *layers]), NanGuard(verbose=0), zoo.regression()
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+        model.compile(scaled, keras.losses.CategoricalCrossentropy(from_logits=True))
+        with inject(model, site="weights", kind="spike", step=6, magnitude=1e37, path="last/kernel", entries=None):
+            model.fit(data.x, np.eye(2)[(data.x[:, 0] > 0) * 1], batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+        (incident,) = guard.incidents
+        assert (incident.step, incident.refused, incident.diagnosis.cause) == (6, True, "state_nonfinite")
+        assert guard.session.overflows == 0 and float(keras.ops.convert_to_numpy(scaled.dynamic_scale)) == 64.0
+        assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e3
+
     def test_one_cure_for_one_execution(self):
         """The steps that ran on a bad state before the host could heal it count as one trouble."""
         data = zoo.regression(batches=48)

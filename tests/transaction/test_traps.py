@@ -240,6 +240,19 @@ def test_12_alarm_on_an_ordinary_overflow():
     assert float(optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize(("where", "site"), [("x", "inputs"), ("y", "targets")])
+def test_12_bad_data_is_no_ordinary_overflow(where, site):
+    """Under loss scaling, too, a batch with Inf is reported, where the loss is finite and the gradients alone are not."""
+    keras.config.set_dtype_policy("mixed_float16")
+    scaled = keras.optimizers.LossScaleOptimizer("sgd", initial_scale=64.0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="tanh"), layers.Dense(1, dtype="float32")])
+    model.compile(scaled, lambda y, found: ops.tanh(ops.square(y - found)))
+    data, guard = zoo.poison(zoo.regression(), 5, np.inf, where), NanGuard(verbose=0)
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    assert (incident.step, incident.sites, guard.session.overflows) == (5, (site, "gradients"), 0)
+
+
 def test_13_a_finite_loss_with_nan_predictions():
     """Predictions that are not finite are reported although the loss is, in predict as in evaluate."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])

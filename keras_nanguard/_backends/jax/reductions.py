@@ -17,6 +17,9 @@ __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "square
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
 """What the rules of the transaction need."""
 
+PART, MOST = 2.0**-100, 2.0**126
+"""Parts of entries that `exact` sums up, and its bound: far from the largest float32, 3.4e38, and far above every weight."""
+
 LARGE = 1 << 16
 """Elements from which an array is read where it stands rather than joined with others."""
 
@@ -68,8 +71,9 @@ def total(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def exact(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return 0 where all entries are finite, and NaN where one is not: 0 times each entry, which cannot overflow."""
-    return add([array * 0 for array in _grouped(arrays)], dtype)
+    """Return their sum, bounded, where all entries are finite, and NaN where one is not: the sum of small parts cannot overflow."""
+    part = add([array * PART for array in _grouped(arrays)], dtype)
+    return jnp.clip(part, -MOST * PART, MOST * PART) / PART + part * 0
 
 
 def counts(arrays: Sequence[Any], dtype: Any) -> Any:

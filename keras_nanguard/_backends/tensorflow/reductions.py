@@ -22,6 +22,9 @@ __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "square
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """What the rules of the transaction need."""
 
+PART, MOST = 2.0**-100, 2.0**126
+"""Parts of entries that `exact` sums up, and its bound: far from the largest float32, 3.4e38, and far above every weight."""
+
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""
 
@@ -86,12 +89,13 @@ def total(tensors: Iterable[Any], dtype: Any) -> Any:
 
 
 def exact(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return 0 where all entries are finite, and NaN where one is not: 0 times each entry, which cannot overflow.
+    """Return their sum, bounded, where all entries are finite, and NaN where one is not: the sum of small parts cannot overflow.
 
     Costs a temporary for each tensor, which a step that keeps copies anyway does not feel.
     """
-    zeros = [tf.reduce_sum(d * tf.zeros((), d.dtype)) for d in map(_dense, filter(can_be_bad, tensors))]
-    return add([tf.cast(z, dtype) for z in zeros], dtype)
+    parts = [tf.reduce_sum(d * tf.constant(PART, d.dtype)) for d in map(_dense, filter(can_be_bad, tensors))]
+    part = add([tf.cast(p, dtype) for p in parts], dtype)
+    return tf.clip_by_value(part, -MOST * PART, MOST * PART) / PART + part * 0
 
 
 def counts(tensors: Sequence[Any]) -> Any:
