@@ -1,0 +1,87 @@
+"""The soak, in short: what it counts and measures is what has happened, and what it claims can fail."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from campaigns import soak
+
+
+def last(run, *arguments):
+    """Return what a run has saved last."""
+    saved = []
+    run(*arguments, saved.append)
+    return saved[-1]
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """A fault every 23 steps."""
+    monkeypatch.setattr(soak, "PERIOD", 23)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_long_run(often, on_disk, tmp_path):
+    """Each fault of a long fit is one incident, at its step and with its cause; no thread, open file or graph is left behind."""
+    result = last(soak.steady, 345, 5, str(tmp_path) if on_disk else None)
+    held = soak.claims(result)
+    del held["memory within 1%"]  # of a process that has done other things before
+    assert all(held.values()), (held, result["wrong"])
+    assert result["done"] and result["steps"] == 345 and result["faults"] == result["refused"] == 15
+    assert not on_disk or result["logged"] == 15
+    assert len(result["samples"]) == 5 and all(sample["processor_us"] > 0 for sample in result["samples"])
+
+
+@pytest.mark.parametrize("form", ["same", "one-guard", "fresh"])
+def test_fits(form):
+    """Each fit has its incident, and the model of an earlier one is gone."""
+    result = last(soak.fits, form, 3)
+    assert result["fits"] == result["faults"] == result["incidents"] == 3
+    assert not result["wrong"] and result["finite"] and result["alive"] <= 1
+
+
+SOUND = {
+    "faults": 2,
+    "incidents": 2,
+    "logged": 2,
+    "wrong": [],
+    "finite": True,
+    "alive": 1,
+    "samples": [{"memory": 1000, "threads": 2, "files": 3, "graphs": 4}] * 20,
+}
+
+
+def test_sound():
+    """Of a run in which nothing has grown everything is claimed."""
+    assert all(soak.claims(SOUND).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "claim"),
+    [
+        ({"incidents": 1}, "every incident counted, at its step"),
+        ({"wrong": ["missing: (9, True, 'input_nonfinite')"]}, "every incident counted, at its step"),
+        ({"logged": 1}, "every incident logged on disk"),
+        ({"finite": False}, "every variable finite"),
+        ({"alive": 2}, "no model"),
+        ({"memory": 1011}, "memory within 1%"),
+        ({"threads": 3}, "no thread"),
+        ({"files": 4}, "no open file"),
+        ({"graphs": 5}, "no graph"),
+    ],
+)
+def test_each_claim_can_fail(change, claim):
+    """What has grown at the end, or was counted wrongly, breaks its claim and no other."""
+    result = copy.deepcopy(SOUND)
+    for name, value in change.items():
+        (result["samples"][-1] if name in result["samples"][-1] else result)[name] = value
+    result["samples"] = [dict(sample) for sample in SOUND["samples"][:-1]] + result["samples"][-1:]
+    assert [name for name, held in soak.claims(result).items() if not held] == [claim]
+
+
+def test_wrong():
+    """An incident that is missing, and one that nobody has caused, are both named."""
+    found = soak.wrong([(1, True, "a"), (2, True, "b")], [(2, True, "b"), (3, True, "c")])
+    assert found == ["missing: (1, True, 'a')", "not made: (3, True, 'c')"]
