@@ -180,13 +180,13 @@ def _committed(incident: Incident) -> str:
     return next((site for site in ("weights", "slots") if site in sites), "")
 
 
-def _written(run: GuardedRun, committed: int, train_state: TrainState, facts: tuple[OptimizerFacts, ...], norm: float) -> bool:
+def _written(run: GuardedRun, committed: int | None, train_state: TrainState, facts: tuple[OptimizerFacts, ...], norm: float) -> bool:
     """Whether no update has made what is bad: none can from the values of now, or from those of a snapshot with the gradients since."""
     variables = [*train_state.trainable, *train_state.slots]
     if must_stay_finite(train_state.optimizers, facts, variables, norm):
         return True
     snapshot = run.ring.newest()
-    if snapshot is None or not run.ring.at_hand(snapshot):
+    if snapshot is None or committed is None or not run.ring.at_hand(snapshot):
         return False
     norms = [one for _, _, one in run.history.since(snapshot.step)]
     values = [value for v in variables if (value := snapshot.value(v)) is not None]
