@@ -25,7 +25,7 @@ def test_the_plan_is_fixed():
 
 @pytest.mark.parametrize(
     ("value", "bit", "becomes"),
-    [(1.5, 1, "nonfinite"), (0.1, 1, "huge"), (3.0, 1, "ordinary"), (0.1, 2, "large"), (0.1, 0, "ordinary"), (0.1, 20, "ordinary")],
+    [(1.5, 1, "nonfinite"), (0.1, 1, "huge"), (3.0, 1, "ordinary"), (3.0, 2, "large"), (0.1, 0, "ordinary"), (0.1, 20, "ordinary")],
 )
 def test_what_a_flipped_bit_makes(value, bit, becomes):
     array = np.array([1.0, value], "float32")
