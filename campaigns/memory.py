@@ -152,7 +152,7 @@ def smallest(backend: str, state: float, guarded: str, first: float) -> float:
 def measure(backend: str, state: float) -> None:
     """Find the smallest limit of a plain run, and of a guarded one; then inject a fault under that."""
     peak = known(backend, state, "", math.inf)["peak"]
-    plain = smallest(backend, state, "", peak - GRID)
+    plain = smallest(backend, state, "", peak)
     guarded = smallest(backend, state, "guard", plain)
     if math.isfinite(guarded):
         known(backend, state, "guard fault", guarded)

@@ -57,7 +57,8 @@ class Trials:
         if processes.count() > 1 and current.host().SPREADS_ARRAYS:
             self._add(notes=(f"The step runs in {processes.count()} processes, so one of them alone cannot replay it.",))
             return self.evidence
-        size = sum(keras_variables.bytes_of(v) for v in (*self.step.variables(), *self.train_state.trainable))
+        copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
+        size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
         if not memory.room_for(size):
             self._add(notes=(f"The step was not run again: that takes {memory.readable(size)} of memory, which are not free.",))
             return self.evidence

@@ -149,7 +149,7 @@ class RunsAgain(Run):
 
     def _room_to_undo(self) -> bool:
         """Whether there is room for a copy of the state, which a trial gives back; a line says once where there is none."""
-        size = size_of([*self.train_state().everything, *self.train_state().metrics])
+        size = size_of(v for v in [*self.train_state().everything, *self.train_state().metrics] if keras_variables.on_host(v))
         if memory.room_for(size):
             return True
         if "trials" not in self.short_of_memory:

@@ -132,6 +132,7 @@ class Ring:
                 if not memory.is_exhausted(error):
                     raise
                 self.lacks, self.lean = float(size_of(variables)), True
+                self.keep = max(sum(s.step > 0 for s in self.snapshots), 1)
         return bad
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:

@@ -144,7 +144,9 @@ class DiskRing(Ring):
         self.note()
         in_memory = not step and memory.room_for(size_of(variables))
         arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if in_memory else {}
-        self.snapshots.append(_OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), *found, self._load))
+        taken = _OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), *found, self._load)
+        taken.without_room = not step and not in_memory
+        self.snapshots.append(taken)
         self._attempt(self._prune)
 
     def _write_folder(self, step: int, verified: bool) -> tuple[Path, SnapshotRecord]:
@@ -192,7 +194,7 @@ class DiskRing(Ring):
 
     def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
         """Add to the state before the first step, where all of it is in memory."""
-        if self.start is None or self.start.arrays or not isinstance(self.start, _OnDisk) or not self.start.record.files.get(WEIGHTS):
+        if not (isinstance(self.start, _OnDisk) and self.start.without_room):
             super().complete(variable, value)
 
     def promote(self, good: int) -> None:
@@ -319,16 +321,24 @@ class DiskRing(Ring):
         while (gone := self.replaced(ours[:-1], ours[-1].level)) is not None:
             atomic_files.remove(gone.path)
             ours = [s for s in ours if s is not gone]
-            left = Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)
-            self.snapshots = [s if s is not gone else left for s in self.snapshots if s is not gone or gone.step == 0]
+            left = [Snapshot(0, gone.good, True, 0, gone.arrays, gone.drawn)] if not gone.step and not gone.without_room else []
+            self.snapshots = [one for s in self.snapshots for one in ([s] if s is not gone else left)]
+        if len(ours) >= self.keep:  # those that are in memory because they could not be written, or from before there was no room
+            self.snapshots = [s for s in self.snapshots if isinstance(s, _OnDisk) or not s.step]
 
 
 class _OnDisk(Snapshot):
-    """A snapshot whose values are in files until they are asked for."""
+    """A snapshot whose values are in files until they are asked for.
 
-    def __init__(
-        self, taken: Snapshot, path: Path, record: SnapshotRecord, load: Callable[[_OnDisk, Iterable[Any]], None] = lambda s, v: None
-    ):
+    Attributes:
+        path, record: where its files are, and what they say of it.
+        noted: whether they say that it is verified, if it is.
+        without_room: whether it is the state before the first step, and is not in memory because it does not fit.
+    """
+
+    without_room = False
+
+    def __init__(self, taken: Snapshot, path: Path, record: SnapshotRecord, load: Callable[[_OnDisk, Iterable[Any]], None]):
         super().__init__(taken.step, taken.good, taken.verified, taken.proof, taken.arrays, taken.drawn, level=taken.level)
         self.path, self.record, self.noted, self._load = path, record, taken.verified, load
 

@@ -100,7 +100,7 @@ def bytes_of(variable: Any) -> int:
 
 def on_host(variable: Any) -> bool:
     """Whether its value is in the memory of the host, and on no accelerator."""
-    return "cpu" in str(getattr(variable.value, "device", "cpu")).lower()
+    return "cpu" in str(getattr(native(variable), "device", "cpu")).lower()
 
 
 def is_statistic(variable: Any) -> bool:

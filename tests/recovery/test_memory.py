@@ -242,4 +242,5 @@ class TestFit:
         assert "back to the state after 8 steps" in str(guard.incidents[0])
         assert all(np.isfinite(w).all() for w in model.get_weights())
         assert not any(s.arrays for s in guard.session.ring.snapshots)
+        assert guard.session.ring.start is None, "its files are gone, and it was never in memory"
         assert sorted(p.name for p in (tmp_path / "snapshots").glob("snapshot-*"))
