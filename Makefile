@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign clean
+.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -140,3 +140,19 @@ campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults o
 
 clean:
 	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+
+mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## small mistakes in the rules and in the transaction, and the tests that notice
+	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch
+	$(BIN)/python campaigns/mutate.py rules
+	$(IN_HASTE) $(BIN)/python campaigns/mutate.py tensorflow
+	$(IN_HASTE) .venv-jax/bin/python campaigns/mutate.py jax
+	.venv-torch/bin/python campaigns/mutate.py torch
+	$(BIN)/python campaigns/mutate.py --write docs/evidence/mutate.md
+
+.venv-mutate/.ready:
+	$(PYTHON) -m venv .venv-mutate
+	.venv-mutate/bin/python $(INSTALL) "cosmic-ray>=8.4,<9"
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients .venv-mutate build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

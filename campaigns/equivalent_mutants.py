@@ -29,4 +29,165 @@ class Explained:
         return (self.module, self.function, self.before) == (module, function, before) and (not self.after or after in self.after)
 
 
-EXPLAINED: tuple[Explained, ...] = ()
+SPEED = "Both ways give the same answer; one of them is faster."
+ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
+MORE = "More is copied than has to be; what is given back is the same."
+ONE_DEVICE = "All sums of a step are on one device, so it does not matter which of them is asked where it is."
+
+EXPLAINED: tuple[Explained, ...] = (
+    Explained(
+        "_core/verdict.py",
+        "",
+        "PERIOD = 1 << 23",
+        (),
+        "Any power of two does that float32 counts to and that is longer than an execution.",
+    ),
+    Explained(
+        "_core/verdict.py",
+        "Verdict.finite",
+        "total = self.loss + self.gradients + self.statistics + self.weights + self.slots",
+        (),
+        ABSORBED,
+    ),
+    Explained(
+        "_core/verdict.py",
+        "Verdict.poisoned",
+        "return not (self.refused or math.isfinite(self.weights + self.slots))",
+        ("return not (self.refused or math.isfinite(self.weights - self.slots))",),
+        ABSORBED,
+    ),
+    Explained("_core/finiteness.py", "is_finite", "if array.size < _SMALL:", (), SPEED),
+    Explained(
+        "_core/finiteness.py",
+        "fingerprint",
+        "table = words[:whole].reshape(-1, _WORDS)",
+        ("table = words[:whole].reshape(-2, _WORDS)",),
+        "NumPy takes any negative number for 'as many as there are'.",
+    ),
+    Explained(
+        "_policy/policy.py",
+        "_firing",
+        "after = tally.acted(step, number, len(rule.ladder), rung.limit.times if rung.limit else 0)",
+        ("after = tally.acted(step, number, len(rule.ladder), rung.limit.times if rung.limit else (-1))",),
+        "Of one step the last ones but the first are none, which is what 0 keeps.",
+    ),
+    Explained(
+        "_policy/rules.py",
+        "Magnitude.met",
+        "bad, size = (finding.nan or 0) + (finding.inf or 0), finding.size or 0",
+        ("bad, size = (finding.nan or 0) + (finding.inf or 0), finding.size or (-1)",),
+        "A size of -1 is as little above 0 as one of 0.",
+    ),
+    Explained(
+        "_policy/conditions.py",
+        "Fraction.bounds",
+        "return max(1, math.ceil(self.share * self.steps - 1e-9)), self.steps",
+        (
+            "return max(1, math.ceil(self.share * self.steps - 2e-09)), self.steps",
+            "return max(1, math.ceil(self.share * self.steps - 5e-10)), self.steps",
+        ),
+        "The tolerance has to be above the rounding of a product of at most 10,000, which is 2e-12, and far below 1.",
+    ),
+    Explained(
+        "_policy/conditions.py",
+        "Immediately.needs",
+        "return 1",
+        ("return 0",),
+        "What needs it takes the larger of it and the cool-down, which is at least 1.",
+    ),
+    Explained(
+        "_policy/ledger.py",
+        "Ledger.entered",
+        "jumps = (*self.jumps, step)[-MAX_JUMPS:] if jumped and step not in self.jumps[-1:] else self.jumps",
+        (
+            "jumps = (*self.jumps, step)[-MAX_JUMPS:] if jumped and step not in self.jumps[-2:] else self.jumps",
+            "jumps = (*self.jumps, step)[-MAX_JUMPS:] if jumped and step not in self.jumps[-0:] else self.jumps",
+        ),
+        "Steps never fall from one incident to the next, so one that is among the jumps is the last of them.",
+    ),
+    Explained(
+        "_policy/ledger.py",
+        "_integers",
+        "return value",
+        ("return None",),
+        "The value is None, or stands for the rules, which are read beside it.",
+    ),
+    Explained(
+        "_policy/tables.py",
+        "described",
+        'bounds = {"ge": 0, "le": MAX_INTEGER, **bounds}',
+        ('bounds = {"ge": 1, "le": MAX_INTEGER, **bounds}', 'bounds = {"ge": (-1), "le": MAX_INTEGER, **bounds}'),
+        "Every whole number of today names its own minimum; this one is for the next.",
+    ),
+    Explained(
+        "_policy/tables.py",
+        "table_of.together",
+        "return table",
+        ("return None",),
+        "A model only validates; the records are made of the document itself.",
+    ),
+    Explained(
+        "_diagnose/causes.py",
+        "kind",
+        "largest = max((o.max_abs for o in origin.operands), default=0.0)",
+        ("largest = max((o.max_abs for o in origin.operands), default=1.0)",),
+        "It is compared with 1,000 and more.",
+    ),
+    Explained(
+        "_diagnose/causes.py",
+        "_magnitude",
+        "return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=0.0)",
+        ("return max((s.max_abs for s in (*e.inputs, *e.targets) if not s.integer), default=1.0)",),
+        "It is compared with 1,000 and more.",
+    ),
+    Explained(
+        "_backends/torch/execution.py",
+        "Parts.__init__",
+        "self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]",
+        ("self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) or id(t) not in listed]",),
+        MORE,
+    ),
+    Explained("_backends/torch/execution.py", "StepRun.complete", "fresh = owner.steps < FRESH", ("fresh = owner.steps <= FRESH",), MORE),
+    Explained(
+        "_backends/torch/execution.py",
+        "StepRun.close",
+        "vars(self).clear()",
+        ("pass",),
+        "The garbage collector releases the same memory later.",
+    ),
+    Explained(
+        "_backends/torch/execution.py",
+        "StepRun._judge",
+        "update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()",
+        ("update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[0]) else ()",),
+        ONE_DEVICE,
+    ),
+    Explained(
+        "_backends/torch/execution.py",
+        "StepRun._judge",
+        "update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()",
+        ("update_sums = self._update_sums(math.inf) if early or reductions.is_away(sums[1]) else ()",),
+        "On a processor the sums are read earlier than they have to be; they are the same.",
+    ),
+    Explained(
+        "_backends/torch/execution.py",
+        "StepRun._read_update_sums",
+        "if reductions.is_away(update_sums[0]):",
+        ("if reductions.is_away(update_sums[1]):",),
+        ONE_DEVICE,
+    ),
+    Explained(
+        "_backends/torch/undo_log.py",
+        "_without_repeats",
+        "if stride == 0 and of.shape[dim] > 1:",
+        ("if stride == 0 and of.shape[dim] >= 1:", "if stride == 0 and of.shape[dim] > 0:"),
+        "The first entry of a dimension of one entry is all of it.",
+    ),
+    Explained(
+        "_backends/torch/undo_log.py",
+        "_without_repeats",
+        "tensor = tensor.narrow(dim, 0, 1)",
+        ("tensor = tensor.narrow(dim, 1, 1)", "tensor = tensor.narrow(dim, (-1), 1)"),
+        "Every entry of such a dimension is the same memory.",
+    ),
+)

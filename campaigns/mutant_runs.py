@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import resource
@@ -83,10 +84,12 @@ class Runs:
         return True
 
     def _tested(self, session: pytest.Session, items: dict[str, pytest.Item]) -> list[Tested]:
-        """Return what each test runs, from the file of an earlier time where it is there."""
-        known = {}
-        if self.kept.exists():
-            known = {found["name"]: Tested(**found) for found in map(json.loads, self.kept.read_text("utf-8").splitlines())}
+        """Return what each test runs, as far as it is known from a run on the same modules."""
+        digest = hashlib.sha256(b"".join((PACKAGE / module).read_bytes() for module in self.modules)).hexdigest()
+        first, *lines = self.kept.read_text("utf-8").splitlines() if self.kept.exists() else [""]
+        known = {found["name"]: Tested(**found) for found in map(json.loads, lines)} if first == digest else {}
+        if not known:
+            self.kept.write_text(f"{digest}\n", "utf-8")
         with self.kept.open("a", encoding="utf-8") as file:
             for name, item in items.items():
                 if name not in known:

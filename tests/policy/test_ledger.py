@@ -114,6 +114,38 @@ def test_as_many_jumps_are_kept_as_a_condition_can_count():
     assert ledger.jumps == tuple(range(5, 1005))
 
 
+def test_two_jumps_of_one_step_are_one():
+    """From the first on."""
+    ledger = Ledger()
+    for step in (4, 4, 5, 5):
+        ledger = ledger.entered(spike(step), step)
+    assert ledger.jumps == (4, 5)
+
+
+def test_a_row_of_matching_steps():
+    """Steps side by side are one, whether or not they are bad; others only where the run of bad steps goes on between them."""
+    tally = Tally().counted(3, None, 0).counted(4, None, 0)
+    assert (tally.consecutive, tally.total, tally.since) == (2, 2, 2)
+    assert tally.counted(4, None, 0) == tally and tally.counted(6, None, 0).consecutive == 1
+    assert tally.counted(6, 3, 0).consecutive == tally.counted(6, 4, 0).consecutive == 3 and tally.counted(6, 5, 0).consecutive == 1
+
+
+def test_only_what_a_window_can_hold_is_kept():
+    tally = Tally(last=5, recent=(1, 2, 5))
+    assert tally.counted(6, None, 5).recent == (2, 5, 6) and tally.counted(6, None, 0).recent == ()
+
+
+def test_good_steps_lie_between():
+    """None before the first bad step, none in the step of one."""
+    assert Ledger().good_steps(Tally(), 9) == 0
+    assert [Ledger(last=4).good_steps(Tally(last=last), 7) for last in (None, 2, 6)] == [2, 2, 0]
+    assert Ledger(last=7).good_steps(Tally(), 7) == 0 and Ledger().good_steps(Tally(last=5), 7) == 1
+
+
+def test_a_ledger_begins_with_nothing():
+    assert Ledger() == Ledger(None, None, None, 0, 0, (), {})
+
+
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_a_bad_step_is(site, refused):
@@ -182,6 +214,7 @@ def test_deciding_is_pure(past, new):
         {**Ledger().to_dict(), "total": None},
         {**Ledger().to_dict(), "jumps": 3},
         {**Ledger().to_dict(), "jumps": [1.5]},
+        {**Ledger().to_dict(), "jumps": {}},
         {**Ledger().to_dict(), "consecutive": -1},
         {**Ledger().to_dict(), "format": 2},
         {**Ledger().to_dict(), "format": 0},

@@ -130,6 +130,30 @@ def test_a_tensor_that_is_infinite_on_purpose():
     assert not step.verdict.refused
 
 
+class Best(keras.metrics.Metric):
+    """Is infinite until something is better."""
+
+    def __init__(self):
+        super().__init__(name="best")
+        self.best = self.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), name="best")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.best.assign(self.best + ops.mean(y_pred))
+
+    def result(self):
+        return self.best
+
+
+def test_a_metric_that_is_infinite():
+    """What a metric holds says nothing of training."""
+    model = network()
+    model.compile("sgd", "mse", metrics=[Best()])
+    step = alone(model)
+    for _ in range(3):
+        step((X, Y))
+        assert not step.verdict.refused and step.verdict.statistics == 0.0
+
+
 def root(y, prediction):
     """Finite, with a gradient that is not, where the prediction is 0."""
     return ops.mean(ops.sqrt(ops.abs(prediction - y)))
