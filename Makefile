@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate clean
+.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -137,6 +137,18 @@ campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults o
 	.venv-torch/bin/python campaigns/campaign.py --backend torch
 	.venv-jax/bin/python campaigns/campaign.py --backend jax
 	$(BIN)/python campaigns/campaign.py --table
+
+soak: $(READY) .venv-jax/.ready .venv-torch/.ready  ## a million steps with a fault every 997, and 500 fits in one process: hours, and the table of docs/evidence/soak.md
+	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/soak.py
+	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/soak.py
+	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/soak.py
+	$(BIN)/python campaigns/soak.py --write docs/evidence/soak.md
+
+scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of a guard against depth, width, batch and processes: table and plot of docs/evidence/scale.md
+	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/scale.py
+	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/scale.py
+	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/scale.py
+	$(BIN)/python campaigns/scale.py --write docs/evidence/scale.md
 
 clean:
 	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

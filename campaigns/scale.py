@@ -114,7 +114,7 @@ class Trainer:
 
         def train() -> None:
             lengths = {"steps_per_epoch": work.steps, "epochs": 10**6}
-            work.model.fit(endless(work.batch), **lengths, verbose=0, callbacks=[*guards(variant, 100), Gate()])
+            work.model.fit(endless(work.batch), **lengths, shuffle=False, verbose=0, callbacks=[*guards(variant, 100), Gate()])
 
         self.thread = threading.Thread(target=train, daemon=True)
         self.thread.start()
@@ -176,7 +176,7 @@ def peak(axis: str, size: int, variant: str) -> int:
     gc.collect()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * page
     what = work(axis, size)
-    what.model.fit(endless(what.batch), steps_per_epoch=12, verbose=0, callbacks=guards(variant, 4))
+    what.model.fit(endless(what.batch), steps_per_epoch=12, shuffle=False, verbose=0, callbacks=guards(variant, 4))
     highest = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(highest.split()[1]) * 1024 - before
 
