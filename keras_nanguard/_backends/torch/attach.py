@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import torch
 
 from keras_nanguard._backends.interface import GuardedSession
@@ -13,7 +15,11 @@ from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
 from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+<<<<<<< HEAD
 from keras_nanguard._backends.torch.undo_log import WRITES
+=======
+from keras_nanguard._core.errors import GuardError, expected
+>>>>>>> release
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.spread_arrays import waiting_for
@@ -75,17 +81,24 @@ class ModelAttachment(attach.Attachment):
         if old is not None:
             transaction.inherit(old)
         session.attach(self, transaction)
-        self._function = self._made_by_keras(jit_compile=False)
+        with self._guarded_step():
+            self._function = self._made_by_keras(jit_compile=False)
         model.train_function = self.run_execution
 
     def _made(self) -> Any:
         return self.session.transaction.compiled
 
     def inner(self, data: Any) -> Any:
-        """Run Keras' own train function, which looks for `train_step` on the model each time."""
+        """Run Keras' own train function."""
+        with self._guarded_step():
+            return self._function(data)
+
+    @contextlib.contextmanager
+    def _guarded_step(self) -> Iterator[None]:
+        """Be the `train_step` of the model: Keras takes it as it makes its train function, before Keras 3.16 at each execution."""
         with Overrides() as overrides:
             overrides.set(self.model, "train_step", self.session.transaction)
-            return self._function(data)
+            yield
 
     can_run_again = True
 
@@ -94,10 +107,15 @@ class ModelAttachment(attach.Attachment):
         return self._execute(list(args))[1]
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
+        transaction = self.session.transaction
+        before = transaction.steps
         logs = self.inner(data)
+        if transaction.steps == before:
+            remedy = "Train without NanGuard, or with a version of Keras that docs/compatibility.md lists."
+            raise GuardError(expected("Keras to run the guarded step", f"Keras {keras.__version__}, which ran another one", remedy))
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
-        return logs, self.session.transaction.verdict
+        return logs, transaction.verdict
 
 
 def _agree(may_commit: bool) -> bool:

@@ -18,6 +18,7 @@ from keras import layers, ops
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard.errors import GuardError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 nn = torch.nn
@@ -636,3 +637,29 @@ def test_an_update_reads_its_rate_before_the_step_writes_it():
     for one, other in zip(ends[0], ends[1]):
         np.testing.assert_array_equal(one, other)
     assert [end[0] for end in ends] == pytest.approx([0.1 / 16, 0.1 / 16, 0.1 / 8])
+
+
+def _capturing(model, force=False):
+    """Make a train function as Keras 3.16 does, which takes the train step of the model once."""
+    if model.train_function is None or force:
+        step = model.train_step
+        model.train_function = lambda data: [step(batch) for batch in data][-1]
+    return model.train_function
+
+
+def test_keras_takes_the_train_step_once(monkeypatch):
+    """A bad step is refused, too, where Keras looks for the train step as it makes its train function and never again."""
+    monkeypatch.setattr(keras.Model, "make_train_function", _capturing)
+    run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 3), guard="undiagnosed", epochs=1)
+    assert [incident.step for incident in run.guard.incidents] == [3] and zoo.bad_entries(run.model) == []
+
+
+def test_keras_runs_another_step(monkeypatch):
+    """Where Keras does not run the guarded step at all, the fit ends with an error: no run goes on unguarded."""
+
+    def bypassing(model, force=False):
+        model.train_function = lambda data: [type(model).train_step(model, batch) for batch in data][-1]
+
+    monkeypatch.setattr(keras.Model, "make_train_function", bypassing)
+    with pytest.raises(GuardError, match="Keras to run the guarded step"):
+        zoo.run(zoo.plain, zoo.regression(), guard="undiagnosed", epochs=1)
