@@ -150,9 +150,6 @@ scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of a guard agai
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/scale.py
 	$(BIN)/python campaigns/scale.py --write docs/evidence/scale.md
 
-clean:
-	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
-
 mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## small mistakes in the rules and in the transaction, and the tests that notice
 	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch
 	$(BIN)/python campaigns/mutate.py rules
@@ -167,4 +164,4 @@ mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## sma
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-jax .venv-torch .venv-clients .venv-mutate build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-release .venv-jax .venv-torch .venv-clients .venv-fuzz build dist out *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache .venv-lowest .venv-mutate

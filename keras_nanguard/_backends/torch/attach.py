@@ -15,11 +15,8 @@ from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
 from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-<<<<<<< HEAD
 from keras_nanguard._backends.torch.undo_log import WRITES
-=======
 from keras_nanguard._core.errors import GuardError, expected
->>>>>>> release
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.spread_arrays import waiting_for
