@@ -41,13 +41,16 @@ COMBINATIONS = {
     "slots": ("nan", "inf"),
 }
 
-TIMES = 2
+TIMES = 1
 """Steps at which each combination of site and kind is made to happen."""
 
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 Ended = tuple[bool, float]
 """Whether every number of the state is finite, and the accuracy."""
+
+Runs = Callable[[Fault | None], Ended]
+"""Trains with one fault, or with none."""
 
 
 def faults() -> list[Fault]:
@@ -80,14 +83,23 @@ IN_FIT: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def in_fit(bench: fault_runs.Bench, callbacks: Callable[[], list[Any]], fault: Fault | None) -> Ended:
-    """Train with `fit` and these callbacks."""
-    bench.put_back()
-    given = {} if fault is None else {"site": fault.site, "kind": fault.kind, "step": fault.step, "rows": fault.row}
-    with inject(bench.model, must_happen=False, **given) if given else contextlib.nullcontext():
-        bench.fit(*bench.batches(), *callbacks())
-    state, accuracy = bench.end()
-    return fault_runs.finite(state), accuracy
+def in_fit(bench: fault_runs.Bench, callbacks: Callable[[], list[Any]]) -> Iterator[Runs]:
+    """Yield what trains with `fit` and these callbacks: the same compiled step for every fault."""
+    with contextlib.ExitStack() as stack:
+        hooks = {}
+        for fault in faults():
+            at = fault_runs.SLOT * (fault.number + 1) + fault.step
+            given = {"site": fault.site, "kind": fault.kind, "step": at, "rows": fault.row, "must_happen": False}
+            hooks[fault.number] = stack.enter_context(inject(bench.model, **given))
+
+        def run(fault: Fault | None) -> Ended:
+            bench.put_back()
+            fault_runs.begin(hooks, 0 if fault is None else fault_runs.SLOT * (fault.number + 1))
+            bench.fit(*bench.batches(), *callbacks())
+            state, accuracy = bench.end()
+            return fault_runs.finite(state), accuracy
+
+        yield run
 
 
 def batches(bench: fault_runs.Bench, fault: Fault | None) -> Iterator[tuple[bool, Any, Any]]:
@@ -103,15 +115,15 @@ def batches(bench: fault_runs.Bench, fault: Fault | None) -> Iterator[tuple[bool
 # JAX
 
 
-def optax_loop(bench: fault_runs.Bench, fault: Fault | None, guarded: bool) -> Ended:
-    """Train in a loop with optax."""
+def optax_loop(bench: fault_runs.Bench, guarded: bool) -> Iterator[Runs]:
+    """Yield what trains in a loop with optax."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    bench.put_back()
     model, tx = bench.model, optax.adam(RATE)
     tx = optax.apply_if_finite(tx, max_consecutive_errors=5) if guarded else tx
+    statistics = [n for n, v in enumerate(model.non_trainable_variables) if "moving_" in v.path]
 
     @jax.jit
     def train_step(weights: Any, others: Any, slots: Any, x: Any, y: Any, of_loss: Any, of_gradient: Any) -> Any:
@@ -123,23 +135,26 @@ def optax_loop(bench: fault_runs.Bench, fault: Fault | None, guarded: bool) -> E
         updates, slots = tx.update([g * of_gradient for g in gradients], slots, weights)
         return optax.apply_updates(weights, updates), new, slots
 
-    weights, others = ([v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables))
-    slots = tx.init(weights)
-    statistics = [n for n, v in enumerate(model.non_trainable_variables) if "moving_" in v.path]
-    for now, x, y in batches(bench, fault):
-        value = VALUES[fault.kind] if now and fault is not None else 1.0
-        site = fault.site if now and fault is not None else ""
-        if site == "weights":
-            weights = [w.at[(0,) * w.ndim].set(value) for w in weights]
-        if site == "statistics":
-            others = [o.at[0].set(value) if n in statistics else o for n, o in enumerate(others)]
-        if site == "slots":
-            slots = jax.tree.map(functools.partial(_first_entry, value=value), slots)
-        factors = (jnp.float32(value if site == name else 1.0) for name in ("loss", "gradients"))
-        weights, others, slots = train_step(weights, others, slots, x, y, *factors)
-    logits, _ = model.stateless_call(weights, others, bench.held_out, training=False)
-    whole = fault_runs.finite([np.asarray(a) for a in jax.tree.leaves((weights, others, slots))])
-    return whole, float((np.asarray(logits).argmax(1) == bench.labels.argmax(1)).mean())
+    def run(fault: Fault | None) -> Ended:
+        bench.put_back()
+        weights, others = ([v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables))
+        slots = tx.init(weights)
+        for now, x, y in batches(bench, fault):
+            value = VALUES[fault.kind] if now and fault is not None else 1.0
+            site = fault.site if now and fault is not None else ""
+            if site == "weights":
+                weights = [_first_entry(w, value) for w in weights]
+            if site == "statistics":
+                others = [_first_entry(o, value) if n in statistics else o for n, o in enumerate(others)]
+            if site == "slots":
+                slots = jax.tree.map(functools.partial(_first_entry, value=value), slots)
+            factors = (jnp.float32(value if site == name else 1.0) for name in ("loss", "gradients"))
+            weights, others, slots = train_step(weights, others, slots, x, y, *factors)
+        logits, _ = model.stateless_call(weights, others, bench.held_out, training=False)
+        whole = fault_runs.finite([np.asarray(a) for a in jax.tree.leaves((weights, others, slots))])
+        return whole, float((np.asarray(logits).argmax(1) == bench.labels.argmax(1)).mean())
+
+    yield run
 
 
 def _first_entry(array: Any, value: float) -> Any:
@@ -150,8 +165,12 @@ def _first_entry(array: Any, value: float) -> Any:
 # PyTorch
 
 
-def torch_loop(bench: fault_runs.Bench, fault: Fault | None, tool: str) -> Ended:
-    """Train in a loop of PyTorch."""
+def torch_loop(bench: fault_runs.Bench, tool: str) -> Iterator[Runs]:
+    """Yield what trains in a loop of PyTorch."""
+    yield functools.partial(_in_torch, bench, tool)
+
+
+def _in_torch(bench: fault_runs.Bench, tool: str, fault: Fault | None) -> Ended:
     import torch
 
     bench.put_back()
@@ -219,19 +238,19 @@ TORCH: dict[str, Callable[[Any, Any], Tooled]] = {
     "trainscope": _trainscope,
 }
 
-TOOLS: dict[str, dict[str, Callable[[Any, Fault | None], Ended]]] = {
-    "tensorflow": {name: lambda b, f, made=made: in_fit(b, made, f) for name, made in IN_FIT.items()},
+TOOLS: dict[str, dict[str, Callable[[fault_runs.Bench], Iterator[Runs]]]] = {
+    "tensorflow": {name: functools.partial(in_fit, callbacks=made) for name, made in IN_FIT.items()},
     "jax": {
-        "a loop with optax": lambda b, f: optax_loop(b, f, False),
-        "`optax.apply_if_finite`": lambda b, f: optax_loop(b, f, True),
-        "`NanGuard()`": lambda b, f: in_fit(b, IN_FIT["`NanGuard()`"], f),
+        "a loop with optax": functools.partial(optax_loop, guarded=False),
+        "`optax.apply_if_finite`": functools.partial(optax_loop, guarded=True),
+        "`NanGuard()`": functools.partial(in_fit, callbacks=IN_FIT["`NanGuard()`"]),
     },
     "torch": {
-        "a loop of PyTorch": lambda b, f: torch_loop(b, f, ""),
-        "`GradScaler`": lambda b, f: torch_loop(b, f, "torch"),
-        "stabilityguard": lambda b, f: torch_loop(b, f, "stabilityguard"),
-        "trainscope": lambda b, f: torch_loop(b, f, "trainscope"),
-        "`NanGuard()`": lambda b, f: in_fit(b, IN_FIT["`NanGuard()`"], f),
+        "a loop of PyTorch": functools.partial(torch_loop, tool=""),
+        "`GradScaler`": functools.partial(torch_loop, tool="torch"),
+        "stabilityguard": functools.partial(torch_loop, tool="stabilityguard"),
+        "trainscope": functools.partial(torch_loop, tool="trainscope"),
+        "`NanGuard()`": functools.partial(in_fit, callbacks=IN_FIT["`NanGuard()`"]),
     },
 }
 
@@ -242,6 +261,7 @@ def run(backend: str, results: Path, only: str = "", count: int | None = None) -
     """Run every fault under every tool of a backend, and write a line for each."""
     mode = {"tensorflow": "graph", "jax": "XLA", "torch": "eager"}[backend]
     bench = fault_runs.Bench(Configuration(backend, "CNN+BN", mode, "float32", "Adam"), STEPS)
+    bench.warm_up()
     chosen = list(itertools.islice(faults(), count))
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("w", encoding="utf-8") as file:
@@ -249,15 +269,16 @@ def run(backend: str, results: Path, only: str = "", count: int | None = None) -
             if only not in name or importlib.util.find_spec(NEEDS.get(name, "keras")) is None:
                 print(f"{name}: left out", flush=True)
                 continue
-            undisturbed = tool(bench, None)[1]
-            for fault in chosen:
-                error = ""
-                try:
-                    finite, accuracy = tool(bench, fault)
-                except Exception as caught:  # noqa: BLE001  what a tool raises is how its run ends
-                    finite, accuracy, error = False, 0.0, f"{type(caught).__name__}: {caught}"[:200]
-                ends = {"finite": finite, "accuracy": accuracy, "undisturbed": undisturbed, "error": error}
-                row = {"backend": backend, "tool": name, "site": fault.site, "kind": fault.kind, "step": fault.step, **ends}
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+            with contextlib.contextmanager(tool)(bench) as ends:
+                undisturbed = ends(None)[1]
+                for fault in chosen:
+                    error = ""
+                    try:
+                        finite, accuracy = ends(fault)
+                    except Exception as caught:  # noqa: BLE001  what a tool raises is how its run ends
+                        finite, accuracy, error = False, 0.0, f"{type(caught).__name__}: {caught}"[:200]
+                    end = {"finite": finite, "accuracy": accuracy, "undisturbed": undisturbed, "error": error}
+                    row = {"backend": backend, "tool": name, "site": fault.site, "kind": fault.kind, "step": fault.step, **end}
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
             print(f"{name}: {len(chosen)} faults", flush=True)

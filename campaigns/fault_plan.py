@@ -14,6 +14,8 @@ __all__ = ["HUGE", "SITES", "Fault", "causes", "expected", "flipped", "judged", 
 
 SITES = ("inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale")
 
+IN_STATE = ("weights", "statistics", "slots", "loss_scale")
+
 HUGE = 1e30
 """Magnitude beyond which no number of a state is ordinary (docs/recovery.md)."""
 
@@ -97,6 +99,7 @@ def plan(
     together: int = 1,
     ways: Sequence[str] = WAYS,
     finite: bool = True,
+    earliest: int = 0,
 ) -> list[Fault]:
     """Return the faults of one configuration.
 
@@ -110,6 +113,7 @@ def plan(
         together: steps in one execution: between two of them alone the state can be written to from outside.
         ways: how they are made.
         finite: whether the batch gets finite numbers, too.
+        earliest: the first step before which the state can be written to with a guard that has looked at it.
     """
     draw = random.Random(zlib.crc32(name.encode()))
     at = [0, draw.randrange(1, 4), draw.randrange(4, steps // 2), draw.randrange(steps // 2, steps - 2)]
@@ -127,7 +131,9 @@ def plan(
         elif way == "inject":
             hook = number % len(hooks)
             site, kind, row, entries, path = hooks[hook]
-            found.append(Fault(number, way, site, kind, draw.choice(at), row, entries, path, hook))
+            step = draw.choice(at)
+            step = max(step, earliest) if site in IN_STATE else step
+            found.append(Fault(number, way, site, kind, step, row, entries, path, hook))
         else:
             site = draw.choice(["weights", "weights", "slots"] + [s for s in has if s == "statistics"])
             between = [max(step - step % together, together) for step in at]

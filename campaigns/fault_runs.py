@@ -17,9 +17,8 @@ from campaigns.fault_plan import Fault
 from keras_nanguard import NanGuard
 from keras_nanguard.testing import Injection, inject
 
-__all__ = ["POINT", "Bench", "run"]
+__all__ = ["SLOT", "Bench", "begin", "finite", "run"]
 
-POINT = 0.01
 SLOT = 1000
 """Steps between the faults of one injection: each has a run of its own, which begins at a multiple of this."""
 
@@ -255,7 +254,8 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
     has = (["statistics"] if c.model == "CNN+BN" else []) + (["loss_scale"] if c.precision == "mixed_float16" else [])
     together = MODES[c.backend][c.mode].get("steps_per_execution", 1)
     ways, with_stock = c.ways, c.with_stock
-    faults = fault_plan.plan(c.name, count, steps, BATCH, c.precision, has, together, ways, with_stock)
+    earliest = 1 if c.backend == "jax" else 0  # there `inject` writes before a guard looks at the state for the first time
+    faults = fault_plan.plan(c.name, count, steps, BATCH, c.precision, has, together, ways, with_stock, earliest)
     if all(fault.number in done for fault in faults):
         return
     bench, ruined = Bench(c, steps), dict[int, bool]()
@@ -269,7 +269,7 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
             continue
         with contextlib.ExitStack() as stack:
             hooks = {f.hook: _hook(bench, f, mine, stack) for f in {f.hook: f for f in mine if f.hook >= 0}.values()}
-            _begin(hooks, 0)
+            begin(hooks, 0)
             if not bench.start:
                 bench.warm_up()
             flips = Look([f for f in mine if f.way == "flip"])
@@ -309,7 +309,7 @@ def _hook(bench: Bench, fault: Fault, faults: list[Fault], stack: contextlib.Exi
     return stack.enter_context(inject(bench.model, step=steps, must_happen=False, **given))
 
 
-def _begin(hooks: dict[int, Injection], step: int) -> None:
+def begin(hooks: dict[int, Injection], step: int) -> None:
     """Let every injection count from this step on."""
     for injection in hooks.values():
         hook = injection._hook
@@ -335,14 +335,14 @@ def _disturbed(bench: Bench, share: list[Fault], hooks: dict[int, Injection]) ->
     """Run the faults that share a run."""
     guard, cpu, error = NanGuard(verbose=0), time.process_time(), ""
     bench.put_back()
-    _begin(hooks, SLOT * (share[0].run + 1))
+    begin(hooks, SLOT * (share[0].run + 1))
     x, y = spoiled(bench, [f for f in share if f.way == "data"])
     try:
         bench.fit(x, y, *(Flip(f) for f in share if f.way == "flip"), guard)
     except Exception as caught:  # noqa: BLE001  a run that raises is a result
         error = f"{type(caught).__name__}: {caught}"[:300]
     state, accuracy = bench.end()
-    _begin(hooks, 0)
+    begin(hooks, 0)
     return Ended(tuple(share), guard, state, accuracy, error, (time.process_time() - cpu) / len(share))
 
 
