@@ -72,6 +72,23 @@ EXPLAINED: tuple[Explained, ...] = (
         "Of one step the last ones but the first are none, which is what 0 keeps.",
     ),
     Explained(
+        "_policy/policy.py",
+        "Policy",
+        "half_written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)",
+        ("half_written: frozenset[str] = field(default=frozenset(), compare=False, repr=True)",),
+        "A policy writes its own `repr`.",
+    ),
+    Explained(
+        "_policy/tables.py",
+        "model_of",
+        'return model(record.__name__, (record.__doc__ or "").split("\\n")[0], _described_fields(record, record.__name__))',
+        (
+            'return model(record.__name__, (record.__doc__ and "").split("\\n")[0], _described_fields(record, record.__name__))',
+            'return model(record.__name__, (record.__doc__ or "").split("\\n")[(-1)], _described_fields(record, record.__name__))',
+        ),
+        "The docstring of a model that validates a record written in code is shown nowhere.",
+    ),
+    Explained(
         "_policy/rules.py",
         "Magnitude.met",
         "bad, size = (finding.nan or 0) + (finding.inf or 0), finding.size or 0",

@@ -200,6 +200,16 @@ def explained_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def survivors_table(folder: Path) -> str:
+    """Return the table of the mutants that nothing has noticed and nobody has explained."""
+    lines = ["| where | in place of | stood |", "|---|---|---|"]
+    for name in GROUPS:
+        for found in sorted(survivors(name, folder), key=lambda found: (found["module"], found["line"])):
+            code = [found[which].replace("\n", " ").replace("|", "\\|") for which in ("before", "after")]
+            lines.append(f"| `{found['module']}::{found['function']}` | `{code[0]}` | `{code[1]}` |")
+    return "\n".join(lines)
+
+
 def run(name: str, given: argparse.Namespace) -> None:
     """Run the mutants of a group that have not run yet, and print those that nothing has noticed."""
     from campaigns import mutant_runs
@@ -233,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(given.group, given)
     if given.write:
         pages.write(given.write, "mutate", table(given.folder))
+        pages.write(given.write, "survivors", survivors_table(given.folder))
         pages.write(given.write, "equivalent", explained_table(given.folder))
 
 
