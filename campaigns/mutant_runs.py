@@ -175,7 +175,11 @@ _FOUND: dict[str, list[FunctionType]] = {}
 
 def _functions(module: str) -> list[FunctionType]:
     if module not in _FOUND:
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()  # what is frozen is not listed
         _FOUND[module] = [f for f in gc.get_objects() if type(f) is FunctionType and f.__module__ == module]
+        if frozen:
+            gc.freeze()
     return _FOUND[module]
 
 

@@ -32,8 +32,8 @@ DOTTED = r"_[a-z]\w*(?:\.\w+)+|[A-Z]\w+\.\w+"
 OURS = r"(?:_[a-z]+|keras_nanguard|tests|benchmarks|examples|docs)/[\w./-]*(?:::[\w.]+)?"
 """How the two pages name a path or `path::name`, and a module, a name in one or `Class.name`; how the other pages name a path of ours."""
 
-NOT_THERE = {"tests/backends/NAME", "docs/NAME.md", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
-"""What a recipe is to make, and what is Keras' own."""
+NOT_THERE = {"tests/backends/NAME", "build/scale", "build/soak", "docs/NAME.md", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
+"""What a recipe or a campaign is to make, and what is Keras' own."""
 
 
 @functools.cache

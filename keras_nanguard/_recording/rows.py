@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, STEP_COLUMNS, empty
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, STEP_COLUMNS
 
 __all__ = ["EXACT", "MAX_BINS", "Rows"]
 
@@ -29,7 +29,6 @@ class Rows:
     """The steps that have run, in the order in which they ran, each with a number of its own (`id`), from 0.
 
     Attributes:
-        bins: the bins, as in `Recording.bins`.
         first: the `id` of the first step that is kept exactly.
         changed: the `id` of the first step that was added or changed since this was last set to `end`.
         bins_changed: whether a bin was added or changed since this was last set to `False`.
@@ -37,7 +36,8 @@ class Rows:
 
     def __init__(self) -> None:
         self._buffer: dict[str, Array] = {name: np.zeros(EXACT + _MOVED, dtype) for name, dtype in STEP_COLUMNS.items()}
-        self.bins = empty(BIN_COLUMNS)
+        self._bins: dict[str, Array] = {name: np.zeros(MAX_BINS + _MOVED // _WIDTH, dtype) for name, dtype in BIN_COLUMNS.items()}
+        self._bin_count = 0
         self.width, self.first, self._count, self.changed = _WIDTH, 0, 0, 0
         self.bins_changed = False
 
@@ -45,6 +45,16 @@ class Rows:
     def end(self) -> int:
         """How many steps have run: the `id` of the next one."""
         return self.first + self._count
+
+    @property
+    def bins(self) -> dict[str, Array]:
+        """The bins, as in `Recording.bins`, in memory that is overwritten later."""
+        return {name: column[: self._bin_count] for name, column in self._bins.items()}
+
+    def _set_bins(self, bins: dict[str, Array]) -> None:
+        self._bin_count = len(bins["first"])
+        for name, column in bins.items():
+            self._bins[name][: self._bin_count] = column
 
     def steps(self, start: int = 0) -> dict[str, Array]:
         """Return copies of the columns of the steps from this `id` on, as far as they are kept exactly."""
@@ -83,12 +93,14 @@ class Rows:
         standing = bins["count"] - bins["refused"] - bins["overflows"]
         undone = np.clip(bins["last"] - step + 1, 0, standing)
         if np.any(undone > bins["undone"]):
-            bins["undone"] = np.maximum(bins["undone"], undone)
+            np.maximum(bins["undone"], undone, out=bins["undone"])
             self.bins_changed = True
 
     def restore(self, steps: dict[str, Array], bins: dict[str, Array], first: int) -> None:
         """Go on from what an earlier run has recorded, of which the first exact step has this `id`."""
-        self.bins = bins
+        while len(bins["first"]) > MAX_BINS:
+            bins = _halved(bins)
+        self._set_bins(bins)
         self.width = max(int(bins["count"].max(initial=0)), _WIDTH)
         self.first, self._count = first, 0
         self.extend(steps)
@@ -99,14 +111,16 @@ class Rows:
         oldest = {name: column[:_MOVED] for name, column in self._buffer.items()}
         per = min(self.width, _MOVED)
         fresh = _binned({name: column.reshape(-1, per) for name, column in oldest.items()})
-        self.bins = {name: np.concatenate([column, fresh[name]]) for name, column in self.bins.items()}
-        self.bins_changed = True
+        end = self._bin_count + len(fresh["first"])
+        for name, column in self._bins.items():
+            column[self._bin_count : end] = fresh[name]
+        self._bin_count, self.bins_changed = end, True
         for column in self._buffer.values():
             column[: self._count - _MOVED] = column[_MOVED : self._count]
         self._count -= _MOVED
         self.first += _MOVED
-        if len(self.bins["first"]) >= MAX_BINS:
-            self.bins = _halved(self.bins)
+        if self._bin_count >= MAX_BINS:
+            self._set_bins(_halved(self.bins))
             self.width *= 2
 
 

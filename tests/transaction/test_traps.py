@@ -58,13 +58,14 @@ def test_01_rolling_back_to_a_checkpoint_that_is_nan():
 
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 8:
-                real = guard.session._take_snapshot
+                slot, promote = self.model.optimizer.variables[-1], guard.session.ring.promote
 
-                def take():
-                    corrupt(self.model.optimizer.variables[-1])
-                    real()
+                def damaged(committed):
+                    guard.session.sync_variables()
+                    corrupt(slot)
+                    promote(committed)
 
-                guard.session._take_snapshot = take
+                guard.session.ring.promote = damaged  # the last that is done before a snapshot is taken
 
     guard = guarded()
     run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[Late()])
@@ -244,7 +245,7 @@ def test_12_alarm_on_an_ordinary_overflow():
 def test_12_bad_data_is_no_ordinary_overflow(where, site):
     """Under loss scaling, too, a batch with Inf is reported, where the loss is finite and the gradients alone are not."""
     keras.config.set_dtype_policy("mixed_float16")
-    scaled = keras.optimizers.LossScaleOptimizer("sgd", initial_scale=64.0)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="tanh"), layers.Dense(1, dtype="float32")])
     model.compile(scaled, lambda y, found: ops.tanh(ops.square(y - found)))
     data, guard = zoo.poison(zoo.regression(), 5, np.inf, where), NanGuard(verbose=0)
