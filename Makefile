@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
+.PHONY: clients demo docs fuzz pages test test-all test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,9 +24,9 @@ $(READY): setup.cfg pyproject.toml
 demo: $(READY)  ## train one network on broken data with and without the guard, and without what is broken
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY)  ## everything that CI runs: the whole suite on TensorFlow, on JAX and on PyTorch
+test: $(READY)  ## everything that CI runs: the suite on TensorFlow, on JAX and on PyTorch, what is above the backends shared between them
 	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
-	{ $(MAKE) lint types && $(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests; }; status=$$?; \
+	{ $(MAKE) lint types && $(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE) tests; }; status=$$?; \
 	wait $$made && exit $$status
 	$(MAKE) test-jax test-torch
 
@@ -63,11 +63,16 @@ test-torch: .venv-torch/.ready  ## the suite on PyTorch
 test-slowly:  ## the same, with XLA compiling as it does for users
 	$(MAKE) test IN_HASTE=
 
+test-all:  ## the same, with every test on every backend: before a release, and after a change above the backends
+	$(MAKE) test SHARE=
+
+SHARE = --share
+
 # XLA spends most of a test's time on a program that runs for milliseconds; compiled so, it takes less than half of it.
 IN_HASTE = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
-ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
+ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
 
 .venv-jax/.ready .venv-torch/.ready: .venv-%/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-$*

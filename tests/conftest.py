@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -41,13 +42,44 @@ WITHOUT_BACKEND = (
 """What imports no backend, reads files only, or comes to the same on each, and so is run once: on TensorFlow."""
 
 
+SHARED = (
+    *("clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
+    *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py", "transaction/test_wrong"),
+)
+"""Tests of what is above the backends. With `--share` each of them runs on one backend, else on all of them."""
+
+ON_ONE = ("steps", "xla", "execution", "tf", "unscaled", "every kind", "memorised", "DataLoader", "compiled")
+"""What in a name says that a test may be skipped on a backend: it stays with TensorFlow, which skips none of these."""
+
+BACKENDS = ("tensorflow", "jax", "torch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--share`."""
+    parser.addoption("--share", action="store_true", help="leave each test of what is above the backends to one backend")
+
+
+def backend_of(item: pytest.Item) -> str:
+    """Return the backend on which a test runs that is shared."""
+    named = [marker.args for marker in item.iter_markers("requires_backend")]
+    able = [backend for backend in BACKENDS if all(backend in args for args in named)]
+    alone = any(word in item.name for word in ON_ONE) and "tensorflow" in able
+    return "tensorflow" if alone or not able else able[zlib.crc32(item.nodeid.encode()) % len(able)]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out on JAX and PyTorch what does not depend on the backend."""
-    if os.environ["KERAS_BACKEND"] != "tensorflow":
-        here = Path(__file__).parent
-        alone = [item for item in items if item.path.relative_to(here).as_posix().startswith(WITHOUT_BACKEND)]
-        config.hook.pytest_deselected(items=alone)
-        items[:] = [item for item in items if item not in alone]
+    """Leave out on JAX and PyTorch what does not depend on the backend, and what runs on another one with `--share`."""
+    here, backend = Path(__file__).parent, os.environ["KERAS_BACKEND"]
+
+    def left_out(item: pytest.Item) -> bool:
+        path = item.path.relative_to(here).as_posix()
+        if backend != "tensorflow" and path.startswith(WITHOUT_BACKEND):
+            return True
+        return config.getoption("share") and path.startswith(SHARED) and backend_of(item) != backend
+
+    others = [item for item in items if left_out(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(autouse=True)

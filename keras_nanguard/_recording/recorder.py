@@ -39,7 +39,7 @@ INTERVAL = 1.0
 MAX_PENDING = 4096
 """Steps that wait for that at most."""
 
-MAX_EVENTS, MAX_MINOR = 20_000, 4_000
+MAX_EVENTS, MAX_MINOR = 20_000, 2_000
 """Events that are kept, and epochs and snapshots among them, which there are many of."""
 
 MAX_EARLIER, EVENT = 4 << 20, 450

@@ -110,7 +110,7 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
 
 def refused_before(run_again: int) -> str:
     """Return what is said of steps that were refused, undone by a rollback, and run again: as such they are not counted as refused."""
-    return f"{run_again} more refused and, after a rollback, run again"
+    return f"{run_again} refused at first and run again after a rollback"
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

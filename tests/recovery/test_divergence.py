@@ -96,7 +96,7 @@ class TestBroughtHome:
         best, history = fit(build(found), y=y)
         assert changes(guard) == [["rollback", "lower_lr"]] and found <= 0.011 * rate
         refused = sum(i.refused for i in guard.incidents)
-        more = f" refused, {refused} more refused and, after a rollback, run again" if refused else " refused, "
+        more = f" refused, {refused} refused at first and run again after a rollback" if refused else " refused, "
         assert more in guard.summary() and guard.session.counts.run_again == refused
         assert any(not np.allclose(one, two) for one, two in zip(values(stock), values(best)))
         same(model, best)

@@ -96,6 +96,12 @@ class Untracked:
     def __init__(self, handle: Any, dtype: Any):
         self.handle, self.dtype, self.name = handle, dtype, "untracked variable"
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the value that it has at this moment."""
+        with tf.init_scope():
+            return self.read_value().shape
+
     def read_value(self) -> Any:
         """Return its value at this point of the program."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)

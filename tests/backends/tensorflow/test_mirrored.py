@@ -15,19 +15,22 @@ SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
 TOGETHER = {
     "graph": ("adam", "bad_target", "observed", "healthy"),
     "float16": ("mixed_float16", "overflow"),
-    "more of the optimizer": ("ema", "several_steps"),
+    "one replica": ("several_steps",),
     "eager": ("eager",),
-    "two optimizers": ("two_optimizers",),
     "own step": ("own_step", "uneven", "on_batch"),
     "compiled": ("compiled",),
-    "campaign": ("momentum", "mixed_float16_momentum", "schedule", "healthy_two_optimizers"),
+    "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
+    "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
 """Cases that share a process."""
+
+SLOW = (*TOGETHER["campaign"], *TOGETHER["two optimizers"])
+"""Cases that are left to the slow tests."""
 
 
 def cases(*names: str) -> list[Any]:
     """Return cases as parameters; some are left to the slow tests."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in TOGETHER["campaign"] else []) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
 
 
 STEPS = [3, 7, 8, 18, 22, 23]
