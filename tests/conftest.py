@@ -44,7 +44,7 @@ WITHOUT_BACKEND = (
 
 SHARED = (
     *("clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
-    *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py", "transaction/test_wrong"),
+    *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py"),
 )
 """Tests of what is above the backends. With `--share` each of them runs on one backend, else on all of them."""
 
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return True
         return config.getoption("share") and path.startswith(SHARED) and backend_of(item) != backend
 
-    others = [item for item in items if left_out(item)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    others = {item for item in items if left_out(item)}
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(autouse=True)

@@ -93,12 +93,12 @@ def read_json(path: Path) -> dict[str, Any]:
         FileFormatError: if it is missing, truncated or modified.
     """
     try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON:
-            raise FileFormatError(f"{path} cannot be read: {'it is too large' if path.is_file() else 'there is no such file'}")
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError("it is too large")
         data = plain_json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        if isinstance(error, FileFormatError):
-            raise
         raise FileFormatError(f"{path} cannot be read: {plain_text(error)}") from error
     if not isinstance(data, dict) or data.pop("sha256", None) != _checksum(data):
         raise FileFormatError(f"{path} was modified or damaged: its checksum does not match")

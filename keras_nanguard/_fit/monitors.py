@@ -16,7 +16,6 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import HUGE, out_of_range
@@ -92,10 +91,10 @@ class Monitors:
                 found += findings
         return found
 
-    def measured(self, verdict: Verdict) -> bool:
-        """Note what the last step has measured; returns whether the next look does not wait."""
-        self.statistics, self.weights = verdict.statistics, verdict.weights + verdict.slots
-        return abs(self.statistics) > self.ceiling or abs(self.weights) > self.summit
+    def measured(self, statistics: float, weights: float) -> bool:
+        """Note what the last step has measured; returns whether the next look does not wait. This runs in every step."""
+        self.statistics, self.weights = statistics, weights
+        return abs(statistics) > self.ceiling or abs(weights) > self.summit
 
     @property
     def doubtful(self) -> bool:

@@ -253,11 +253,9 @@ class Session(RunsAgain):
         if findings:
             self.incidents.committed(verdict, findings)
         counts.step = step = step + 1
-        monitors = self.monitors
-        if abs(statistics) > monitors.ceiling or abs(weights + slots) > monitors.summit:
-            self._due = monitors.due = step
+        if self.monitors.measured(statistics, weights + slots):
+            self._due = self.monitors.due = step
         if step >= self._due and last:
-            monitors.statistics, monitors.weights = statistics, weights + slots
             self._keep()
         return True
 
@@ -266,7 +264,7 @@ class Session(RunsAgain):
         for variable, value in self.state.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
-        if not verdict.refused and self.monitors.measured(verdict):
+        if not verdict.refused and self.monitors.measured(verdict.statistics, verdict.weights + verdict.slots):
             self._due = self.monitors.due = self.counts.step
         if self.transaction.counted:
             self._after_many(verdict)

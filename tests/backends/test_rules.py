@@ -40,6 +40,17 @@ def test_commits_if_all_is_finite(ops, number, scale):
         assert bool(found) == (valid and all(map(math.isfinite, sums))), (sums, scale)
 
 
+@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
+def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
+    """It cannot overflow, and is NaN where an entry is not finite."""
+    for entries in ([1.5, -2.0], [1e30, 1e30], [-3e30], [3e38, 3e38], [-3e38, -3e38]):
+        part = number(sum(np.float32(entry * rules.PART) for entry in entries))
+        expected = np.clip(sum(entries), -rules.MOST, rules.MOST)
+        assert float(rules.bounded_sum(ops, part)) == pytest.approx(expected, rel=1e-6)
+    with np.errstate(all="ignore"):
+        assert all(math.isnan(rules.bounded_sum(ops, number(bad))) for bad in (NAN, INF, -INF))
+
+
 def test_sums_that_overflow_together_are_refused():
     """Two sums that are finite alone and not together stand for numbers of which nothing can be said."""
     with np.errstate(all="ignore"):

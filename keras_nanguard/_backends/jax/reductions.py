@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from keras_nanguard._backends.shared.proof import reading_of
-from keras_nanguard._backends.shared.rules import Operations, SlotReading, full_read_is_due
+from keras_nanguard._backends.shared.rules import PART, Operations, SlotReading, bounded_sum, full_read_is_due
 
 __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
 
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
 """What the rules of the transaction need."""
-
-PART, MOST = 2.0**-100, 2.0**126
-"""Parts of entries that `exact` sums up, and its bound: far from the largest float32, 3.4e38, and far above every weight."""
 
 LARGE = 1 << 16
 """Elements from which an array is read where it stands rather than joined with others."""
@@ -73,7 +70,7 @@ def total(arrays: Iterable[Any], dtype: Any) -> Any:
 def exact(arrays: Iterable[Any], dtype: Any) -> Any:
     """Return their sum, bounded, where all entries are finite, and NaN where one is not: the sum of small parts cannot overflow."""
     part = add([array * PART for array in _grouped(arrays)], dtype)
-    return jnp.clip(part, -MOST * PART, MOST * PART) / PART + part * 0
+    return bounded_sum(OPERATIONS, part)
 
 
 def counts(arrays: Sequence[Any], dtype: Any) -> Any:

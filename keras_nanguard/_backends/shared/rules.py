@@ -20,9 +20,11 @@ __all__ = [
     "FULL_READ_INTERVAL",
     "MIN_LOSS_SCALE",
     "NUMBERS",
+    "PART",
     "SMALL_SLOTS",
     "Operations",
     "SlotReading",
+    "bounded_sum",
     "full_read_is_due",
     "learned_scale",
     "may_commit",
@@ -74,6 +76,15 @@ class SlotReading(enum.Enum):
 
 NUMBERS = Operations(math.isfinite, operator.not_, lambda condition, one, other: one if condition else other, min, max)
 """The same for numbers of Python."""
+
+
+PART, MOST = 2.0**-100, 2.0**126
+"""Parts of entries that are summed up, and the bound of the sum: far from the largest float32, 3.4e38, and far above every weight."""
+
+
+def bounded_sum(ops: Operations, part: Any) -> Any:
+    """Return the sum of entries, at most `MOST` in magnitude, from the sum of `PART` of each; NaN where that is not finite."""
+    return ops.minimum(ops.maximum(part, -MOST * PART), MOST * PART) / PART + part * 0
 
 
 def scale_is_valid(ops: Operations, scale: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.proof import reading_of
-from keras_nanguard._backends.shared.rules import Operations, SlotReading, full_read_is_due
+from keras_nanguard._backends.shared.rules import PART, Operations, SlotReading, bounded_sum, full_read_is_due
 from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -21,9 +21,6 @@ __all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "square
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """What the rules of the transaction need."""
-
-PART, MOST = 2.0**-100, 2.0**126
-"""Parts of entries that `exact` sums up, and its bound: far from the largest float32, 3.4e38, and far above every weight."""
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands rather than added up with others of its shape."""
@@ -95,7 +92,7 @@ def exact(tensors: Iterable[Any], dtype: Any) -> Any:
     """
     parts = [tf.reduce_sum(d * tf.constant(PART, d.dtype)) for d in map(_dense, filter(can_be_bad, tensors))]
     part = add([tf.cast(p, dtype) for p in parts], dtype)
-    return tf.clip_by_value(part, -MOST * PART, MOST * PART) / PART + part * 0
+    return bounded_sum(OPERATIONS, part)
 
 
 def counts(tensors: Sequence[Any]) -> Any:
