@@ -12,7 +12,8 @@ import argparse
 import os
 import random
 import statistics
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -26,14 +27,27 @@ from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.step import pinned
 
 
-def parallel() -> AbstractContextManager[object]:
-    """Leave XLA its own scheduler."""
-    return mock.patch.object(strategies, "_sequential_scheduler", lambda: None)
+@contextmanager
+def both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with contexts[0], contexts[1]:
+        yield
+
+
+def waiting() -> AbstractContextManager[object]:
+    """Start no step before the verdict on the last one."""
+    return mock.patch.object(strategies.LooksAhead, "results", strategies.HostSelects.results)
+
+
+def sleeping() -> AbstractContextManager[object]:
+    """Sleep until a step has ended."""
+    return mock.patch.object(strategies.LooksAhead, "max_polls", 0)
 
 
 STRATEGIES = {
-    "packed": (("mlp", "mlp-batchnorm"), nullcontext, lambda: pinned(strategies.SingleThread)),
-    "single-thread": (("mlp", "mlp-batchnorm"), nullcontext, parallel),
+    "look-ahead": (("mlp", "mlp-batchnorm", "cnn"), nullcontext, waiting),
+    "polling": (("mlp", "mlp-batchnorm"), nullcontext, sleeping),
+    "polling alone": (("mlp", "mlp-batchnorm"), waiting, lambda: both(waiting(), sleeping())),
+    "packed": (("mlp", "mlp-batchnorm"), nullcontext, lambda: pinned(strategies.LooksAhead)),
     "two-programs": (("wide",), nullcontext, lambda: pinned(strategies.AlternatingBuffers)),
     "alternating": (("wide",), lambda: pinned(strategies.AlternatingBuffers), lambda: pinned(strategies.HostSelects)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from keras_nanguard._backends.jax.step import Transaction, defers, on_accelerato
 from keras_nanguard._backends.jax.strategies import Started
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import adapted
+from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import jax_trainer as _trainer
+from keras_nanguard._keras import fitting as keras_fitting, jax_trainer as _trainer
 
 __all__ = ["LoopStep", "ModelAttachment", "adapted"]
 
@@ -38,6 +40,11 @@ class ModelAttachment(attach.Attachment):
     END_OF_DATA = (StopIteration,)
 
     pending: Started | None = None
+
+    batches: Batches | None = None
+    """The batches of the execution that runs."""
+
+    _seen: Sequence[Batches] = ()
 
     _gathered = True
     """Whether Keras has gathered the state anew for the step that runs."""
@@ -83,13 +90,24 @@ class ModelAttachment(attach.Attachment):
         if old is not None:
             transaction.inherit(old)
         session.attach(self, transaction)
+        transaction.following = self._following
         self.outputs = transaction.outputs
         self.inner = _trainer.in_executions(model, self.step)
         model.train_function = self.run_execution
 
     def _call(self, *args: Any) -> Any:
         """Run Keras' own loop over the batches of one execution, which calls `step` for each."""
-        return self.inner(*args)
+        state, iterator = args
+        self.batches = batches = self._batches_of(iterator)
+        return self.inner(state, batches if batches.early else iterator)
+
+    def _batches_of(self, iterator: Any) -> Batches:
+        """Return the batches of an iterator; of others those are kept that hold one, as of a `fit` that a callback's step interrupts."""
+        found = next((batches for batches in self._seen if batches.iterator is iterator), None)
+        if found is None:
+            found = Batches(iterator, early=keras_fitting.may_look_ahead(iterator))
+            self._seen = [*(batches for batches in self._seen if batches.next), found]
+        return found
 
     def step(self, state: Any, data: Any) -> Any:
         """Run one guarded step, or start one whose verdict is read later; returns the logs and the state."""
@@ -101,6 +119,16 @@ class ModelAttachment(attach.Attachment):
         elif session.transaction.deferred and (session.may_run_ahead or self.pending is not None) and self._goes_on(data):
             return session.logs.shown, trainer_state.take()
         return self.run_guarded(data), trainer_state.take()
+
+    def _following(self) -> tuple[Any, ...] | None:
+        """Return the arguments of the next step where nothing is due before it, and a batch may be taken early.
+
+        Not where Keras has gathered the state anew for this one: a callback that reads `self.model` has it do so after each step.
+        """
+        if self.batches is None or self._gathered or not self.session.nothing_pending:
+            return None
+        batch = self.batches.following()
+        return None if batch is None else (batch,)
 
     def _before_step(self, data: Any) -> None:
         """Let the host do what is due; the variables hold the state for it, which a step has no need of otherwise."""
@@ -122,6 +150,7 @@ class ModelAttachment(attach.Attachment):
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the step on the arguments of an earlier one; return the verdict."""
         (data,) = args
+        self._gathered = True
         with self.trainer_state.gathered():
             return self._execute(data)[1]
 
@@ -170,7 +199,44 @@ class ModelAttachment(attach.Attachment):
     def detach(self) -> None:
         """Give the model its own methods back."""
         self._resolve_at_last()
+        self.batches, self._seen = None, ()
         super().detach()
+
+
+class Batches:
+    """The batches of an iterator, of which the next one can be seen before it is taken.
+
+    Args:
+        iterator: what gives them.
+        early: whether it can; taking one from the iterator early may have effects.
+
+    Attributes:
+        next: a list that holds the next batch where it was seen.
+    """
+
+    def __init__(self, iterator: Iterator[Any], early: bool):
+        self.iterator, self.early = iterator, early
+        self.next: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.next.pop() if self.next else next(self.iterator)
+
+    def following(self) -> Any:
+        """Return the next batch, which nobody can write to any more; `None` where there is none, or it cannot be seen."""
+        if self.early and not self.next:
+            self.next = [jax.tree_util.tree_map(_frozen, batch) for batch in itertools.islice(self.iterator, 1)]
+        return self.next[0] if self.next else None
+
+
+def _frozen(value: Any) -> Any:
+    """Return a value as it is, and of a NumPy array a copy that cannot be written to."""
+    copy = owned(value)
+    if copy is not value:
+        copy.flags.writeable = False
+    return copy
 
 
 class LoopStep(attach.LoopStep):

@@ -39,9 +39,9 @@ from keras_nanguard._backends.jax.strategies import (
     AlternatingBuffers,
     Conditional,
     HostSelects,
+    LooksAhead,
     PackedState,
     SelectedAtTheEnd,
-    SingleThread,
     Started,
     Strategy,
 )
@@ -55,7 +55,7 @@ DEFER = "KERAS_NANGUARD_DEFERRED_VERDICT"
 """The variable of the environment that asks for deferred verdicts with `1`."""
 
 TINY = 1 << 18
-"""Bytes of state up to which a compiled step takes less time than handing its parts to threads."""
+"""Bytes of state up to which a compiled step takes no longer than the work of the host around it."""
 
 SMALL = 1 << 22
 """Bytes of state up to which a compiled step is not given its state to write over."""
@@ -97,14 +97,14 @@ def choose(c: Conditions) -> type[Strategy]:
     may_pin = _pinned is not None and (may_defer or _pinned not in (TwoPrograms, Conditional))
     rows: tuple[tuple[type[Strategy], float, bool], ...] = (
         # strategy           bytes   where
-        (SingleThread,       TINY,   not c.owns_state and c.jit and not c.accelerator),  # a loop may go on from any of its states
+        (LooksAhead,         TINY,   not c.owns_state and c.jit and not c.accelerator),  # a loop may go on from any of its states
         (HostSelects,        ANY,    not c.owns_state),
         (Conditional,        ANY,    in_place and may_defer),  # nobody waits for the host, and arrays stay where they lie
         (SelectedAtTheEnd,   ANY,    in_place),
         (HostSelects,        ANY,    not c.jit),
         (_pinned,            ANY,    may_pin),  # from here on one CPU, compiled
         (PackedState,        TINY,   c.packable),
-        (SingleThread,       TINY,   True),
+        (LooksAhead,         TINY,   True),
         (HostSelects,        SMALL,  True),
         (TwoPrograms,        ANY,    may_defer),
         (AlternatingBuffers, ANY,    True),
@@ -172,6 +172,9 @@ class Transaction:
     """A pure step writes nothing but what it returns."""
 
     strategy: Any = None
+
+    following: Callable[[], tuple[Any, ...] | None] = staticmethod(lambda: None)
+    """Returns the arguments that the next step will have, if nothing comes between; `None` where they are not known."""
 
     def __init__(
         self,
@@ -327,6 +330,7 @@ class Transaction:
         """Release the run that is over, its state and its last batch."""
         self.train_state, self.scaling = (lambda: TrainState.of(self.model)), (lambda factors: contextlib.nullcontext())
         self._last = self.given = None
+        self.following = Transaction.following
         self.report_queue.forget()
         if self.strategy is not None:
             self.strategy.release_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -21,22 +22,13 @@ __all__ = [
     "AlternatingBuffers",
     "Conditional",
     "HostSelects",
+    "LooksAhead",
     "PackedState",
     "SelectedAtTheEnd",
-    "SingleThread",
     "Started",
     "Strategy",
     "buffers",
 ]
-
-_SEQUENTIAL_SCHEDULER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""Lets XLA on a CPU order the parts of a program by memory instead of by what could run at the same time.
-
-By default more than a few parts that are ready at once are handed to other threads (`xla/backends/cpu/runtime/
-thunk_executor.cc`, `SplitReadyQueue`). The sums over gradients and over the new state make a tiny step that wide. The
-numbers are the same.
-"""
-
 
 MAX_POLLS = 400 if (os.cpu_count() or 1) > 1 else 0
 """How often the host looks whether a tiny step has ended (some 0.1 ms) before it sleeps: to be woken takes it longer than that step."""
@@ -87,16 +79,24 @@ class HostSelects(Strategy):
         """Return what the step computes: the new state whatever the verdict, the outputs, the vector, what a refusal learns."""
         return ImmediateUpdates(self.owner, unpacked(state), args).both()
 
+    def taken(self, state: Any) -> Any:
+        """Return a state as the program takes it."""
+        return state
+
     def compute(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> Any:
         """Start the program."""
-        return self.program(factors, state, *args)
+        return self.program(factors, self.taken(state), *args)
+
+    def results(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> Any:
+        """Return what the program gives for the step that is due, which may not be computed yet."""
+        return self.compute(state, factors, args)
 
     def release(self, unused: Any, used: Any) -> None:
         """Take the state that was not selected."""
 
     def run(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> tuple[Any, Any, Verdict]:
         owner = self.owner
-        new, outputs, vector, learned = self.compute(state, factors, args)
+        new, outputs, vector, learned = self.results(state, factors, args)
         owner.hold(state, jax.tree_util.tree_map(owned, args))
         verdict, outputs, _ = owner.read(vector, outputs)
         owner.report_queue.put(verdict, lambda: owner.count(factors, unpacked(state), *args), args)
@@ -113,24 +113,55 @@ class HostSelects(Strategy):
         return Verdict.of(np.asarray(vector)[: len(FIELDS)].tolist())
 
 
-class SingleThread(HostSelects):
-    """The same for a step that takes less time than handing its parts to other threads, or than waking the host at its end."""
+class LooksAhead(HostSelects):
+    """The same for a step that takes no longer than the host's work around it, or than waking the host at its end.
+
+    In `fit` the next step is started before the verdict on this one is read; its results are used if it is then called with the new
+    state and that batch. A step is a function, so nobody can tell. This takes memory for one more state.
+    """
 
     max_polls = MAX_POLLS
+    _started: tuple[Any, Sequence[Any], Any] | None = None
+    _asks_host: bool | None = None
 
-    def options(self) -> dict[str, Any]:
-        return _sequential_scheduler()
+    def results(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> Any:
+        results = self._started_for(state, args) if not factors else None
+        self._started = None
+        if results is None:
+            results = self.compute(state, factors, args)
+        following = None if factors else self.owner.following()
+        if following is not None and not self.asks_host(state, args):
+            with contextlib.suppress(Exception):  # the step will raise it in its turn
+                self._started = results[0], following, self.compute(results[0], {}, following)
+        return results
+
+    def _started_for(self, state: Any, args: Sequence[Any]) -> Any:
+        """Return the results of the step that was started if it was with these arguments, `None` if not."""
+        if self._started is None:
+            return None
+        own, own_args, results = self._started
+        return results if own is state and all(a is b for a, b in zip(own_args, args, strict=True)) else None
+
+    def asks_host(self, state: Any, args: Sequence[Any]) -> bool:
+        """Whether a step calls back to the host (`jax.debug.print`, `jax.pure_callback`), which would notice one that is run in vain."""
+        if self._asks_host is None:
+            traced = self.program.trace({}, self.taken(state), *args) if hasattr(self.program, "trace") else None
+            self._asks_host = traced is None or _has_callback(traced.jaxpr.jaxpr)
+        return self._asks_host
+
+    def release_run(self) -> None:
+        self._started = None
 
 
-class PackedState(SingleThread):
+class PackedState(LooksAhead):
     """The same with the state packed, for a step that computes less long than its arrays take to go in and come out."""
 
     def trace(self, state: Any, *args: Any) -> Any:
         new, *others = super().trace(state, *args)
         return state.repacked(new), *others
 
-    def compute(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> Any:
-        return super().compute(packed(state), factors, args)
+    def taken(self, state: Any) -> Any:
+        return packed(state)
 
 
 class AlternatingBuffers(HostSelects):
@@ -246,17 +277,18 @@ def buffers(arrays: Sequence[Any]) -> list[int]:
     return [array.unsafe_buffer_pointer() for array in arrays]
 
 
+def _has_callback(jaxpr: Any) -> bool:
+    """Return whether a program, or one within it, calls back to the host."""
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name:
+            return True
+        parts = [part for value in equation.params.values() for part in (value if isinstance(value, (list, tuple)) else (value,))]
+        inner = [getattr(part, "jaxpr", part) for part in parts]  # of a closed one
+        if any(_has_callback(part) for part in inner if hasattr(part, "eqns")):
+            return True
+    return False
+
+
 def _scalar(value: Any, place: Any) -> Any:
     """Return a scalar as an array in this place."""
     return jnp.asarray(value) if place is None else jax.make_array_from_callback((), place, lambda _: value)
-
-
-@functools.cache
-def _sequential_scheduler() -> dict[str, Any]:
-    """Return `_SEQUENTIAL_SCHEDULER` as an argument of `jax.jit`; nothing where this version of XLA or of JAX takes none such."""
-    options = {"compiler_options": _SEQUENTIAL_SCHEDULER}
-    try:
-        jax.jit(lambda: 0, **options)()
-    except (TypeError, jax.errors.JaxRuntimeError):
-        return {}
-    return options

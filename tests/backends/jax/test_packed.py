@@ -110,6 +110,7 @@ class Counted(NanGuard):
 
 def test_looks_leave_the_state_where_it_is():
     """Looks and snapshots read the state of a healthy run without putting it into the variables."""
+    keras.utils.set_random_seed(0)  # some runs of so small batches look as if they diverged, and a lower rate is tried
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=(260 * 4, 4)).astype("float32")

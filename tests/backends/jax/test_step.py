@@ -580,18 +580,6 @@ def test_an_execution_over_a_list():
     assert run(1, [2, 3]) == ({"loss": 3}, 6)
 
 
-@pytest.mark.parametrize("error", [TypeError("jit() got an unexpected keyword argument"), jax.errors.JaxRuntimeError("unknown option")])
-def test_options_that_the_compiler_does_not_take(monkeypatch, error):
-    """Where JAX takes no options for a program, or XLA not this one, the program is compiled without."""
-    assert set(strategies._sequential_scheduler.__wrapped__()) <= {"compiler_options"}
-
-    def jit(function, **options):
-        raise error
-
-    monkeypatch.setattr(strategies.jax, "jit", jit)
-    assert strategies._sequential_scheduler.__wrapped__() == {}
-
-
 # A loop of one's own
 
 
@@ -711,9 +699,8 @@ def test_loop_without_a_state():
         guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
 
 
-def test_tiny_steps_stay_on_one_thread():
-    """XLA still knows how to keep the parts of a tiny step together; neither that nor packing its state changes a number."""
-    assert strategies._sequential_scheduler() == {"compiler_options": strategies._SEQUENTIAL_SCHEDULER}
+def test_tiny_steps_have_the_same_numbers():
+    """Neither packing its state nor looking ahead changes a number."""
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
     assert type(runs[0].guard.session.transaction.strategy) is strategies.PackedState
     with pinned(strategies.HostSelects):
@@ -743,7 +730,7 @@ class Slow:
 ])  # fmt: skip
 def test_the_host_polls_for_the_end_of_a_tiny_step(strategy, looks, polls, monkeypatch):
     """It looks again and again whether a tiny step has ended, a bounded number of times, and sleeps for any other."""
-    monkeypatch.setattr(strategies.SingleThread, "max_polls", strategies.MAX_POLLS)
+    monkeypatch.setattr(strategies.LooksAhead, "max_polls", strategies.MAX_POLLS)
     with pinned(strategy):
         transaction = zoo.run(zoo.plain, zoo.regression(batches=2), guard=True, epochs=1).guard.session.transaction
     assert type(transaction.strategy) is strategy
@@ -757,7 +744,7 @@ def test_the_host_polls_for_the_end_of_a_tiny_step(strategy, looks, polls, monke
 FIT = Conditions(True, True, False, False, True, True, 1 << 10, True)
 CHOICES = {
     "tiny": ({}, strategies.PackedState),
-    "tiny, of random keys": ({"packable": False}, strategies.SingleThread),
+    "tiny, of random keys": ({"packable": False}, strategies.LooksAhead),
     "small": ({"size": 1 << 20}, strategies.HostSelects),
     "large": ({"size": 1 << 26}, TwoPrograms),
     "large, uses its update": ({"size": 1 << 26, "deferrable": False}, strategies.AlternatingBuffers),
@@ -768,7 +755,7 @@ CHOICES = {
     "on an accelerator, eager": ({"accelerator": True, "jit": False}, strategies.HostSelects),
     "on several devices": ({"distributed": True}, strategies.Conditional),
     "on several devices, refuses nothing": ({"distributed": True, "refuse": False}, strategies.SelectedAtTheEnd),
-    "a tiny loop": ({"owns_state": False}, strategies.SingleThread),
+    "a tiny loop": ({"owns_state": False}, strategies.LooksAhead),
     "a large loop": ({"owns_state": False, "size": 1 << 26}, strategies.HostSelects),
     "a loop on an accelerator": ({"owns_state": False, "accelerator": True}, strategies.HostSelects),
 }
