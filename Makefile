@@ -118,7 +118,7 @@ lowest: .venv-release/.ready  ## the whole suite in the lowest cell of that tabl
 WHICH ?= keras 3.6, tensorflow 2.16
 
 release: .venv-release/.ready  ## sdist and wheel, checked, and tried in empty environments
-	rm -rf build dist
+	rm -rf build/lib build/bdist* dist
 	.venv-release/bin/python -m build
 	.venv-release/bin/twine check --strict dist/*
 	.venv-release/bin/python campaigns/installed.py dist

@@ -16,6 +16,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import fits_at_first
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots
 
@@ -26,6 +27,9 @@ SHARE = 0.005
 
 MAX_COPIED = 256 << 20
 """Bytes of weights and slots that are copied at most, and none where there is no room; of other weights only the norm is measured."""
+
+COMPARING = 3
+"""How many times the bytes of the copies a look takes: a copy, the new value and their difference."""
 
 MIN_STEPS = 50
 """Steps between two looks at least, but for the first."""
@@ -71,7 +75,7 @@ class LayerLooks:
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
         most = min(MAX_COPIED, 2 * sum(keras_variables.bytes_of(v) for v in train_state.trainable))
-        left = most if memory.room_for(most) else 0
+        left = most if self._fits(run, most) else 0
         slots = gradient_slots(train_state.optimizers)
         for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
             value, slot = keras_variables.view(variable), slots.get(id(variable))
@@ -84,6 +88,12 @@ class LayerLooks:
         self._updates = {id(slot.updates): int(keras_variables.read(slot.updates)) for slot, _ in self._slots.values()}
         self._at = run.counts.step, run.counts.committed, run.counts.rollbacks
         self.half = True
+
+    def _fits(self, run: Run, size: int) -> bool:
+        """Whether there is room for copies, for what comparing them takes, and, in the first steps, for what a step takes at its peak."""
+        if run.step < MIN_STEPS:
+            return fits_at_first(run.train_state().restorable, COMPARING * size)
+        return memory.room_for(COMPARING * size)
 
     @np.errstate(all="ignore")  # what is looked at need not be finite
     def _compare(self, run: Run) -> None:

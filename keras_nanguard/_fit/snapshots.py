@@ -32,7 +32,7 @@ DOUBTFUL = 20
 _BLOCK = 1 << 20
 """Entries that are compared at a time."""
 
-__all__ = ["Ring", "Snapshot", "compact", "first_bad", "left_as_they_are", "size_of"]
+__all__ = ["Ring", "Snapshot", "compact", "first_bad", "fits_at_first", "left_as_they_are", "size_of"]
 
 S = TypeVar("S", bound="Snapshot")
 
@@ -141,7 +141,7 @@ class Ring:
         if step and self.replaced(others, level) is not None:
             return 0.0  # its buffers are used again
         size = size_of(variables) if step else _size_at_first(variables)
-        if memory.room_for(size) if step else _fits_at_first(variables, size):
+        if memory.room_for(size) if step else fits_at_first(variables, size):
             return 0.0
         if step and others:
             self.keep, self.lean = min(self.keep, len(others)), True
@@ -282,7 +282,7 @@ def _size_at_first(variables: Sequence[Any]) -> int:
     return size if size <= memory.SMALL else size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
 
 
-def _fits_at_first(variables: Sequence[Any], size: int) -> bool:
+def fits_at_first(variables: Sequence[Any], size: int) -> bool:
     """Whether there is room for the state before the first step, and for that step, of which nothing is known."""
     on_host = size_of(v for v in variables if keras_variables.on_host(v))
     return size <= memory.SMALL or max(size + STEP_TAKES * on_host, 4 * size if on_host else size) <= memory.room()

@@ -10,8 +10,9 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._core import memory
 from keras_nanguard._fit import layer_looks
-from keras_nanguard._keras import slot_gradients
+from keras_nanguard._keras import slot_gradients, variables as keras_variables
 from keras_nanguard._recording import layer_table
 from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recording import Recording
@@ -24,6 +25,25 @@ def often(monkeypatch):
     """Look at the layers whenever there is a chance to."""
     monkeypatch.setattr(layer_looks, "SHARE", 1e9)
     monkeypatch.setattr(layer_looks, "MIN_STEPS", 1)
+
+
+def test_the_first_look_copies_nothing_where_memory_is_short(monkeypatch):
+    """What a step takes at its peak is not known by then; later there is room for a copy if there is room for comparing it."""
+    monkeypatch.setattr(layer_looks, "SHARE", 1e9)
+    monkeypatch.setattr(layer_looks, "MIN_STEPS", 4)
+    monkeypatch.setattr(memory, "SMALL", -1)
+    monkeypatch.setattr(memory, "RESERVE", 0)
+    copied, copy = [], layer_looks.LayerLooks._copy
+
+    def copying(looks, run):
+        state = sum(keras_variables.bytes_of(v) for v in run.train_state().restorable)
+        monkeypatch.setattr(memory, "room", lambda root=None: 3.5 * state)
+        copy(looks, run)
+        copied.append((run.step, bool(looks._copies)))
+
+    monkeypatch.setattr(layer_looks.LayerLooks, "_copy", copying)
+    zoo.run(lambda: zoo.plain(keras.optimizers.Adam(0.01)), zoo.regression(), guard=NanGuard(**QUIET), epochs=1)
+    assert copied[0] == (1, False) and copied[1][0] >= 4 and copied[1][1]
 
 
 OPTIMIZERS = [

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, reductions, reports
+from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, ordered_updates, reductions, reports
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
 from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -206,7 +206,7 @@ class StepTrace:
     def update(self) -> None:
         """Run the deferred updates."""
         optimizers = () if self.owner.jit else self.train_state.optimizers
-        with exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
+        with ordered_updates.one_by_one(optimizers), exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
             for record in self.seen.records:
                 record.grads = exact_products.again(record.grads, self.products)
                 record.run()
