@@ -291,9 +291,12 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
 
 
 def _ruins(bench: Bench, fault: Fault) -> bool:
-    """Whether stock Keras ends with NaN or Inf because of a finite number in the batch."""
+    """Whether stock Keras ends with NaN or Inf, or in an error, because of a finite number in the batch."""
     bench.put_back()
-    bench.fit(*spoiled(bench, [fault]))
+    try:
+        bench.fit(*spoiled(bench, [fault]))
+    except RuntimeError:  # PyTorch's binary_cross_entropy takes no NaN
+        return True
     return not finite(bench.end()[0])
 
 

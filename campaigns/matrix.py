@@ -92,7 +92,7 @@ CELLS = (
     Cell("3.12", "3.9", "tensorflow", "2.17"),
     Cell("3.11", "3.12", "tensorflow", "2.18"),
     Cell("3.12", NEWEST, "tensorflow", "2.19"),
-    Cell("3.13", "3.6", "tensorflow", "2.20"),
+    Cell("3.13", "3.12", "tensorflow", "2.20"),
     *(Cell("3.13", keras, "tensorflow", NEWEST) for keras in (NEWEST, "nightly")),
     *(Cell("3.10", keras, "jax", "0.4.38", OF_ITS_TIME) for keras in ("3.6", "3.9", "3.12")),
     Cell("3.11", NEWEST, "jax", "0.4.38", OF_ITS_TIME),

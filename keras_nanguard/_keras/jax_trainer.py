@@ -8,6 +8,7 @@ Names private to Keras that are used here, because there is no public way:
   holds an array that is donated to the next step.
 - ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it. Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
+- ``Model._record_training_state_sharding_spec``: up to Keras 3.9 or so a train step needs what it notes, which `fit` forgets at its end.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -119,10 +120,13 @@ def variables(model: Any) -> list[Any]:
 
 
 def ready(model: Any, data: Any) -> None:
-    """Build metrics and optimizer as `fit` does before its first step on this data."""
+    """Build metrics and optimizer, and note where the state lies, as `fit` does before its first step on this data."""
     if not model.optimizer.built or not model.metrics_variables:
         model._symbolic_build(data_batch=data)
         model.optimizer.build(model.trainable_variables)
+    record = getattr(model, "_record_training_state_sharding_spec", None)
+    if record is not None:
+        record()
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
