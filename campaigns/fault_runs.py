@@ -255,6 +255,7 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
     together = MODES[c.backend][c.mode].get("steps_per_execution", 1)
     ways, with_stock = c.ways, c.with_stock
     earliest = 1 if c.backend == "jax" else 0  # there `inject` writes before a guard looks at the state for the first time
+    at_once = 1 if c.backend == "jax" else together  # JAX guards, and runs again, each step of an execution by itself
     faults = fault_plan.plan(c.name, count, steps, BATCH, c.precision, has, together, ways, with_stock, earliest)
     if all(fault.number in done for fault in faults):
         return
@@ -286,7 +287,7 @@ def run(c: Configuration, count: int, steps: int, done: frozenset[int] = frozens
                         ended = _disturbed(bench, [fault], hooks) if alone else ended
                         becomes, path = flips.becomes.get(fault.number, ("", fault.path))
                         expected = fault_plan.expected(fault, c.precision, becomes, ruined.get(fault.number, True))
-                        yield {**asdict(c), **asdict(fault), **_judged(bench, fault, ended, expected, becomes, path, together)}
+                        yield {**asdict(c), **asdict(fault), **_judged(bench, fault, ended, expected, becomes, path, at_once)}
     yield from ({**asdict(c), **row} for row in bench.healthy)
 
 

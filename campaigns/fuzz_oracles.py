@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import importlib
 import os
 import re
 import resource
@@ -112,8 +113,11 @@ class Watch:
         self._outside = self.folder.with_name("outside")
         self._armed = False
         self._seen: list[tuple[str, str]] = []
-        for name in ("ascii", "latin-1", "unicode_escape", "utf-16", "utf-16-le", "utf-8-sig"):
+        wide = (f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be"))
+        for name in ("ascii", "latin-1", "unicode_escape", "utf-8-sig", *wide):
             codecs.lookup(name)  # loads a module on first use
+        for name in ("writer", "recorder", "rows"):  # so does the package, some of its own
+            importlib.import_module(f"keras_nanguard._recording.{name}")
         sys.addaudithook(self._hook)
         with contextlib.suppress(ValueError):  # not in the main thread: then time is measured, and nobody is interrupted
             signal.signal(signal.SIGVTALRM, _out_of_time)
@@ -194,7 +198,8 @@ class Watch:
         elif event in FORBIDDEN:
             self._seen.append(("code", f"{event}|{args[0] if args else ''}"))
         else:
-            for place in CHANGING[event]:
+            beside = event in ("os.remove", "os.rmdir") and len(args) > 1 and args[1] not in (-1, None)
+            for place in () if beside else CHANGING[event]:  # in a folder that is open, as in `shutil.rmtree`, which is seen itself
                 if isinstance(args[place], (str, bytes, os.PathLike)) and not self._inside(args[place], self._roots):
                     self._seen.append(("write", f"{event}|{os.fsdecode(args[place])}"))
 

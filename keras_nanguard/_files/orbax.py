@@ -135,7 +135,7 @@ def _refusal(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, stor
     """Return why an array is not read, `""` if it is: the limits are those of HDF5 files."""
     if math.prod(shape) * itemsize > left:
         return f"it declares {math.prod(shape) * itemsize} bytes, and all files together have {stored}"
-    if math.prod(min(length, part) for length, part in zip(shape, chunk)) * itemsize > max(MAX_CHUNK, 4 * stored):
+    if math.prod(chunk) * itemsize > max(MAX_CHUNK, 4 * stored):
         return f"one chunk declares {math.prod(chunk) * itemsize} bytes"
     count = math.prod(-(-length // max(1, part)) for length, part in zip(shape, chunk))
     return f"it declares {count} chunks in {stored} bytes" if count > MAX_CHUNKS + stored else ""

@@ -299,6 +299,9 @@ def _opened(file: Path) -> sqlite3.Connection:
                 connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT)
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return connection
+        except UnicodeDecodeError as error:  # of a message of SQLite's that quotes the file
+            connection.close()
+            raise sqlite3.DatabaseError(f"malformed schema, with text that is not UTF-8 ({error.reason})") from error
         except sqlite3.Error as error:
             connection.close()
             if not isinstance(error, sqlite3.OperationalError) or "immutable" in mode:

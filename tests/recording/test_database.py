@@ -247,6 +247,13 @@ def garbled(path):
     path.write_bytes(raw)
 
 
+def no_text(path):
+    """Write no UTF-8 into the schema, which SQLite's message then quotes."""
+    raw = path.read_bytes()
+    place = raw.index(b"CREATE TABLE meta") - 6
+    path.write_bytes(raw[:place] + b"\xff" + raw[place + 1 :])
+
+
 def piped(path):
     path.unlink()
     os.mkfifo(path)
@@ -292,6 +299,7 @@ HOSTILE = {
         )
     },
     "cut": cut,
+    "no text": no_text,
 }
 
 
