@@ -99,10 +99,12 @@ class TrainState:
 
 def _unlisted(model: Any) -> list[Any]:
     """Return the variables of `TrainState.unlisted`."""
-    held = [item for layer in keras_layers.layers_of(model) for value in vars(layer).values() for item in keras_variables.flat(value)]
+    values = [v for layer in keras_layers.layers_of(model) for name, v in vars(layer).items() if name != "_losses"]  # of the last call
+    held = [item for value in values for item in keras_variables.flat(value)]
     held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
     held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
     native = [v for v in held if not isinstance(v, keras_variables.VARIABLE) and hasattr(v, "assign") and keras_variables.has_handle(v)]
-    native += [v for v in held if hasattr(v, "untyped_storage")]  # tensors and buffers of torch
+    tensors = [v for v in held if hasattr(v, "untyped_storage")]  # of torch, buffers as well
+    native += [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]  # no results, and none of the symbolic build
     native += list(model.buffers()) if hasattr(model, "buffers") else []
     return keras_variables.unique([*native, *keras_variables.global_seed_variables()])

@@ -12,9 +12,11 @@ from support import zoo
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from keras_nanguard import NanGuard  # noqa: E402
 from keras_nanguard._backends.torch import reductions  # noqa: E402
 from keras_nanguard._backends.torch.undo_log import Expected  # noqa: E402
 from keras_nanguard._keras.variables import VARIABLE  # noqa: E402
+from keras_nanguard.testing import inject  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32)
 
@@ -118,3 +120,24 @@ def test_the_class_is_as_before_where_a_fit_is_cut_short():
     with pytest.raises(RuntimeError, match="on purpose"):
         zoo.run(zoo.plain, zoo.regression(), guard=True, callbacks=[At(3, fail)])
     assert VARIABLE._direct_assign is before
+
+
+class Penalty(keras.layers.Layer):
+    """Adds a loss, and keeps what it has computed last."""
+
+    def call(self, x):
+        self.last = x * 1.0
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_what_the_last_call_has_computed_is_no_state(kind):
+    """A loss that a layer has added, or a result that it has kept, is NaN after a refused step; the steps after that are none the worse."""
+    data = zoo.regression()
+    model = keras.Sequential([keras.Input(data.x.shape[1:]), keras.layers.Dense(4, "tanh"), Penalty(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    guard = NanGuard(verbose=0, diagnose=False)
+    with inject(model, site="weights", kind=kind, step=0):
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert [incident.step for incident in guard.incidents] == [1] and guard.session.refused == 1
