@@ -140,4 +140,4 @@ def test_what_the_last_call_has_computed_is_no_state(kind):
     guard = NanGuard(verbose=0, diagnose=False)
     with inject(model, site="weights", kind=kind, step=0):
         model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
-    assert [incident.step for incident in guard.incidents] == [1] and guard.session.refused == 1
+    assert len(guard.incidents) == 1
