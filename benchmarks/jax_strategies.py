@@ -27,12 +27,6 @@ from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.step import pinned
 
 
-@contextmanager
-def both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    with contexts[0], contexts[1]:
-        yield
-
-
 def waiting() -> AbstractContextManager[object]:
     """Start no step before the verdict on the last one."""
     return mock.patch.object(strategies.LooksAhead, "results", strategies.HostSelects.results)
@@ -43,10 +37,16 @@ def sleeping() -> AbstractContextManager[object]:
     return mock.patch.object(strategies.LooksAhead, "max_polls", 0)
 
 
+@contextmanager
+def waiting_and_sleeping() -> Iterator[None]:
+    with waiting(), sleeping():
+        yield
+
+
 STRATEGIES = {
     "look-ahead": (("mlp", "mlp-batchnorm", "cnn"), nullcontext, waiting),
     "polling": (("mlp", "mlp-batchnorm"), nullcontext, sleeping),
-    "polling alone": (("mlp", "mlp-batchnorm"), waiting, lambda: both(waiting(), sleeping())),
+    "polling alone": (("mlp", "mlp-batchnorm"), waiting, waiting_and_sleeping),
     "packed": (("mlp", "mlp-batchnorm"), nullcontext, lambda: pinned(strategies.LooksAhead)),
     "two-programs": (("wide",), nullcontext, lambda: pinned(strategies.AlternatingBuffers)),
     "alternating": (("wide",), lambda: pinned(strategies.AlternatingBuffers), lambda: pinned(strategies.HostSelects)),

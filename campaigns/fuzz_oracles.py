@@ -198,10 +198,12 @@ class Watch:
         elif event in FORBIDDEN:
             self._seen.append(("code", f"{event}|{args[0] if args else ''}"))
         else:
-            beside = event in ("os.remove", "os.rmdir") and len(args) > 1 and args[1] not in (-1, None)
-            for place in () if beside else CHANGING[event]:  # in a folder that is open, as in `shutil.rmtree`, which is seen itself
-                if isinstance(args[place], (str, bytes, os.PathLike)) and not self._inside(args[place], self._roots):
-                    self._seen.append(("write", f"{event}|{os.fsdecode(args[place])}"))
+            for place in CHANGING[event]:
+                path = args[place]
+                if event in ("os.remove", "os.rmdir") and args[1] != -1:  # within a folder that is open, as `shutil.rmtree` does it
+                    path = os.path.join(os.readlink(f"/proc/self/fd/{args[1]}"), os.fsdecode(path))
+                if isinstance(path, (str, bytes, os.PathLike)) and not self._inside(path, self._roots):
+                    self._seen.append(("write", f"{event}|{os.fsdecode(path)}"))
 
     def _note_open(self, path: Any, mode: Any, flags: Any) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fsdecode(path) == os.devnull:

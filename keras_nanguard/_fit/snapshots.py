@@ -283,7 +283,7 @@ def _size_at_first(variables: Sequence[Any]) -> int:
 
 
 def fits_at_first(variables: Sequence[Any], size: int) -> bool:
-    """Whether there is room for the state before the first step, and for that step, of which nothing is known."""
+    """Whether so many bytes may be taken before it is known what a step on these variables takes."""
     on_host = size_of(v for v in variables if keras_variables.on_host(v))
     return size <= memory.SMALL or max(size + STEP_TAKES * on_host, 4 * size if on_host else size) <= memory.room()
 

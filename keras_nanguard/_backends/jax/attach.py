@@ -150,7 +150,7 @@ class ModelAttachment(attach.Attachment):
     def run_again(self, args: Sequence[Any]) -> Verdict:
         """Run the step on the arguments of an earlier one; return the verdict."""
         (data,) = args
-        self._gathered = True
+        self._gathered = True  # for this step, after which none of `fit` comes: nothing is to be looked ahead at
         with self.trainer_state.gathered():
             return self._execute(data)[1]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_nanguard._backends.tensorflow import graph
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
@@ -38,11 +39,11 @@ def _waiting(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any]:
         size = variable.shape.num_elements()
         if tf.executing_eagerly() or size is None or size < LARGE:
             return real(gradient, variable, *args, **kwargs)
-        graph = tf.compat.v1.get_default_graph()
-        start = len(graph.get_operations())
-        with tf.control_dependencies([op for op in last if op.graph is graph]):
+        traced = tf.compat.v1.get_default_graph()
+        start = graph.mark(traced)
+        with tf.control_dependencies([op for op in last if op.graph is traced]):
             result = real(gradient, variable, *args, **kwargs)
-        last[:] = [op for op in graph.get_operations()[start:] if op.type.startswith(("Assign", "ResourceApply"))]
+        last[:] = [op for op in traced.get_operations()[start:] if op.type.startswith(("Assign", "ResourceApply"))]
         return result
 
     return update_step
