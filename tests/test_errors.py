@@ -135,6 +135,7 @@ def test_model_not_compiled():
     guard.set_model(model)
     with pytest.raises(GuardError, match=r"Expected a compiled model.*Received.*compile"):
         model.make_train_function()
+    assert not {"make_train_function", "train_step", "test_step"} & set(vars(model)), "nothing of the guard stays behind"
     with pytest.raises(ValueError, match="compile"):
         model.fit(zoo.draw(batches=1), zoo.draw(batches=1)[:, :1], verbose=0, callbacks=[NanGuard(verbose=0)])
 

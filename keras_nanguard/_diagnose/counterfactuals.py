@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.replay import ReplayableStep, preserved
+from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import standardized
@@ -97,7 +97,7 @@ def _outcome(
     """Rerun the steps, with `each` applied to every batch and `last` to the bad one."""
     sequence = [*rerun.before, rerun.batch] if rerun.before else [rerun.batch] * STEPS_ALONE
     losses: list[float] = []
-    with preserved(step.variables()):
+    with step.preserved():
         rerun.start()
         for number, batch in enumerate(sequence, 1):
             batch = each(batch)

@@ -239,7 +239,7 @@ class _Examiner:
         instrument = current.replay().Instrument(self.model, origins)
         layers = [layer for layer in keras_layers.batchnorms(self.model) if layer.built]
         before = [_moments(layer) for layer in layers]
-        with preserved([*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted]):
+        with preserved([*self.train_state.everything, *self.train_state.metrics, *self.train_state.unlisted], self.model):
             for layer in layers if training else ():  # a pass in training mode does not read them, and adds to them
                 keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
                 keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))

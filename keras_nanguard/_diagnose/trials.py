@@ -183,7 +183,7 @@ class Trials:
         data = self.batch[0] if len(self.batch) == 1 and isinstance(self.batch[0], tuple) else None
         if data is None:
             return
-        with preserved(self.step.variables()):
+        with self.step.preserved():
             try:
                 outputs = self.step.model(data[0], training=False)
             except Exception:  # noqa: BLE001  a custom model need not accept this call
@@ -198,7 +198,7 @@ class Trials:
             return
         if not 0 < e.step <= EARLY or kind(run.origin) not in ("exp", "overflow") or grown(e):
             return
-        with preserved(self.step.variables()):
+        with self.step.preserved():
             self._restore(self.start)
             self._add(at_start=self._rerun(self.batch).word)
 
@@ -223,7 +223,7 @@ class Trials:
     def _trained(self, snapshot: Any, batch: Any) -> float:
         """Return the factor by which the loss grows over a few steps from a snapshot, infinite if it overflows."""
         first = last = math.nan
-        with preserved(self.step.variables()):
+        with self.step.preserved():
             self._restore(snapshot)
             for _ in range(TRIAL_STEPS):
                 last = self.step.train(batch)

@@ -108,7 +108,7 @@ def _measured(run: Run, layers: list[Any], batch: Callable[[], Any], remaining: 
 
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
-    with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted]):
+    with preserved([*train_state.everything, *train_state.metrics, *train_state.unlisted], model):
         data, trained = batch(), run.recent.last(LAST, run.transaction.batch)
         if data is None or not trained:
             return None

@@ -18,6 +18,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -36,6 +37,18 @@ __all__ = [
 def layers_of(model: Any) -> list[Any]:
     """Return the model and all of its layers at any depth, in the order in which Keras lists them."""
     return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the attributes of layers for `give_back_tensors`: the dict of the layer, the name, and the value of now."""
+    return [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items()]
+
+
+def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    """Put the earlier value back where a call has put a tensor in its place, as nothing of that is a write to a variable."""
+    for held, name, before in attributes:
+        if held.get(name) is not before and keras.ops.is_tensor(held.get(name)):
+            held[name] = before
 
 
 def recurrent_states(layer: Any) -> list[Any]:

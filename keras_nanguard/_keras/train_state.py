@@ -31,6 +31,8 @@ class TrainState:
         optimizers: the outermost optimizers.
         unlisted: variables that a step may write although no list of Keras contains them: native variables of the backend
             in attributes of layers, and the generator that Keras uses where no seed is given.
+        layers: the model and its layers at any depth.
+        results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls have left in layers.
     """
 
     trainable: tuple[Any, ...]
@@ -41,6 +43,8 @@ class TrainState:
     rates: tuple[Any, ...]
     optimizers: tuple[Any, ...]
     unlisted: tuple[Any, ...] = ()
+    layers: tuple[Any, ...] = ()
+    results: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
@@ -48,7 +52,8 @@ class TrainState:
         optimizers = tuple(keras_optimizers.find_optimizers(model) if optimizers is None else optimizers)
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
         trainable = keras_variables.unique([*model.trainable_variables, *updated])
-        states = [s for layer in keras_layers.layers_of(model) for s in keras_layers.recurrent_states(layer)]
+        layers = keras_layers.layers_of(model)
+        states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         other = keras_variables.unique([*model.non_trainable_variables, *states])
         metrics = keras_variables.unique(model.metrics_variables) if hasattr(model, "metrics_variables") else []
         scales = [(o.dynamic_scale, o.step_counter) for o in optimizers if keras_optimizers.is_loss_scaled(o) and o.built]
@@ -64,7 +69,7 @@ class TrainState:
             tuple(scales),
             tuple(rates),
             optimizers,
-            tuple(_unlisted(model)),
+            *_unlisted(model, layers),
         )
 
     @property
@@ -97,14 +102,16 @@ class TrainState:
         return tuple(keras_variables.unique([*self.trainable, *self.other, *self.slots, *scales, *self.rates]))
 
 
-def _unlisted(model: Any) -> list[Any]:
-    """Return the variables of `TrainState.unlisted`."""
-    values = [v for layer in keras_layers.layers_of(model) for name, v in vars(layer).items() if name != "_losses"]  # of the last call
+def _unlisted(model: Any, layers: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Return the last three fields of a `TrainState`."""
+    values = [v for layer in layers for name, v in vars(layer).items() if name != "_losses"]  # of the last call
     held = [item for value in values for item in keras_variables.flat(value)]
     held += [getattr(item, "state", None) for item in held]  # of a `tf.random.Generator`
     held += [v for item in held if hasattr(item, "with_name_scope") for v in item.variables]  # of a `tf.Module`
     native = [v for v in held if not isinstance(v, keras_variables.VARIABLE) and hasattr(v, "assign") and keras_variables.has_handle(v)]
-    tensors = [v for v in held if hasattr(v, "untyped_storage")]  # of torch, buffers as well
-    native += [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]  # no results, and none of the symbolic build
-    native += list(model.buffers()) if hasattr(model, "buffers") else []
-    return keras_variables.unique([*native, *keras_variables.global_seed_variables()])
+    buffers = list(model.buffers()) if hasattr(model, "buffers") else []
+    listed = {id(buffer) for buffer in buffers}
+    tensors = [v for v in held if hasattr(v, "untyped_storage") and id(v) not in listed]
+    tensors = [v for v in tensors if v.grad_fn is None and v.device.type != "meta"]  # no history, and none of the symbolic build
+    unlisted = keras_variables.unique([*native, *tensors, *buffers, *keras_variables.global_seed_variables()])
+    return tuple(unlisted), tuple(layers), tuple(tensors)

@@ -126,14 +126,18 @@ class Attachment(StateAccess):
         self._build()
 
     def make(self, force: bool = False) -> Any:
-        """Stand in for `Model.make_train_function`; left over from a fit that never began, it stands aside."""
+        """Stand in for `Model.make_train_function`; left over from a fit that never began, or cannot, it stands aside."""
         if not self.in_use():
             self.detach()
             self.model.make_train_function(force=force)
             return self.model.train_function
-        require_compiled(self.model)
-        if self.model.train_function is None or force:
-            self._build()
+        try:
+            require_compiled(self.model)
+            if self.model.train_function is None or force:
+                self._build()
+        except BaseException:
+            self.detach()
+            raise
         return self.model.train_function
 
     @property

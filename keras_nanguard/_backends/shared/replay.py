@@ -20,7 +20,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, LayerRow, Origin
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["ReplayResult", "ReplayableStep", "origins_of", "preserved"]
@@ -69,13 +69,20 @@ class ReplayResult:
 
 
 @contextlib.contextmanager
-def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Put every one of these variables, and every generator of random numbers, back at the end."""
+def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
+    """Put every one of these variables, and every generator of random numbers, back at the end.
+
+    Args:
+        variables: the variables.
+        model: whose layers may keep tensors in attributes, which a call replaces.
+    """
     python, numpy = random.getstate(), np.random.get_state()
+    attributes = [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
     try:
         with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
             yield
     finally:
+        keras_layers.give_back_tensors(attributes)
         random.setstate(python)
         np.random.set_state(numpy)
 
@@ -119,6 +126,10 @@ class ReplayableStep:
         train_state = TrainState.of(self.model, self.optimizers)
         return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
 
+    def preserved(self) -> contextlib.AbstractContextManager[None]:
+        """Put back at the end whatever the step may change."""
+        return preserved(self.variables(), self.model)
+
     def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> ReplayResult:
         """Run the step once and forget it; return its result.
 
@@ -127,7 +138,7 @@ class ReplayableStep:
             observe: watch layers and operations, which costs a few times as much.
             update: let the optimizers update, and look at the weights and slots that this leaves.
         """
-        with preserved(self.variables()):
+        with self.preserved():
             return _Pass(self, observe, update).run(args)
 
     def train(self, args: Sequence[Any]) -> float:

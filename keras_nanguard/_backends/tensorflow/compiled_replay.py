@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.instrument import Call, layer_row
 from keras_nanguard._backends.shared.origins import operand
-from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult, preserved
+from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.replay import Instrument
 from keras_nanguard._core import finiteness
@@ -37,7 +37,7 @@ def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> Replay
         args: its arguments.
         jit: compile with XLA.
     """
-    with preserved(step.variables()):
+    with step.preserved():
         return _Traced(step).run(args, jit)
 
 

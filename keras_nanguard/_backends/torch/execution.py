@@ -17,7 +17,7 @@ from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
 from keras_nanguard._backends.torch.updates import KerasUpdate, Update
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["FRESH", "Parts", "StepRun"]
@@ -39,6 +39,7 @@ class Parts:
         self.metrics = {id(v.value) for v in train_state.metrics}
         self.judged_elsewhere = self.metrics | {id(t) for t in self.weights_and_slots}
         self.judged_elsewhere |= {id(v.value) for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)}
+        self.results = {id(tensor) for tensor in train_state.results}
         self.unlisted = [keras_variables.native(v) for v in train_state.unlisted]
         listed = {id(t) for t in (*self.other, *self.weights_and_slots)}
         self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]
@@ -53,6 +54,21 @@ class Parts:
         self.slots = {id(o): reductions.slots_of(train_state, o) for o in train_state.optimizers}
         self.small_state = [*self.other, *(v.value for v in train_state.metrics)]
         self.all = [*self.other, *self.weights_and_slots, *(v.value for v in train_state.metrics)]
+        attributes = keras_layers.attributes_of(train_state.layers)
+        self._tensors = [(held, name) for held, name, value in attributes if isinstance(value, torch.Tensor)]
+
+    def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the attributes of layers that are tensors, or every one, as it may become one, with the values of now."""
+        if every:
+            return keras_layers.attributes_of(self.train_state.layers)
+        return [(held, name, held.get(name)) for held, name in self._tensors]
+
+
+def _equal(tensor: Any, other: Any, nan: bool) -> bool:
+    """Whether two tensors of one shape and dtype have the same values; with `nan`, NaN equals NaN."""
+    if not nan:
+        return bool(torch.equal(tensor, other))
+    return bool(torch.isclose(tensor, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 
 class StepRun:
@@ -86,6 +102,7 @@ class StepRun:
             writes = None if owner.stock else lambda tensor: self.seen.before_write(tensor, parts.metrics)
             self.undo_log = UndoLog(kept, self._note_created, parts.unlisted, writes=writes, expected=None if fresh else parts.expected)
         before = [(t, t._version) for t in (parts.small_state if owner.stock else parts.all)]
+        self.attributes = parts.attributes(every=fresh)
         outputs = None
         body = self.compiled.body if self.compiled else owner.body
         stand_ins = self.compiled.stand_ins if self.compiled else StandIns(owner.model, self.train_state.optimizers)
@@ -127,8 +144,13 @@ class StepRun:
     def _abandon(self) -> None:
         """Undo a step that ends in an exception."""
         if self.owner.refuse:
-            self.seen.give_back()
-            self.undo_log.give_back()
+            self._undo()
+
+    def _undo(self) -> None:
+        """Undo every write, and whatever tensor the step has put in the place of another in an attribute of a layer."""
+        self.seen.give_back()
+        self.undo_log.give_back()
+        keras_layers.give_back_tensors(self.attributes)
 
     def _judge(self, outputs: Any) -> None:
         """Compute the verdict, and look at it: the one place where the host waits for the device."""
@@ -164,9 +186,13 @@ class StepRun:
         self.may_commit = owner.agree(may_commit)
 
     def _tolerate_constants(self) -> bool:
-        """Exclude buffers that nobody has written and that are infinite on purpose; returns whether there are some."""
-        old, uncounted = self.undo_log.old, self.undo_log.uncounted
-        found = [t for t in self.statistics if id(t) in uncounted and torch.equal(t, old[id(t)][1])]
+        """Exclude buffers that nobody has written and that are infinite on purpose; returns whether there are some.
+
+        What an earlier call has left in a layer may be NaN, too: of a running statistic that would hide the fault.
+        """
+        old, uncounted, results = self.undo_log.old, self.undo_log.uncounted, self.parts.results
+        found = [t for t in self.statistics if id(t) in uncounted]
+        found = [t for t in found if _equal(t, old[id(t)][1], nan=id(t) in results)]
         found = [t for t in found if not torch.isfinite(t).all()]
         self.owner.tolerated |= {id(t) for t in found}
         self.statistics = [t for t in self.statistics if id(t) not in self.owner.tolerated]
@@ -203,8 +229,7 @@ class StepRun:
                 self._read_update_sums()
             owner.verdict = self._verdict(False)
             return outputs
-        self.seen.give_back()
-        self.undo_log.give_back()
+        self._undo()
         self._clear_gradients()
         self._learn_scale()
         owner.verdict = self._verdict(True)

@@ -12,7 +12,7 @@ from support import zoo
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from keras_nanguard import NanGuard  # noqa: E402
+from keras_nanguard import GuardError, NanGuard  # noqa: E402
 from keras_nanguard._backends.torch import reductions  # noqa: E402
 from keras_nanguard._backends.torch.undo_log import Expected  # noqa: E402
 from keras_nanguard._keras.variables import VARIABLE  # noqa: E402
@@ -141,3 +141,62 @@ def test_what_the_last_call_has_computed_is_no_state(kind):
     with inject(model, site="weights", kind=kind, step=0):
         model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert len(guard.incidents) == 1
+
+
+class Keeps(keras.layers.Layer):
+    """Keeps tensors without a history: its last input, every input, and a running mean that it puts in the place of the one before."""
+
+    def build(self, shape):
+        self.last, self.all, self.mean = None, [], 0.0
+
+    def call(self, x):
+        if x.device.type != "meta":
+            self.last = x.detach()
+            self.all.append(self.last)
+            self.mean = 0.9 * self.mean + 0.1 * self.last.mean(axis=0)
+        return x - self.mean
+
+
+def keeping(data):
+    model = keras.Sequential([keras.Input(data.x.shape[1:]), keras.layers.Dense(4, "tanh"), Keeps(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.set_weights([np.random.default_rng(1).normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+
+@pytest.mark.parametrize("diagnose", [False, True])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_tensor_in_an_attribute_is_given_back(step, diagnose):
+    """A refused step puts back the tensors that it has replaced, and so does what is run again to explain it."""
+    data = zoo.regression()
+    keep = np.ones(len(data.x), bool)
+    keep[step * zoo.BATCH : (step + 1) * zoo.BATCH] = False
+    model, without = keeping(data), keeping(data)
+    guard = NanGuard(verbose=0, diagnose=diagnose)
+    model.fit(np.where(keep[:, None], data.x, np.nan), data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    without.fit(data.x[keep], data.y[keep], batch_size=zoo.BATCH, shuffle=False, verbose=0)
+    assert [incident.step for incident in guard.incidents] == [step]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(model.get_weights(), without.get_weights(), strict=True))
+    assert torch.equal(model.layers[1].mean, without.layers[1].mean) and torch.equal(model.layers[1].last, without.layers[1].last)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_result_that_stays_somewhere_is_no_later_steps_fault(step):
+    """What a bad step has left in a list is NaN, and no step after it has made it so."""
+    data = zoo.regression()
+    model = keeping(data)
+    guard = NanGuard(verbose=0, diagnose=False)
+    with inject(model, site="weights", kind="nan", step=step):
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    assert any(torch.isnan(kept).any() for kept in model.layers[1].all)
+    assert len(guard.incidents) == 1 and torch.isfinite(model.layers[1].mean).all()
+
+
+def test_a_fit_that_cannot_begin_leaves_no_hook():
+    """A guard whose train function cannot be made takes itself off."""
+    before = VARIABLE._direct_assign
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    NanGuard(verbose=0).set_model(model)
+    with pytest.raises(GuardError, match="compile"):
+        model.make_train_function()
+    assert VARIABLE._direct_assign is before
