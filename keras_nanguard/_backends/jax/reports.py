@@ -23,7 +23,7 @@ class ReportQueue:
         self._last: tuple[Any, Any, Any] | None = None
 
     def put(self, verdict: Verdict, counts: Any, args: tuple[Any, ...]) -> None:
-        """Note the last step: its verdict, its counts of NaN and Inf (or what returns them), and its arguments."""
+        """Note the last step: its verdict, its counts of NaN and Inf (or what returns them, or `None`), and its arguments."""
         self._last = verdict, counts, args
 
     def forget(self) -> None:
@@ -38,6 +38,8 @@ class ReportQueue:
         verdict, counts, args = last
         if verdict.finite and not verdict.refused:
             return []
-        counts = np.asarray(counts() if callable(counts) else counts)
-        whole = np.column_stack([np.reshape(counts, (-1, 2)), [size for _, _, size in self.places]])
+        counts = counts() if callable(counts) else counts
+        if counts is None:
+            return [Report(verdict, (), (), args)]
+        whole = np.column_stack([np.reshape(np.asarray(counts), (-1, 2)), [size for _, _, size in self.places]])
         return [Report(verdict, tuple((site, path) for site, path, _ in self.places), whole.astype(np.int64), args)]

@@ -46,7 +46,9 @@ from keras_nanguard._backends.jax.strategies import (
     Strategy,
 )
 from keras_nanguard._backends.jax.two_programs import TwoPrograms
+from keras_nanguard._core import memory
 from keras_nanguard._core.verdict import FIELDS, Verdict
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["DEFER", "Conditions", "Transaction", "choose", "defers", "on_accelerator", "pinned"]
@@ -199,7 +201,7 @@ class Transaction:
         self.vector_head = len(FIELDS)
         self._last: Any = None
         self.given: Any = None
-        self.count = self.program(self._count)
+        self._counts = self.program(self._count)
 
     @property
     def keeps_undo(self) -> bool:
@@ -289,6 +291,11 @@ class Transaction:
         for place, value in learned.items():
             leaves[place] = value
         return jax.tree_util.tree_unflatten(tree, leaves)
+
+    def count(self, factors: dict[int, Any], state: Any, *args: Any) -> Any:
+        """Return the counts of bad entries of a step, `None` where there is no room for its gradients once more."""
+        gradients = 0 if on_accelerator() else sum(keras_variables.bytes_of(v) for v in self.train_state().trainable)
+        return self._counts(factors, state, *args) if memory.room_for(gradients) else None
 
     def _count(self, state: Any, *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""

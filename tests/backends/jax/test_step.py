@@ -18,6 +18,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.step import Conditions, choose, pinned
 from keras_nanguard._backends.jax.two_programs import TwoPrograms
+from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard._keras import jax_trainer
@@ -519,6 +520,20 @@ def test_counts_name_variables(way):
     kernels = {v.path: int(np.prod(v.shape)) for v in model.trainable_variables if v.path.endswith("kernel")}
     found = {f.path: (f.inf, f.size) for f in guard.incidents[0].findings if f.site == "gradients"}
     assert found == {path: (min(2, size), size) for path, size in kernels.items()}
+
+
+@pytest.mark.parametrize("way", ["packed", "host selects", "two programs", "alternating buffers"], indirect=True)
+def test_nothing_is_counted_where_there_is_no_room(monkeypatch, way):
+    """Where the gradients do not fit into memory once more, a refused step is not run again to count, and is as good as any other."""
+    runs = []
+    for room in (np.inf, 0):
+        monkeypatch.setattr(memory, "room_for", lambda size, room=room: size <= room)
+        runs.append(zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard(verbose=0, diagnose=False), epochs=1))
+    assert all(np.array_equal(a, b) for a, b in zip(*(run.model.get_weights() for run in runs)))
+    assert [run.steps for run in runs] == [[6], [6]]
+    found = [[(f.site, f.kind, f.nan, f.path) for f in run.guard.incidents[0].findings if f.site in ("gradients", "loss")] for run in runs]
+    assert found[0][:-1] and all(nan and path for site, _, nan, path in found[0] if site == "gradients")
+    assert found[1] == [("loss", "nonfinite", 1, ""), ("gradients", "nonfinite", 0, "")]
 
 
 def test_a_diagnosis_runs_the_compiled_step_again():
