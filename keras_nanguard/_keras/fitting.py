@@ -160,9 +160,8 @@ def running_arrays() -> tuple[Any, Any]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
-            adapter = getattr(frame.f_locals["epoch_iterator"], "data_adapter", None)
-            arrays = "Array" in type(adapter).__name__
-            return (frame.f_locals.get("x"), frame.f_locals.get("y")) if arrays else (None, None)
+            on_arrays = _is_on_arrays(frame.f_locals["epoch_iterator"])
+            return (frame.f_locals.get("x"), frame.f_locals.get("y")) if on_arrays else (None, None)
         frame = frame.f_back
     return None, None
 
@@ -173,9 +172,14 @@ def may_look_ahead(iterator: Any) -> bool:
     Not with `shuffle="batch"`, which draws random numbers with each batch.
     """
     epochs = _epoch_iterator("fit")
-    adapter = getattr(epochs, "data_adapter", None)
-    in_memory = type(adapter).__name__ == "ArrayDataAdapter" and getattr(adapter, "_shuffle", "batch") != "batch"
-    return in_memory and getattr(epochs, "_current_iterator", None) is iterator
+    if not _is_on_arrays(epochs) or getattr(epochs.data_adapter, "_shuffle", "batch") == "batch":
+        return False
+    return getattr(epochs, "_current_iterator", None) is iterator
+
+
+def _is_on_arrays(epochs: Any) -> bool:
+    """Whether an `EpochIterator` goes over arrays in memory."""
+    return type(getattr(epochs, "data_adapter", None)).__name__ == "ArrayDataAdapter"
 
 
 def _adapter(*calls: str) -> Any:

@@ -8,9 +8,10 @@ Names private to Keras that are used here, because there is no public way:
   holds an array that is donated to the next step.
 - ``Model._make_function``: the loop over ``steps_per_execution``; the guarded step runs inside it. Keras 3.6 has none.
 - ``Model._symbolic_build``: builds metrics and optimizer as ``fit`` does before its first step.
-- ``Model._record_training_state_sharding_spec``: up to Keras 3.9 or so a train step needs what it notes, which `fit` forgets at its end.
+- ``Model._record_training_state_sharding_spec``: Keras 3.9 has it, and a train step there needs what it notes, which `fit` forgets at
+  its end. Later releases have none and need none; `make matrix` runs what it is for with Keras 3.9.
 
-`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
+`tests/keras_internals/test_internals.py` fails when a release of Keras removes one of the others.
 """
 
 from __future__ import annotations

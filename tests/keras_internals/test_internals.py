@@ -90,6 +90,33 @@ def test_arrays_of_a_fit():
     assert seen[1] == (None, None) and fitting.running_arrays() == (None, None)
 
 
+@pytest.mark.requires_backend("jax", reason="the train function of JAX takes an iterator")
+@pytest.mark.parametrize(("shuffle", "ahead"), [(True, True), (False, True), ("batch", False)])
+def test_what_may_be_looked_at(shuffle, ahead):
+    """The `_current_iterator` of a fit over arrays, unless `_shuffle` of its data adapter draws an order for each batch."""
+    found, model = [], keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    make, x, y = model.make_train_function, np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
+
+    def making(force=False):
+        make(force)
+        function = model.train_function
+
+        def run(state, iterator):
+            found.append((fitting.may_look_ahead(iterator), fitting.may_look_ahead(iter(()))))
+            return function(state, iterator)
+
+        model.train_function = run
+
+    model.make_train_function = making
+    model.fit(x, y, shuffle=shuffle, verbose=0)
+    assert set(found) == {(ahead, False)}
+    found.clear()
+    model.fit((batch for batch in [(x, y)]), verbose=0)
+    model.train_on_batch(x, y)
+    assert set(found) == {(False, False)}
+
+
 def test_writer_of_tensorboard():
     """`TensorBoard` holds its writers in `_writers`, and makes the one of training in `_train_writer`."""
     assert isinstance(keras.callbacks.TensorBoard._train_writer, property)

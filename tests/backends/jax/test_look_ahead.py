@@ -11,7 +11,6 @@ import pytest
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.attach import Batches
-from keras_nanguard._keras import fitting
 
 ROWS, BATCH = 60, 8
 
@@ -241,29 +240,3 @@ def test_batches():
     assert [list(batch) for batch in batches] == [[-1, -1], [-1, -1]] and batches.following() is None
     late = Batches(iter([1, 2]), early=False)
     assert late.following() is None and list(late) == [1, 2]
-
-
-@pytest.mark.parametrize(("shuffle", "ahead"), [(True, True), (False, True), ("batch", False)])
-def test_what_may_be_looked_at(shuffle, ahead):
-    """Only the iterator of the running `fit` over arrays, and only in an order that was drawn for the whole epoch."""
-    found, model = [], normal()
-    model.compile("sgd", "mse")
-    make = model.make_train_function
-
-    def making(force=False):
-        make(force)
-        function = model.train_function
-
-        def run(state, iterator):
-            found.append((fitting.may_look_ahead(iterator), fitting.may_look_ahead(iter(()))))
-            return function(state, iterator)
-
-        model.train_function = run
-
-    model.make_train_function = making
-    model.fit(*data(), shuffle=shuffle, verbose=0)
-    assert set(found) == {(ahead, False)}
-    found.clear()
-    model.fit((batch for batch in [data()]), verbose=0)
-    model.train_on_batch(*data())
-    assert set(found) == {(False, False)}
