@@ -111,11 +111,12 @@ class Bench:
         key = (self.program, key)
         if key not in self._ends:
             self.put_back()
+            go_on = [GoOn()] if len(parts) > 1 else []
             for number, (x, y) in enumerate(parts):
                 if number:
                     between()
                 if len(x):
-                    self.train(x, y, *([GoOn()] if number else []), key=key)
+                    self.train(x, y, *go_on, key=key)
             self._ends[key] = self.end()
         return self._ends[key]
 
@@ -184,17 +185,20 @@ def targets_of(model: Any, fault: Fault) -> tuple[Any, int]:
 
 
 class GoOn(keras.callbacks.Callback):
-    """Lets a fit go on with the random numbers of the one before: on PyTorch Keras draws one where the data begin."""
+    """Lets a fit go on with the random numbers of the one before: on PyTorch Keras draws some where data begin and end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn = _generator()
+        self.drawn: Any = None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch == 0 and self.drawn is not None:
             import torch
 
             torch.set_rng_state(self.drawn)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.drawn = _generator()
 
 
 def _generator() -> Any:

@@ -204,7 +204,8 @@ def beside_peers(rows: list[Row]) -> str:
             cells.append(f"{ends} of {len(part)}" if part else "")
         finite = [row for row in mine if row["finite"]]
         whole = [share(len(finite), len(mine)), share(sum(map(accurate, finite)), len(mine))]
-        lines.append([tool, BACKENDS[mine[0]["backend"]], len(mine), *whole, *cells])
+        backends = ", ".join(BACKENDS[name] for name in dict.fromkeys(row["backend"] for row in mine))
+        lines.append([tool, backends, len(mine), *whole, *cells])
     return table(["tool", "on", "faults", "ends finite", "and within a point", *PEER_SITES], lines)
 
 

@@ -178,6 +178,10 @@ class GuardedSession(Protocol):
     def step(self) -> int:
         """How many train steps are complete."""
 
+    @property
+    def say(self) -> Callable[[str], None]:
+        """Prints a line."""
+
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
         """Take over the guarded step, and the way to the state that it trains."""
 

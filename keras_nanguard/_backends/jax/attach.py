@@ -86,6 +86,7 @@ class ModelAttachment(attach.Attachment):
                 owns_state=True,
                 shardings=_trainer.shardings(model),
                 scaling=session.with_adjustments,
+                say=session.say,
             )
         if old is not None:
             transaction.inherit(old)
@@ -263,6 +264,7 @@ class LoopStep(attach.LoopStep):
             refuse=session.policy.refuse,
             jit=compiled,
             scaling=session.with_adjustments,
+            say=session.say,
         )
 
     def __call__(self, state: Any, *batch: Any, **more: Any) -> tuple[Any, Any]:

@@ -45,7 +45,7 @@ from keras_nanguard._backends.jax.strategies import (
     Started,
     Strategy,
 )
-from keras_nanguard._backends.jax.two_programs import TwoPrograms
+from keras_nanguard._backends.jax.two_programs import JudgesFirst, TwoPrograms
 from keras_nanguard._core import memory
 from keras_nanguard._core.verdict import FIELDS, Verdict
 from keras_nanguard._keras import variables as keras_variables
@@ -81,6 +81,7 @@ class Conditions:
         deferrable: whether the updates can be deferred until the verdict.
         size: bytes of state.
         packable: whether the state is made of plain arrays in one place.
+        short: whether there is no room for the gradients beside the state.
     """
 
     owns_state: bool
@@ -91,12 +92,13 @@ class Conditions:
     deferrable: bool = True
     size: float = 0
     packable: bool = False
+    short: bool = False
 
 
 def choose(c: Conditions) -> type[Strategy]:
     """Return the strategy for a step: the first row that fits."""
     may_defer, in_place = c.refuse and c.deferrable, c.owns_state and (c.distributed or (c.jit and c.accelerator))
-    may_pin = _pinned is not None and (may_defer or _pinned not in (TwoPrograms, Conditional))
+    may_pin = _pinned is not None and (may_defer or _pinned not in (TwoPrograms, JudgesFirst, Conditional))
     rows: tuple[tuple[type[Strategy], float, bool], ...] = (
         # strategy           bytes   where
         (LooksAhead,         TINY,   not c.owns_state and c.jit and not c.accelerator),  # a loop may go on from any of its states
@@ -108,6 +110,7 @@ def choose(c: Conditions) -> type[Strategy]:
         (PackedState,        TINY,   c.packable),
         (LooksAhead,         TINY,   True),
         (HostSelects,        SMALL,  True),
+        (JudgesFirst,        ANY,    may_defer and c.short),
         (TwoPrograms,        ANY,    may_defer),
         (AlternatingBuffers, ANY,    True),
     )  # fmt: skip
@@ -157,6 +160,7 @@ class Transaction:
         owns_state: whether nobody else holds the state. So it may be written over, and may come back packed.
         shardings: where the arrays of the state lie; `None` where they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
+        say: prints a line.
 
     Attributes:
         strategy: what runs the steps; `None` before the first state is known.
@@ -191,11 +195,13 @@ class Transaction:
         owns_state: bool = False,
         shardings: Any = None,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
+        say: Callable[[str], None] = lambda line: None,
     ):
         self.body, self.train_state, self.variables, self.model = body, train_state, variables, model
         self.outputs, self.refuse, self.jit, self.shardings, self.scaling = outputs, refuse, jit, shardings, scaling
         self.conditions = Conditions(owns_state, jit, on_accelerator(), shardings is not None, refuse)
         self.deferred = outputs.apart = owns_state and jit and defers()
+        self.say = say
         self.tolerated: set[int] = set()
         self.report_queue = ReportQueue()
         self.vector_head = len(FIELDS)
@@ -243,7 +249,10 @@ class Transaction:
             self._last = state
         if self.strategy is None:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
-            self._switch(size=size, packable=can_pack(state))
+            self._switch(size=size, packable=can_pack(state), short=not self._fits_gradients())
+            if isinstance(self.strategy, JudgesFirst):
+                sizes = memory.readable(self._gradient_bytes()), memory.readable(max(memory.room(), 0.0))
+                self.say("NanGuard: the gradients take {}, and {} of memory can be taken: each step computes them twice.".format(*sizes))
 
     def _attempt(self, run: Callable[[Any], Any]) -> Any:
         """Run the strategy; another one where its trace shows that the updates cannot be deferred, before anything has happened."""
@@ -294,8 +303,14 @@ class Transaction:
 
     def count(self, factors: dict[int, Any], state: Any, *args: Any) -> Any:
         """Return the counts of bad entries of a step, `None` where there is no room for its gradients once more."""
-        gradients = 0 if on_accelerator() else sum(keras_variables.bytes_of(v) for v in self.train_state().trainable)
-        return self._counts(factors, state, *args) if memory.room_for(gradients) else None
+        return self._counts(factors, state, *args) if self._fits_gradients() else None
+
+    def _fits_gradients(self) -> bool:
+        """Whether there is room in the memory of the host for the gradients of a step; on an accelerator they need none there."""
+        return on_accelerator() or memory.room_for(self._gradient_bytes())
+
+    def _gradient_bytes(self) -> int:
+        return sum(keras_variables.bytes_of(v) for v in self.train_state().trainable)
 
     def _count(self, state: Any, *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""

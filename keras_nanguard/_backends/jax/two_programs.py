@@ -2,6 +2,8 @@
 
 The host reads the verdict in between, and starts the second program only where the step is to commit. So the updates write over the
 state in place, as in an unguarded step, and nothing stands in a conditional, within which XLA on a CPU computes more slowly.
+
+The gradients pass from the one to the other, or, where there is no room for them, are computed by both.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.jax.execution import DeferredUpdates
+from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates
 from keras_nanguard._backends.jax.strategies import Strategy, buffers
 from keras_nanguard._backends.shared.batch_memory import owned
 from keras_nanguard._core.verdict import FIELDS, Verdict
 
-__all__ = ["TwoPrograms"]
+__all__ = ["JudgesFirst", "TwoPrograms"]
 
 _GRADIENTS = FIELDS.index("gradients")
 
@@ -99,6 +101,56 @@ class TwoPrograms(Strategy):
 
     def _trace_second(self, held: Any, others: Any, carried: Any, vector: Any) -> Any:
         return self.split.second(held, others, carried, vector)
+class JudgesFirst(Strategy):
+    """The first program keeps no gradient, and the second one is the whole step: for gradients that have no room beside the state.
+
+    At its peak a step so takes what it takes without a guard, as XLA gives up each gradient after its update. It computes loss and
+    gradients twice.
+    """
+
+    def __init__(self, owner: Any):
+        super().__init__(owner)
+        self._first, self._second = owner.program(self._trace_first), owner.program(self._trace_second, donate_argnums=1)
+
+    def run(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> tuple[Any, Any, Verdict]:
+        owner = self.owner
+        outputs, vector, learned = self._first(factors, state, *args)
+        owner.hold(state, jax.tree_util.tree_map(owned, args))
+        verdict, outputs, _ = owner.read(vector, outputs)
+        if verdict.refused:
+            owner.report_queue.put(verdict, lambda: owner.count(factors, state, *args), args)
+            return owner.with_learned(state, learned), outputs, verdict
+        leaves, tree = _unshared(state)
+        new, outputs, vector, _ = self._second(factors, tree.unflatten(leaves), vector[: len(FIELDS)], *args)
+        verdict, outputs, _ = owner.read(vector, outputs)
+        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.places), 2)), args)  # the state it was given is gone
+        return new, outputs, verdict._replace(refused=False)
+
+    def _trace_first(self, state: Any, *args: Any) -> Any:
+        return Split(self.owner, state, args).first()[2:]
+
+    def _trace_second(self, state: Any, known: Any, *args: Any) -> Any:
+        return Judged(self.owner, state, args, known).both()
+
+
+class Judged(ImmediateUpdates):
+    """A step that is known to be good up to its updates.
+
+    Args:
+        known: the verdict on it, as a vector.
+    """
+
+    def __init__(self, owner: Any, state: Any, args: Sequence[Any], known: Any):
+        super().__init__(owner, state, args)
+        self.known = Verdict._make(known)
+
+    def _note(self, outputs: Any, losses: Any, gradients: Any, changed: Sequence[int], new: Sequence[Any]) -> None:
+        """Take over the verdict: to compute it again would hold the gradients."""
+        known, self.written = self.known, []
+        self.loss, self.gradients, self.statistics, self.scale = known.loss, known.gradients, known.statistics, known.scale
+        self.may_commit = jnp.ones((), bool)
+
+
 def _unshared(state: Any) -> tuple[list[Any], Any]:
     """Return a state flat, and its structure. Of arrays that share memory all but one are copied, so that each can be written over."""
     leaves, tree = jax.tree_util.tree_flatten(state)

@@ -17,7 +17,7 @@ from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard._backends import current
 from keras_nanguard._backends.jax import strategies
 from keras_nanguard._backends.jax.step import Conditions, choose, pinned
-from keras_nanguard._backends.jax.two_programs import TwoPrograms
+from keras_nanguard._backends.jax.two_programs import JudgesFirst, TwoPrograms
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._diagnose import explain_step
@@ -31,6 +31,7 @@ WAYS = {
     "packed": {},
     "host selects": {"strategy": strategies.HostSelects},
     "two programs": {"strategy": TwoPrograms},
+    "gradients twice": {"strategy": JudgesFirst},
     "alternating buffers": {"strategy": strategies.AlternatingBuffers},
     "conditional": {"strategy": strategies.Conditional},
     "selected at the end": {"strategy": strategies.SelectedAtTheEnd},
@@ -99,7 +100,7 @@ def network(optimizer, **mode):
     return model
 
 
-LARGE = [strategies.Conditional, TwoPrograms, strategies.AlternatingBuffers]
+LARGE = [strategies.Conditional, TwoPrograms, JudgesFirst, strategies.AlternatingBuffers]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -123,7 +124,7 @@ def test_an_update_that_overflows(way):
     guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
-    deferred = way in ("two programs", "conditional", "on an accelerator, verdicts deferred")
+    deferred = way in ("two programs", "gradients twice", "conditional", "on an accelerator, verdicts deferred")
     assert guard.incidents[0].refused != deferred, "the others read the new weights before they commit"
     assert zoo.bad_entries(net) == [] and guard.session.step == 24
 
@@ -522,7 +523,7 @@ def test_counts_name_variables(way):
     assert found == {path: (min(2, size), size) for path, size in kernels.items()}
 
 
-@pytest.mark.parametrize("way", ["packed", "host selects", "two programs", "alternating buffers"], indirect=True)
+@pytest.mark.parametrize("way", ["packed", "host selects", "two programs", "gradients twice", "alternating buffers"], indirect=True)
 def test_nothing_is_counted_where_there_is_no_room(monkeypatch, way):
     """Where the gradients do not fit into memory once more, a refused step is not run again to count, and is as good as any other."""
     runs = []
@@ -762,6 +763,9 @@ CHOICES = {
     "tiny, of random keys": ({"packable": False}, strategies.LooksAhead),
     "small": ({"size": 1 << 20}, strategies.HostSelects),
     "large": ({"size": 1 << 26}, TwoPrograms),
+    "large, and no room for its gradients": ({"size": 1 << 26, "short": True}, JudgesFirst),
+    "large, no room, uses its update": ({"size": 1 << 26, "short": True, "deferrable": False}, strategies.AlternatingBuffers),
+    "small, and no room": ({"short": True}, strategies.PackedState),
     "large, uses its update": ({"size": 1 << 26, "deferrable": False}, strategies.AlternatingBuffers),
     "large, refuses nothing": ({"size": 1 << 26, "refuse": False}, strategies.AlternatingBuffers),
     "eager": ({"jit": False, "size": 1 << 30}, strategies.HostSelects),
@@ -781,6 +785,21 @@ def test_choice(where):
     """The table of strategies, row by row."""
     changed, strategy = CHOICES[where]
     assert choose(dataclasses.replace(FIT, **changed)) is strategy
+
+
+def test_it_is_said_that_gradients_are_computed_twice(monkeypatch, capsys):
+    """Where there is no room for the gradients of a large model, a line says once what that costs; fits after it do the same."""
+    monkeypatch.setattr(memory, "room_for", lambda size: False)
+    monkeypatch.setattr(memory, "room", lambda: 3 << 20)
+    model = keras.Sequential([keras.Input((1024,)), layers.Dense(1024), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((16, 1024), "float32"), np.ones((16, 1), "float32")
+    for _ in range(2):
+        guard = NanGuard()
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[guard])
+        assert isinstance(guard.session.transaction.strategy, JudgesFirst)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "twice" in line]
+    assert lines == ["NanGuard: the gradients take 4 MB, and 3 MB of memory can be taken: each step computes them twice."]
 
 
 def test_a_step_logs_its_own_loss(way):
