@@ -142,7 +142,7 @@ class Judged(ImmediateUpdates):
 
     def __init__(self, owner: Any, state: Any, args: Sequence[Any], known: Any):
         super().__init__(owner, state, args)
-        self.known = Verdict._make(known)
+        self.known = Verdict(*known)
 
     def _note(self, outputs: Any, losses: Any, gradients: Any, changed: Sequence[int], new: Sequence[Any]) -> None:
         """Take over the verdict: to compute it again would hold the gradients."""
