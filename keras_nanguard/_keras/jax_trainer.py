@@ -131,8 +131,15 @@ def ready(model: Any, data: Any) -> None:
 
 
 def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time; Keras 3.6 gives a list of them."""
-    function: Callable[..., Any] = getattr(model, "_make_function", over_lists)(step)
+    """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a time; Keras 3.6 gives a list of them.
+
+    The step compiles what it can itself. From Keras 3.16 on this loop would compile it, unless the model is not to be compiled.
+    """
+    compile_with, model.jit_compile = model.jit_compile, False
+    try:
+        function: Callable[..., Any] = getattr(model, "_make_function", over_lists)(step)
+    finally:
+        model.jit_compile = compile_with
     return function
 
 

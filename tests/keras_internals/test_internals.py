@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
 from keras.src.backend.common import masking
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import io_utils
 from support import zoo
 
@@ -115,6 +117,26 @@ def test_what_may_be_looked_at(shuffle, ahead):
     model.fit((batch for batch in [(x, y)]), verbose=0)
     model.train_on_batch(x, y)
     assert set(found) == {(False, False)}
+
+
+@pytest.mark.requires_backend("jax", reason="the iterator of JAX")
+def test_batches_in_stacks(monkeypatch):
+    """From Keras 3.16 on the iterator of JAX gives the batches of an execution in one stack, where the data adapter takes `super_batch`."""
+    found = []
+
+    class Probe(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            epochs = fitting._epoch_iterator("fit")
+            found.append(fitting.may_look_ahead(epochs._current_iterator))
+
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    real = ArrayDataAdapter.get_jax_iterator
+    ways = [real] if "super_batch" in inspect.signature(real).parameters else [real, lambda self, super_batch=None: real(self)]
+    for way, steps in itertools.product(ways, (1, 2)):
+        model.compile("sgd", "mse", steps_per_execution=steps)
+        monkeypatch.setattr(ArrayDataAdapter, "get_jax_iterator", way)
+        model.fit(np.ones((8, 1), "float32"), np.zeros((8, 1), "float32"), batch_size=4, verbose=0, callbacks=[Probe()])
+    assert found == [*([True, True, True] if len(ways) == 2 else []), True, True, False]
 
 
 def test_writer_of_tensorboard():
@@ -332,6 +354,25 @@ def test_the_state_of_the_trainer_of_jax():
     state.sync_variables()
     assert model._jax_state_synced and model.layers[0].kernel.numpy().tolist() == [[1.0], [1.0]]
     assert len(taken) == 4 == len(jax_trainer.by_part(model))
+
+
+@pytest.mark.requires_backend("jax", reason="the trainer of JAX")
+def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
+    """`_make_function` returns it, and compiles nothing for a model that is not to be compiled: from Keras 3.16 on it otherwise does."""
+    from keras_nanguard._keras import jax_trainer
+
+    make, seen = keras.Model._make_function, []
+
+    def makes(self, step, **more):
+        seen.append(self.jit_compile)
+        return make(self, step, **more)
+
+    monkeypatch.setattr(keras.Model, "_make_function", makes)
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=True)
+    function = jax_trainer.in_executions(model, lambda state, data: ({"loss": np.float32(data)}, [*state, data]))
+    assert (seen, model.jit_compile) == ([False], True)
+    assert function([], iter([1, 2, 3])) == ({"loss": 1.0}, [1])
 
 
 def test_slots_that_tell_gradients():
