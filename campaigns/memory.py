@@ -103,10 +103,10 @@ def limited(limit: float) -> Iterator[Path]:
 def run(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any]:
     """Run once under a limit in bytes; returns what came of it."""
     python = os.environ.get(f"PYTHON_{backend.upper()}") or str(ROOT / BACKENDS[backend] / "bin/python")
-    with limited(limit) as group:
+    with limited(limit) as group, tempfile.TemporaryDirectory(dir=os.environ.get("CAMPAIGN_FOLDER")) as folder:
         command = ["bash", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "_", python, __file__]
         command += ["--child", backend, str(state), guarded]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CAMPAIGN_FOLDER": folder}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         peak = next(int(p.read_text()) for n in ("memory.max_usage_in_bytes", "memory.peak") if (p := group / n).exists())
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), "")
