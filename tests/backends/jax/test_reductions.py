@@ -1,0 +1,27 @@
+"""The sums of a step on JAX, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_nanguard._backends.jax import reductions
+
+SHAPES = [(3,), (1024, 1024), (1100, 1000), (1_050_001,), (7, 150_001), (1, 2, 525_000)]
+"""Small; large, of windows that need no padding; large ones that would be padded, with and without a rest."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_squares(shape):
+    """Half the sum of squares of all entries, none left out and none counted twice; one that is not finite shows wherever it is."""
+    values = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    squares = jax.jit(lambda *arrays: reductions.squares(arrays, jnp.float32))
+    expected = 0.5 * np.square(values, dtype="float64").sum()
+    np.testing.assert_allclose(squares(values), expected, rtol=1e-5)
+    np.testing.assert_allclose(squares(values, np.ones(4, "float32")), expected + 2, rtol=1e-5)
+    for place, bad in [(0, np.nan), (-1, np.inf), (values.size // 2, -np.inf)]:
+        spoiled = values.copy()
+        spoiled.flat[place] = bad
+        assert np.isnan(squares(spoiled)) if np.isnan(bad) else np.isposinf(squares(spoiled))
