@@ -77,57 +77,57 @@ class TwoPrograms(Strategy):
 
     def run(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> tuple[Any, Any, Verdict]:
         owner = self.owner
-        new, carried, outputs, vector, learned = self._first(factors, state, *args)
+        results, outputs, vector, learned = self._first(factors, state, *args)
         owner.hold(state, jax.tree_util.tree_map(owned, args))
         verdict, outputs, _ = owner.read(vector, outputs)
         if verdict.refused:
             owner.report_queue.put(verdict, lambda: owner.count(factors, state, *args), args)
             return owner.with_learned(state, learned), outputs, verdict
+        new, outputs, verdict = self._commit(state, factors, args, results, outputs, vector, verdict)
+        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.places), 2)), args)  # the state it was given is gone
+        return new, outputs, verdict
+
+    def _commit(
+        self, state: Any, factors: dict[int, Any], args: Sequence[Any], results: Any, outputs: Any, vector: Any, verdict: Verdict
+    ) -> tuple[Any, Any, Verdict]:
+        """Run the second program; returns what `run` does."""
         leaves, tree = _unshared(state)
+        new, carried = results
         held, others = ([leaves[i] for i in places] for places in (self.split.wanted, self.split.others))
         updated, update_sums = self._second(factors, held, others, carried, vector)
         for places, values in ((self.split.changed, new), (self.split.wanted, updated)):
             for i, value in zip(places, values):
                 leaves[i] = value
         weights, slots = np.asarray(update_sums).tolist()
-        verdict = verdict._replace(weights=weights, slots=slots)
         _free(carried)
-        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.places), 2)), args)  # the state it was given is gone
-        return tree.unflatten(leaves), outputs, verdict
+        return tree.unflatten(leaves), outputs, verdict._replace(weights=weights, slots=slots)
 
     def _trace_first(self, state: Any, *args: Any) -> Any:
         self.split = Split(self.owner, state, args)
-        return self.split.first()
+        new, carried, *others = self.split.first()
+        return (new, carried), *others
 
     def _trace_second(self, held: Any, others: Any, carried: Any, vector: Any) -> Any:
         return self.split.second(held, others, carried, vector)
-class JudgesFirst(Strategy):
+
+
+class JudgesFirst(TwoPrograms):
     """The first program keeps no gradient, and the second one is the whole step: for gradients that have no room beside the state.
 
     At its peak a step so takes what it takes without a guard, as XLA gives up each gradient after its update. It computes loss and
     gradients twice.
     """
 
-    def __init__(self, owner: Any):
-        super().__init__(owner)
-        self._first, self._second = owner.program(self._trace_first), owner.program(self._trace_second, donate_argnums=1)
-
-    def run(self, state: Any, factors: dict[int, Any], args: Sequence[Any]) -> tuple[Any, Any, Verdict]:
-        owner = self.owner
-        outputs, vector, learned = self._first(factors, state, *args)
-        owner.hold(state, jax.tree_util.tree_map(owned, args))
-        verdict, outputs, _ = owner.read(vector, outputs)
-        if verdict.refused:
-            owner.report_queue.put(verdict, lambda: owner.count(factors, state, *args), args)
-            return owner.with_learned(state, learned), outputs, verdict
+    def _commit(
+        self, state: Any, factors: dict[int, Any], args: Sequence[Any], results: Any, outputs: Any, vector: Any, verdict: Verdict
+    ) -> tuple[Any, Any, Verdict]:
         leaves, tree = _unshared(state)
         new, outputs, vector, _ = self._second(factors, tree.unflatten(leaves), vector[: len(FIELDS)], *args)
-        verdict, outputs, _ = owner.read(vector, outputs)
-        owner.report_queue.put(verdict, lambda: np.zeros((len(owner.report_queue.places), 2)), args)  # the state it was given is gone
+        verdict, outputs, _ = self.owner.read(vector, outputs)
         return new, outputs, verdict._replace(refused=False)
 
     def _trace_first(self, state: Any, *args: Any) -> Any:
-        return Split(self.owner, state, args).first()[2:]
+        return None, *Split(self.owner, state, args).first()[2:]
 
     def _trace_second(self, state: Any, known: Any, *args: Any) -> Any:
         return Judged(self.owner, state, args, known).both()
