@@ -159,17 +159,17 @@ def measure(backend: str, state: float) -> None:
         known(backend, state, "guard directory", guarded)
 
 
-def table() -> str:
-    """Return the table of the page."""
+def table(earlier: str = "") -> str:
+    """Return the table of the page; rows of an earlier one stay where the log has none in their place."""
     head = ("backend", "train state", "plain ends from", "guarded ends from", "all gradients", "what is said then", "with a NaN")
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for backend in BACKENDS:
-        for state in sorted({r["gb"] for r in records() if r["backend"] == backend}):
-            lines.append(_row(backend, state, [r for r in records() if (r["backend"], r["gb"]) == (backend, state)]))
-    return "\n".join(lines)
+    rows = {(cells[0], float(cells[1].split()[0])): cells for cells in pages.rows(earlier)}
+    for backend, state in {(r["backend"], r["gb"]) for r in records()}:
+        rows[backend, state] = _row(backend, state, [r for r in records() if (r["backend"], r["gb"]) == (backend, state)])
+    order = sorted(rows, key=lambda key: (list(BACKENDS).index(key[0]), key[1]))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *(rows[key] for key in order)))
 
 
-def _row(backend: str, state: float, found: list[dict[str, Any]]) -> str:
+def _row(backend: str, state: float, found: list[dict[str, Any]]) -> list[str]:
     def least(guarded: str) -> dict[str, Any] | None:
         ended = [r for r in found if r["guarded"] == guarded and r["ended"] and math.isfinite(r["limit"])]
         return min(ended, key=lambda r: r["limit"], default=None)
@@ -179,7 +179,7 @@ def _row(backend: str, state: float, found: list[dict[str, Any]]) -> str:
     shown = [f"{r['limit'] / GB:.2f} GB" if r else "not measured" for r in (plain, guarded)]
     said = "; ".join(line.removeprefix("NanGuard: ") for line in guarded["said"]) if guarded else ""
     ends = f"{faulty.get('refused', '?')} step refused, ends" if faulty and faulty["ended"] else "killed" if faulty else "not measured"
-    return f"| {backend} | {state:g} GB | {shown[0]} | {shown[1]} | {state / 3:.2f} GB | {said} | {ends} |"
+    return [backend, f"{state:g} GB", *shown, f"{state / 3:.2f} GB", said, ends]
 
 
 def main() -> None:
@@ -194,7 +194,7 @@ def main() -> None:
             measure(backend, state)
     print(table())
     if options.write:
-        pages.write(PAGE, "limits", table())
+        pages.write(PAGE, "limits", table(pages.read(PAGE, "limits")))
 
 
 if __name__ == "__main__":

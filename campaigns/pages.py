@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["read", "write"]
+__all__ = ["read", "rows", "write"]
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -25,6 +25,12 @@ def write(page: Path, name: str, text: str) -> None:
     """
     (begin, end), (before, _, after) = marks(name), _parts(page, name)
     page.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}", "utf-8")
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the table in a text, row by row, without its head; none where there is no table."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def _parts(page: Path, name: str) -> tuple[str, str, str]:

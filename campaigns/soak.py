@@ -11,6 +11,7 @@ Each form runs in a process of its own and writes what it has seen so far to `bu
     one-guard   500 fits of one model with one guard
     fresh       500 fits, each of a model of its own
     plain       500 fits, each of a model of its own, without a guard: what Keras and the backend keep
+    unguarded   the same for one fit: the million steps without a guard and without a fault
 
 Each tenth of a run is compared with the first one: memory, threads, open files, live graphs, tensors and Python objects, processor time of
 a step. The incidents have to be those of the faults, all of them, each at its step.
@@ -22,6 +23,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -59,7 +61,7 @@ Save = Callable[[dict[str, Any]], None]
 
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
-FORMS = ("steps", "disk", "same", "one-guard", "fresh", "plain")
+FORMS = ("steps", "disk", "unguarded", "same", "one-guard", "fresh", "plain")
 
 
 def poison(x: Any, y: Any, number: int) -> None:
@@ -71,14 +73,14 @@ def poison(x: Any, y: Any, number: int) -> None:
         y[3, 0] = float("inf") if fault == "Inf in a target" else 1e30
 
 
-def cycle(seed: int = 0) -> tuple[Any, Any]:
-    """Return the batches that are repeated: as many periods as there are faults, each with its last batch bad."""
+def cycle(seed: int = 0, faults: bool = True) -> tuple[Any, Any]:
+    """Return the batches that are repeated: as many periods as there are kinds of faults, each with its last batch bad."""
     import numpy as np
 
     draw = np.random.default_rng(seed)
     x = draw.standard_normal((len(FAULTS) * PERIOD, BATCH, FEATURES)).astype("float32")
     y = x.sum(2, keepdims=True) + draw.standard_normal((*x.shape[:2], 1)).astype("float32")
-    for number in range(len(FAULTS)):
+    for number in range(len(FAULTS) if faults else 0):
         last = (number + 1) * PERIOD - 1
         poison(x[last], y[last], number)
     return x, y
@@ -169,14 +171,12 @@ class Gauge:
         self.resume()
 
 
-def steady(steps: int, epochs: int, directory: str | None, save: Save) -> None:
+def steady(form: str, steps: int, epochs: int, directory: str | None, save: Save) -> None:
     """Run one long fit, with all that is written to disk and a validation each epoch if there is a directory."""
     import keras
 
-    from keras_nanguard import NanGuard
-
-    gauge, model, (x, y) = Gauge(save), small_model(), cycle()
-    guard = NanGuard(directory=directory, **({"snapshot": {"storage": "disk"}} if directory else {}))
+    gauge, model, (x, y) = Gauge(save), small_model(), cycle(faults=form != "unguarded")
+    guards = [] if form == "unguarded" else [_guard(directory)]
 
     class Measures(keras.callbacks.Callback):
         async_safe = True
@@ -185,12 +185,20 @@ def steady(steps: int, epochs: int, directory: str | None, save: Save) -> None:
             gauge.resume()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            so_far = {**counted(guard, directory), "finite": all_finite(model), "done": epoch == epochs - 1}
+            made = (epoch + 1) * (steps // epochs)
+            counts = counted(guards[0], directory) if guards else {"steps": made, "faults": 0, "incidents": 0, "wrong": []}
+            so_far = {**counts, "finite": all_finite(model), "done": epoch == epochs - 1}
             gauge.note(steps // epochs, so_far)
 
     validation = {"validation_data": (x[:8].reshape(-1, FEATURES), y[:8].reshape(-1, 1))} if directory else {}
     lengths = {"steps_per_epoch": steps // epochs, "epochs": epochs}
-    model.fit(endless(x, y), **lengths, shuffle=False, verbose=0, callbacks=[guard, Measures()], **validation)
+    model.fit(endless(x, y), **lengths, shuffle=False, verbose=0, callbacks=[*guards, Measures()], **validation)
+
+
+def _guard(directory: str | None) -> Any:
+    from keras_nanguard import NanGuard
+
+    return NanGuard(directory=directory, **({"snapshot": {"storage": "disk"}} if directory else {}))
 
 
 def counted(guard: Any, directory: str | None) -> dict[str, Any]:
@@ -272,11 +280,11 @@ def run(form: str, shorter: int, save: Save) -> None:
 
     one_thread(keras.backend.backend())
     keras.utils.set_random_seed(0)
-    if form not in ("steps", "disk"):
+    if form not in ("steps", "disk", "unguarded"):
         fits(form, max(FITS // shorter, 20), save)
         return
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        steady(STEPS // shorter, max(EPOCHS // shorter, 10), folder if form == "disk" else None, save)
+        steady(form, STEPS // shorter, max(EPOCHS // shorter, 10), folder if form == "disk" else None, save)
 
 
 def claims(result: dict[str, Any]) -> dict[str, bool]:
@@ -330,13 +338,19 @@ HEAD = (
 )
 
 
-def table(found: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Return the results as a table, with the versions."""
-    order = [found[backend, form] for form in FORMS for backend in BACKENDS if (backend, form) in found]
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD), *("| " + " | ".join(row(one)) + " |" for one in order)]
-    versions = "; ".join(sorted({one["versions"] for one in order}))
-    on_disk = [f"{BACKENDS[one['backend']]} {one['disk'] / 1e6:.1f} MB in {one['disk_files']} files" for one in order if "disk" in one]
-    return "\n".join([*lines, "", f"{versions}. On disk at the end: {', '.join(on_disk) or 'nothing'}."])
+def table(found: dict[tuple[str, str], dict[str, Any]], earlier: str = "") -> str:
+    """Return the results as a table, with the versions; rows of an earlier one stay where there is no result in their place.
+
+    A soak takes days: not all of its runs need be of one machine.
+    """
+    rows = {(cells[0], cells[1]): cells for cells in pages.rows(earlier)}
+    rows |= {(BACKENDS[backend], form): row(result) for (backend, form), result in found.items()}
+    order = [rows[backend, form] for form in FORMS for backend in BACKENDS.values() if (backend, form) in rows]
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD), *("| " + " | ".join(cells) + " |" for cells in order)]
+    used = {one["versions"] for one in found.values()} | set(re.findall(r"\w+ [\d.]+, Keras [\d.]*\d", earlier))
+    kept = [one for one in found.values() if "disk" in one]
+    on_disk = [f"{BACKENDS[one['backend']]} {one['disk'] / 1e6:.1f} MB in {one['disk_files']} files" for one in kept]
+    return "\n".join([*lines, "", f"{'; '.join(sorted(used))}. On disk at the end: {', '.join(on_disk) or 'nothing'}."])
 
 
 # The runs
@@ -386,7 +400,7 @@ def main() -> None:
     if a.one:
         run_one(a.one, a.results, a.shorter)
     elif a.write:
-        pages.write(a.write, "soak", table(results(a.results)))
+        pages.write(a.write, "soak", table(results(a.results), pages.read(a.write, "soak")))
     else:
         run_all(a.forms or list(FORMS), a.results, a.shorter)
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from campaigns import soak
+from campaigns import memory, soak
 
 
 def last(run, *arguments):
@@ -27,7 +27,7 @@ def often(monkeypatch):
 def test_long_run(often, on_disk, tmp_path):
     """Each fault of a long fit is one incident, at its step and with its cause; no thread, open file or graph is left behind."""
     before = threading.active_count()
-    result = last(soak.steady, 345, 5, str(tmp_path) if on_disk else None)
+    result = last(soak.steady, "disk" if on_disk else "steps", 345, 5, str(tmp_path) if on_disk else None)
     assert threading.active_count() == before
     held = soak.claims(result)
     # Of a process that has done other things before, and whose backend starts threads of its own when it first needs them.
@@ -36,6 +36,12 @@ def test_long_run(often, on_disk, tmp_path):
     assert result["done"] and result["steps"] == 345 and result["faults"] == result["refused"] == 15
     assert not on_disk or result["logged"] == 15
     assert len(result["samples"]) == 5 and all(sample["processor_us"] > 0 for sample in result["samples"])
+
+
+def test_a_plain_run():
+    """It has neither guard nor fault."""
+    result = last(soak.steady, "unguarded", 40, 2, None)
+    assert result["steps"] == 40 and result["faults"] == result["incidents"] == 0 and result["finite"] and result["done"]
 
 
 @pytest.mark.parametrize("form", ["same", "one-guard", "fresh"])
@@ -89,3 +95,36 @@ def test_wrong():
     """An incident that is missing, and one that nobody has caused, are both named."""
     found = soak.wrong([(1, True, "a"), (2, True, "b")], [(2, True, "b"), (3, True, "c")])
     assert found == ["missing: (1, True, 'a')", "not made: (3, True, 'c')"]
+
+
+def result(backend, form, steps, memory=1000):
+    """Return the result of a run."""
+    sample = {"memory": memory, "threads": 2, "files": 3, "graphs": 4, "tensors": 5, "objects": 6, "processor_us": 7.0}
+    counted = {"steps": steps, "faults": 2, "incidents": 2, "wrong": [], "finite": True, "done": True}
+    return {"backend": backend, "form": form, "versions": f"{soak.BACKENDS[backend]} 1.2.3, Keras 3.4", "samples": [sample] * 20, **counted}
+
+
+def test_rows_of_other_days_stay():
+    """A table takes the place of an earlier one row by row, in the order of forms and backends; so with the memory campaign's."""
+    earlier = soak.table({("jax", "steps"): result("jax", "steps", 10), ("torch", "same"): result("torch", "same", 10)})
+    found = {("jax", "steps"): result("jax", "steps", 30), ("tensorflow", "same"): result("tensorflow", "same", 30)}
+    text = soak.table(found, earlier)
+    assert [cells[:3] for cells in soak.pages.rows(text)] == [
+        ["JAX", "steps", "30 steps"],
+        ["TensorFlow", "same", "30 steps"],
+        ["PyTorch", "same", "10 steps"],
+    ]
+    assert "JAX 1.2.3, Keras 3.4; PyTorch 1.2.3, Keras 3.4; TensorFlow 1.2.3, Keras 3.4. On disk" in text
+
+
+def test_rows_of_the_memory_campaign(monkeypatch):
+    """The same there: the page as it is, and one size of one backend in its place."""
+    text = memory.pages.read(memory.PAGE, "limits")
+    before = memory.pages.rows(text)
+    monkeypatch.setattr(memory, "records", list)
+    assert memory.pages.rows(memory.table(text)) == before
+    run = {"backend": "jax", "gb": 2, "guarded": "", "limit": 3 << 30, "ended": True, "said": []}
+    monkeypatch.setattr(memory, "records", lambda: [run])
+    after = memory.pages.rows(memory.table(text))
+    changed = ["jax", "2 GB", "3.00 GB", "not measured", "0.67 GB", "", "not measured"]
+    assert after == [changed if cells[:2] == changed[:2] else cells for cells in before]
