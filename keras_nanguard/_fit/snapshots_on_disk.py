@@ -35,7 +35,7 @@ from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.saved_by_keras import left_out
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
 from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_are, size_of
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, saving as keras_saving, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.progress import Level
@@ -90,7 +90,7 @@ def load(
     try:
         if WEIGHTS in record.files:
             with without_warnings():
-                model.load_weights(path / WEIGHTS)
+                keras_saving.load_weights(model, path / WEIGHTS)
         with np.load(path / REST, allow_pickle=False) as arrays:
             for number, _, dtype in record.rest:
                 keras_variables.write(variables[number], _typed(arrays[f"v{number}"], dtype))
@@ -265,7 +265,7 @@ class DiskRing(Ring):
         variables = variables_of(train_state)
         files = {}
         if hasattr(model, "save_weights") and model.built:  # a layer alone has no file format of its own
-            type(model).save_weights(model, folder / WEIGHTS)  # checked already: past the firewall
+            keras_saving.save_weights(model, folder / WEIGHTS)  # checked already: past the firewall
             files[WEIGHTS] = _kept(folder / WEIGHTS)
         left_out = self._not_in(folder / WEIGHTS, variables) if files else frozenset(range(len(variables)))
         rest = {number: keras_variables.read(variables[number]) for number in sorted(left_out)}
