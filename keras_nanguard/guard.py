@@ -17,6 +17,7 @@ from keras_nanguard._backends.interface import Attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.shared_parts import sharing
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
@@ -374,6 +375,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         return self.summary()
 
     def _announce(self, incident: Incident) -> None:
+        incident = sharing(incident, self.incidents)
         self.incidents.append(incident)
         self._record_incident(incident)
         self._reporter.incident(incident, self.session.directory if self.session is not None else None)
