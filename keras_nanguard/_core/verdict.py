@@ -115,7 +115,7 @@ class Report:
 
     Attributes:
         verdict: the row of that step.
-        rows: `(site, path)` of each; none where nothing was counted, for want of memory.
+        rows: `(site, path)` of each; none, or none of gradients, where they were not counted, for want of memory.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
         batch: the arguments of the step, with their nesting, or `None` where they were not stored.
         replicas: the replicas with findings, where there are several.
@@ -145,7 +145,8 @@ class Report:
             seen.add("weights")
         for site, number in sums.items():
             if not math.isfinite(number) and site not in seen:
-                counted = bool(self.rows) or math.isinf(number)  # no sum of finite squares is NaN
+                rows = [row for row in self.rows if row[0] == site] if site == "gradients" else self.rows
+                counted = bool(rows) or math.isinf(number)  # no sum of finite squares is NaN
                 found.append(Finding(site, "explosion" if counted else "nonfinite", "", 0, 0, None, number))
         if not v.scale_is_valid:
             found.append(Finding("loss_scale", "collapse", "", value=v.scale))

@@ -62,6 +62,7 @@ class ModelAttachment(attach.Attachment):
             note_created=session.note_created,
             refuse=session.policy.refuse and (mirrored or not spread_out),
             batches="host" if self._takes else "reports" if spread_out else "graph",
+            say=session.say,
         )
         if old is not None:
             transaction.inherit(old)
@@ -217,6 +218,7 @@ class LoopStep(attach.LoopStep):
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
             note_created=self.session.note_created,
             refuse=self.session.policy.refuse,
+            say=self.session.say,
         )
         self.run = tf.function(transaction, autograph=False, reduce_retracing=True) if compiled else transaction
         return transaction

@@ -36,27 +36,38 @@ class StepTrace:
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
+        self.writes_elsewhere = False
+        """Whether the body writes to what is no variable (a table, a queue, a summary), and what nobody can give back."""
         self.after_update: dict[int, bool] = {}
         """What the body reads (`False`) or writes (`True`) after it has asked for its first update."""
 
     def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
+        return self._decide(self.run(args), args)
+
+    def run(self, args: Sequence[Any]) -> Any:
+        """Run the body with its updates deferred, and judge it; returns its outputs."""
         self.keep()
         halted, step = self.owner.count()
         start = graph.mark(self.graph) if self.graph is not None else 0
-        with (
-            self.owner.outputs.watched(),
-            Intercept(self.owner.model, self.train_state.optimizers, self.immediate, self.note_created, asked=self.asked) as self.seen,
-        ):
-            outputs = self.owner.body(*args)
-        self.train_state = self.owner.train_state()
+        outputs = self.observed(args)
         if not (self.scales or self.immediate):  # an optimizer that was built by the body, and has written nothing yet
             self.scales = self.old_scales()
         if self.graph is not None and self.owner.refuse:
             self.inspect(start)
         self.measure(outputs)
         self.judge(halted, step)
-        return self._decide(outputs, args)
+        return outputs
+
+    def observed(self, args: Sequence[Any]) -> Any:
+        """Run the body and note what it hands to its optimizers; returns its outputs."""
+        with (
+            self.owner.outputs.watched(),
+            Intercept(self.owner.model, self.train_state.optimizers, self.immediate, self.note_created, asked=self.asked) as self.seen,
+        ):
+            outputs = self.owner.body(*args)
+        self.train_state = self.owner.train_state()
+        return outputs
 
     def keep(self) -> None:
         """Hold on to what the body may write and what a refusal gives back."""
@@ -111,31 +122,42 @@ class StepTrace:
         large = self.keys([*self.train_state.trainable, *self.train_state.slots])
         known |= self.keys(v for pair in self.train_state.scales for v in pair)
         written: set[int] = set()
-        for access in graph.accesses(self.graph, start, self.seen.boundary):
-            if access.after_mark:
-                self.after_update[access.key] = access.writes or self.after_update.get(access.key, False)
+        for access in self.note_after_update(start):
             if not access.writes:
                 continue
             if access.key in large and not self.keeps_undo:
                 self._save()
-            if access.key not in known | large and (untracked := graph.untracked(access.handle)) is not None:
-                self.owner.untracked[access.key] = untracked
-                raise Retrace
+            if access.key not in known | large:
+                if (untracked := graph.untracked(access.handle)) is not None:
+                    self.owner.untracked[access.key] = untracked
+                    raise Retrace
+                self.writes_elsewhere = True
             written.add(access.key)
         if self.seen.nested and not self.keeps_undo:
             self._save()
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
+
+    def note_after_update(self, start: int) -> list[graph.Access]:
+        """Note what the body, which begins at this mark, reads or writes after its first update; returns all that it does."""
+        accesses = list(graph.accesses(self.graph, start, self.seen.boundary))
+        for access in accesses:
+            if access.after_mark:
+                self.after_update[access.key] = access.writes or self.after_update.get(access.key, False)
+        return accesses
 
     def _save(self) -> None:
         """Ask for a trace in which updates run where the body asks for them."""
         self.owner.keeps_undo = True
         raise Retrace
 
-    def check_deferred(self) -> None:
-        """Ask for another trace where the rest of the body depends on the updates, traced just now, not being deferred."""
+    def check_deferred(self, start: int = 0) -> None:
+        """Ask for another trace where the rest of the body depends on the updates, traced just now, not being deferred.
+
+        They begin at the mark `start` of the graph that they stand in.
+        """
         if self.graph is None or not self.after_update:
             return
-        for access in graph.accesses(tf.compat.v1.get_default_graph()):
+        for access in graph.accesses(tf.compat.v1.get_default_graph(), start):
             if access.key in self.after_update and (access.writes or self.after_update[access.key]):
                 self._save()
 
@@ -218,10 +240,10 @@ class StepTrace:
             return [*update_sums, *self.owner.outputs.committed(outputs)]
         for variable, old in self.kept:
             variable.assign(old)
-        self._learn_scale()
+        self.learn_scale()
         return [*update_sums, *self.owner.outputs.refused(outputs)]
 
-    def _learn_scale(self) -> None:
+    def learn_scale(self) -> None:
         """Let each loss scale learn from the refusal."""
         for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.train_state.optimizers)):
             initial = tf.cast(optimizer.initial_scale, old.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Access", "Untracked", "accesses", "capture", "mark", "untracked"]
+__all__ = ["Access", "Untracked", "accesses", "capture", "draws", "mark", "untracked"]
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 
@@ -60,6 +60,15 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
             handle = outside.of(op.inputs[i])
             if handle is not None:
                 yield Access(handle, i not in reads, after_mark is not None and position >= after_mark)
+
+
+def draws(graph: Any) -> bool:
+    """Return whether an operation draws random numbers by a state of its own, which nobody can give back (`tf.random.normal`).
+
+    Such ones have two seeds as attributes. `tf.random.Generator` and Keras' `SeedGenerator` keep their states in variables.
+    """
+    whole = graph.as_graph_def()
+    return any("seed2" in node.attr for nodes in (whole.node, *(f.node_def for f in whole.library.function)) for node in nodes)
 
 
 def _read_only(op: Any) -> set[int]:

@@ -68,7 +68,7 @@ class _Share(StepTrace):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
-    def check_deferred(self) -> None:
+    def check_deferred(self, start: int = 0) -> None:
         """Wait until the updates of all replicas are in the graph."""
 
     def check_after_update(self) -> None:

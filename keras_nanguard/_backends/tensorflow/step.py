@@ -14,6 +14,8 @@ rate that it sets after its update; sharpness-aware minimisation). The graph sho
 updates run where the step asks for them; the old values of all that it writes are kept, and written back on a refusal.
 
 Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
+
+Where memory has no room for all gradients at once, the step runs twice, once for the verdict; see `judged_first`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import outputs as step_outputs, reports, staged_batches
+from keras_nanguard._backends.tensorflow import judged_first, outputs as step_outputs, reports, staged_batches
 from keras_nanguard._backends.tensorflow.execution import StepTrace
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Verdict
 from keras_nanguard._keras.train_state import TrainState
@@ -46,10 +48,12 @@ class Transaction:
         note_created: called with each variable that is created inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict is reported all the same.
         batches: who has the batches of the last steps: `"host"`, `"graph"` or, of refused ones only, `"reports"`.
+        say: prints a line.
 
     Attributes:
         given: what the last execution was given; something with a method `batch(step)` where it was several steps.
         keeps_undo: whether old values of weights and slots are kept.
+        shortage: what is said where memory has no room for the gradients beside the state; `None` before anyone has looked.
 
     Calling it returns what `read` takes apart on the host: the outputs, and the row of numbers of a `Verdict`.
     """
@@ -75,11 +79,14 @@ class Transaction:
         note_created: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
         batches: str = "host",
+        say: Callable[[str], None] = lambda line: None,
     ):
         self.body = self.replayed = body
         self.train_state, self.model = train_state, model
         self.jit, self.counted, self.note_created = jit, counted, note_created
         self.refuse, self.keeps_undo = refuse, False
+        self.shortage: str | None = None
+        self.say, self.said = say, False
         self.untracked: dict[int, Any] = {}
         self.tolerated: set[int] = set()
         self.report_queue = reports.ReportQueue(capacity, None if batches == "reports" else self._refused_batch)
@@ -98,15 +105,32 @@ class Transaction:
     def __call__(self, *args: Any) -> Any:
         if self.stored is not None:
             self.stored.put(args, self.counter.read_value() + 1)
-        if self.compiled is None or tf.executing_eagerly():
+        if self._runs_twice():
+            outputs, row, counts = judged_first.run(self, args)
+            self._say_so()
+        elif self.compiled is None or tf.executing_eagerly():
             outputs, row, _ = self._run(*args)
             self.note(row)
             return self.outputs.join(outputs, row)
-        outputs, row, counts = self.compiled(*args)
+        else:
+            outputs, row, counts = self.compiled(*args)
         self.note(row)
         reported = row[0] > 0 if self.refuse else ~tf.math.is_finite(tf.reduce_sum(row))
         tf.cond(reported, lambda: self.report_queue.put(row, counts, args), lambda: tf.constant(False))
         return self.outputs.join(outputs, row)
+
+    def _runs_twice(self) -> bool:
+        """Whether the step that is traced has to compute its gradients twice, as memory cannot hold them all beside the state."""
+        if tf.executing_eagerly() or self.keeps_undo or not self.refuse:
+            return False
+        if self.shortage is None:
+            self.shortage = judged_first.shortage(self.train_state())
+        return bool(self.shortage)
+
+    def _say_so(self) -> None:
+        if not self.said:
+            self.said = True
+            self.say(str(self.shortage))
 
     def read(self, result: Any) -> tuple[Any, Verdict]:
         """Return the outputs and the verdict of one call, on the host."""
@@ -162,6 +186,7 @@ class Transaction:
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
         self.keeps_undo, self.untracked, self.tolerated = other.keeps_undo, other.untracked, other.tolerated
+        self.shortage, self.said = other.shortage, other.said
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
