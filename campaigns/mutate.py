@@ -30,6 +30,7 @@ __all__ = ["GROUPS", "Group", "drawn", "explanation", "survivors", "table"]
 ROOT = PACKAGE.parent
 FOLDER = ROOT / "build" / "mutants"
 NOTICED = ("killed", "timeout")
+COLUMNS = ("mutants", "run", "killed", "timeout", "equivalent", "survived")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ OWN_STEPS = tuple(
     f"tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[{name}-graph]"
     for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
 )
+TWICE = "tests/backends/tensorflow/test_judged_first.py"
 ON_EACH_WAY = ("overflow_halves_the_scale", "counts_name_variables", "observe", "an_update_that_overflows")
 ON_JAX = (
     *("test_written_over[Conditional-adam-1]", "test_written_over[TwoPrograms-scaled-1]", "test_own_step[conditional-Sharpness]"),
@@ -82,8 +84,8 @@ GROUPS = {
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
-        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py"),
-        (*SHARP, "tests/transaction/test_transaction.py::TestOracle::test_state[adam-xla]", *OWN_STEPS),
+        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py", "_backends/tensorflow/judged_first.py"),
+        (*SHARP, "tests/transaction/test_transaction.py::TestOracle::test_state[adam-xla]", *OWN_STEPS, TWICE),
         budget=40.0,
         at_most=15,
     ),
@@ -160,20 +162,40 @@ def survivors(name: str, folder: Path) -> list[dict[str, Any]]:
     return [one for one in found if one["outcome"] not in NOTICED and explanation(one) is None]
 
 
-def table(folder: Path) -> str:
-    """Return the table of all modules."""
+def table(folder: Path, earlier: str = "") -> str:
+    """Return the table of all modules; the row of an earlier one stays where nothing of a module has run here."""
     lines = ["| module | mutants | run | killed | timeout | equivalent | survived | score |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    rows = {cells[0]: Counter(dict(zip(COLUMNS, map(int, cells[1:7])))) for cells in pages.rows(earlier)}
     whole: Counter[str] = Counter()
     for name, group in GROUPS.items():
-        known = results(name, folder)
+        known, ran = results(name, folder), run_here(name, folder)
         for module in group.modules:
-            mutants_of = made(module, folder)
-            run = [known[mutant.key] for mutant in mutants_of if mutant.key in known]
-            count = Counter(found["outcome"] if found["outcome"] in NOTICED else _why(found) for found in run)
-            count["mutants"] = len(mutants_of)
-            lines.append(_row(f"`{module}`", count))
-            whole += count
+            if module in ran or f"`{module}`" not in rows:
+                mutants_of = made(module, folder)
+                run = [known[mutant.key] for mutant in mutants_of if mutant.key in known]
+                rows[f"`{module}`"] = Counter(found["outcome"] if found["outcome"] in NOTICED else _why(found) for found in run)
+                rows[f"`{module}`"].update(mutants=len(mutants_of), run=len(run))
+            lines.append(_row(f"`{module}`", rows[f"`{module}`"]))
+            whole += rows[f"`{module}`"]
     return "\n".join([*lines, _row("all", whole)])
+
+
+def run_here(name: str, folder: Path) -> set[str]:
+    """Return the modules of a group of which mutants have run, with results in this folder."""
+    return {found["module"] for found in results(name, folder).values()}
+
+
+def joined(earlier: str, text: str, folder: Path) -> str:
+    """Return a table of rows that begin with a module, and the rows of an earlier one of modules of which nothing has run here."""
+    ran = {module for name in GROUPS for module in run_here(name, folder)}
+    kept = [line for line in earlier.strip().splitlines()[2:] if _module(line) not in ran]
+    head, rows = text.splitlines()[:2], [line for line in text.splitlines()[2:] if _module(line) in ran]
+    order = [module for group in GROUPS.values() for module in group.modules]
+    return "\n".join([*head, *sorted([*kept, *rows], key=lambda line: order.index(_module(line)))])
+
+
+def _module(line: str) -> str:
+    return line.partition("`")[2].partition(".py")[0] + ".py"
 
 
 def _why(found: dict[str, Any]) -> str:
@@ -183,8 +205,7 @@ def _why(found: dict[str, Any]) -> str:
 def _row(name: str, count: Counter[str]) -> str:
     seen, missed = count["killed"] + count["timeout"], count["survived"]
     score = f"{100 * seen / (seen + missed):.1f} %" if seen + missed else ""
-    columns = (count["mutants"], seen + missed + count["equivalent"], count["killed"], count["timeout"], count["equivalent"], missed)
-    return f"| {name} | {' | '.join(map(str, columns))} | {score} |"
+    return f"| {name} | {' | '.join(str(count[column]) for column in COLUMNS)} | {score} |"
 
 
 def explained_table(folder: Path) -> str:
@@ -204,6 +225,8 @@ def survivors_table(folder: Path) -> str:
     """Return the table of the mutants that nothing has noticed and nobody has explained."""
     lines = ["| where | in place of | stood |", "|---|---|---|"]
     for name in GROUPS:
+        if not results(name, folder):
+            continue
         for found in sorted(survivors(name, folder), key=lambda found: (found["module"], found["line"])):
             code = [found[which].replace("\n", " ").replace("|", "\\|") for which in ("before", "after")]
             lines.append(f"| `{found['module']}::{found['function']}` | `{code[0]}` | `{code[1]}` |")
@@ -242,9 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.group:
         run(given.group, given)
     if given.write:
-        pages.write(given.write, "mutate", table(given.folder))
-        pages.write(given.write, "survivors", survivors_table(given.folder))
-        pages.write(given.write, "equivalent", explained_table(given.folder))
+        pages.write(given.write, "mutate", table(given.folder, pages.read(given.write, "mutate")))
+        for name, text in (("survivors", survivors_table(given.folder)), ("equivalent", explained_table(given.folder))):
+            pages.write(given.write, name, joined(pages.read(given.write, name), text, given.folder))
 
 
 if __name__ == "__main__":
