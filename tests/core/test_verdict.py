@@ -103,6 +103,15 @@ def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
     assert report(FINE._replace(**{site: INF}), **{site: (0, 1, 2)}) == [Finding(site, "nonfinite", f"a/{site}", 0, 1, 2)]
 
 
+def test_gradients_that_nobody_has_counted():
+    """Where memory was short: a NaN in their sum is one in a gradient then, as finite squares give none. Other sites were counted."""
+    kinds = [
+        [finding.kind for finding in report(FINE._replace(**{site: NAN}), **{counted: (0, 0, 4)})]
+        for site, counted in (("gradients", "outputs"), ("gradients", "gradients"), ("statistics", "outputs"))
+    ]
+    assert kinds == [["nonfinite"], ["explosion"], ["explosion"]]
+
+
 def test_bad_slots_explain_a_bad_sum_over_weights_and_slots():
     """Small slots are summed up with the weights: their finding is not reported as an explosion of the weights, too."""
     assert [f.site for f in report(FINE._replace(weights=NAN), slots=(1, 0, 2))] == ["slots"]
