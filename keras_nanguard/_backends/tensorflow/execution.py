@@ -240,10 +240,10 @@ class StepTrace:
             return [*update_sums, *self.owner.outputs.committed(outputs)]
         for variable, old in self.kept:
             variable.assign(old)
-        self.learn_scale()
+        self._learn_scale()
         return [*update_sums, *self.owner.outputs.refused(outputs)]
 
-    def learn_scale(self) -> None:
+    def _learn_scale(self) -> None:
         """Let each loss scale learn from the refusal."""
         for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.train_state.optimizers)):
             initial = tf.cast(optimizer.initial_scale, old.dtype)
