@@ -14,7 +14,7 @@ Names private to Keras that are used here, because there is no public way: the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,10 @@ __all__ = ["SLOTS", "GradientSlot", "gradient_slots"]
 
 LEAST = 20.0
 """Multiple of what rounding may come to from which on a difference says something."""
+
+
+BLOCK = 1 << 14
+"""Entries that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,25 @@ class GradientSlot:
 
     def norm(self, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> float:
         """Return the norm of the gradient of the step between; NaN where rounding hides it."""
-        old, new = finiteness.widen(before).astype("float64"), finiteness.widen(after).astype("float64")
-        added = new - self.kept * old
-        rounding = float(ml_dtypes.finfo(after.dtype).eps) * (sizes(old)[0] + sizes(new)[0])
-        if not sizes(added)[0] > LEAST * rounding or not self.scale:
-            return 0.0 if not np.any(added) else math.nan
-        return math.sqrt(max(float(added.sum()) / self.scale, 0.0)) if self.squared else sizes(added)[0] / abs(self.scale)
+        unit = largest if before.dtype.itemsize == 8 and 0.0 < (largest := sizes(before)[1] + sizes(after)[1]) < math.inf else 1.0
+        total, squares = 0.0, np.zeros(3)
+        for old, new in _blocks(before, after, unit):
+            added = new - self.kept * old
+            total += float(added.sum())
+            squares += [float(np.dot(values, values)) for values in (old, new, added)]
+        size_before, size_after, size = np.sqrt(squares).tolist()
+        rounding = float(ml_dtypes.finfo(after.dtype).eps) * (size_before + size_after)
+        if not size > LEAST * rounding or not self.scale:
+            return 0.0 if size == 0.0 else math.nan
+        return math.sqrt(max(unit * total / self.scale, 0.0)) if self.squared else unit * size / abs(self.scale)
+
+
+def _blocks(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], unit: float) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of both arrays in float64, in this unit, a block at a time: what fits into the cache of a core."""
+    old, new = before.reshape(-1), after.reshape(-1)
+    for start in range(0, old.size, BLOCK):
+        first, second = (finiteness.widen(part[start : start + BLOCK]).astype("float64") / unit for part in (old, new))
+        yield first, second
 
 
 def _first_moment(name: str, decay: str) -> Callable[[Any, int, Any], GradientSlot]:

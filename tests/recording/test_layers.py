@@ -124,6 +124,21 @@ def test_norm_of_one_slot(dtype):
         assert size < 1.0 or dtype != "float32" or not np.isnan(reported)
 
 
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("size", [1, slot_gradients.BLOCK, 2 * slot_gradients.BLOCK + 3])
+@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1.0), ("float32", 1e-18), ("float64", 1e200), ("float64", 1e-200)])
+def test_norm_of_one_slot_of_any_size(dtype, unit, size, squared):
+    """However many blocks it takes, and however large its entries are."""
+    rng = np.random.default_rng(0)
+    before, gradient = (np.abs(rng.standard_normal((size, 1))) for _ in range(2))
+    after = 0.5 * before + 2.0 * (gradient**2 if squared else gradient)
+    slot = slot_gradients.GradientSlot(None, 0.5, 2.0, squared)
+    reported = slot.norm((unit * before).astype(dtype), (unit * after).astype(dtype))
+    assert reported == pytest.approx(np.linalg.norm(gradient) * (unit**0.5 if squared else unit), rel=1e-4)
+    assert np.isnan(slot.norm(before, np.where(np.arange(size)[:, None] == size - 1, np.nan, after)))
+    assert slot_gradients.GradientSlot(None, 1.0, 2.0, squared).norm(before, before) == 0.0
+
+
 class Weights(keras.callbacks.Callback):
     """Keeps all variables after each execution."""
 
