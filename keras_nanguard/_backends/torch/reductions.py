@@ -23,6 +23,16 @@ __all__ = ["StandingRows", "added", "can_be_bad", "counts", "is_away", "kind", "
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
 
+SERIAL = 1 << 15
+"""Elements from which PyTorch sums up in several threads (`GRAIN_SIZE` in aten/src/ATen/TensorIterator.h).
+
+On a step without any such operation they sleep. One that wakes them up takes 1.5 ms on a busy machine of two cores, and they wait for
+more work for as long as a small step takes: its processor time was two and a half times as much.
+"""
+
+SERIAL_DOT = 1 << 13
+"""Elements from which `dot` does, as MKL has it."""
+
 
 def can_be_bad(tensor: Any) -> bool:
     """Whether entries of this tensor can be NaN or Inf."""
@@ -50,16 +60,20 @@ def _dense(tensor: Any) -> Any:
 
 
 def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
-    """Return rows in groups: a large one by itself, small ones of one dtype and device together."""
+    """Return rows in groups: a large one by itself, small ones of one dtype and device together, up to `SERIAL` entries."""
     groups: list[list[Any]] = []
-    small: list[Any] = []
+    open_groups: dict[Any, tuple[list[Any], int]] = {}
     for row in rows:
-        if row.numel() < LARGE:
-            small.append(row)
-        else:
+        size = row.numel()
+        group, filled = open_groups.get((row.dtype, row.device), ([], SERIAL))
+        if filled + size >= SERIAL:
             groups.append([row])
-    kinds = dict.fromkeys((row.dtype, row.device) for row in small)
-    return groups + [[row for row in small if (row.dtype, row.device) == kind] for kind in kinds]
+            if size < SERIAL:
+                open_groups[row.dtype, row.device] = groups[-1], size
+        else:
+            group.append(row)
+            open_groups[row.dtype, row.device] = group, filled + size
+    return groups
 
 
 def _laid(groups: Iterable[list[Any]]) -> list[Any]:
@@ -72,11 +86,11 @@ def _rows(tensors: Iterable[Any]) -> list[Any]:
     plain: list[Any] = []
     others: list[Any] = []
     for tensor in tensors:
-        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < LARGE
+        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < SERIAL
         (plain if small and not tensor.requires_grad else others).append(tensor)
     devices = {tensor.device for tensor in plain}
     rows = _laid(_grouped([_dense(t) for t in (others if len(devices) < 2 else [*others, *plain]) if can_be_bad(t) and t.numel()]))
-    return [*rows, _flatten_dense_tensors(plain)] if len(devices) == 1 else rows
+    return [*rows, *map(_flatten_dense_tensors, _grouped(plain))] if len(devices) == 1 else rows
 
 
 class StandingRows:
@@ -125,7 +139,15 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
     if rows and rows[0].device.type != "cpu":
         norms = torch.stack([n.to(rows[0].device, dtype) for n in torch._foreach_norm(rows)])
         return 0.5 * torch.dot(norms, norms)
-    return 0.5 * _add([torch.dot(row, row) for row in rows], dtype)
+    return 0.5 * _add([_squares(row) for row in rows], dtype)
+
+
+def _squares(row: Any) -> Any:
+    """Return the sum of squares, in one thread where the row is not large."""
+    if SERIAL_DOT <= row.numel() < LARGE:
+        norm = torch.linalg.vector_norm(row)
+        return norm * norm
+    return torch.dot(row, row)
 
 
 def total(tensors: list[Any], dtype: Any, standing: StandingRows | None = None) -> Any:

@@ -1,0 +1,79 @@
+"""The sums on PyTorch: right for any mixture of sizes, and computed in one thread where a step is small."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from keras_nanguard._backends.torch import reductions
+
+SIZES = (1, 7, *(limit + n for limit in (reductions.SERIAL_DOT, reductions.SERIAL, reductions.LARGE) for n in (-1, 0)))
+
+
+def tensors(sizes, dtype=torch.float32):
+    """Return tensors of these sizes."""
+    draw = np.random.default_rng(0)
+    return [torch.tensor(draw.standard_normal(size), dtype=dtype) for size in sizes]
+
+
+MIXTURES = [*((size,) for size in SIZES), SIZES, (30_000, 3_000, 30_000), (10,) * 40, (reductions.SERIAL - 1, 1), ()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", MIXTURES, ids=str)
+def test_sums(sizes, dtype):
+    """Half the sum of squares and the sum, as NumPy has them; each is not finite where one entry is not, wherever that stands."""
+    given = tensors(sizes, dtype)
+    wide = np.concatenate([np.zeros(0), *(t.double().numpy() for t in given)])
+    kind = reductions.kind(given)
+    assert float(reductions.squares(given, kind)) == pytest.approx(0.5 * (wide**2).sum(), rel=1e-4)
+    assert float(reductions.total(given, kind)) == pytest.approx(wide.sum(), rel=1e-3, abs=0.05)
+    standing = reductions.StandingRows()
+    assert float(reductions.total(given, kind, standing)) == float(reductions.total(given, kind, standing))
+    for number, bad in ((n, value) for n in range(min(len(given), 8)) for value in (math.nan, math.inf, -math.inf)):
+        kept = given[number][-1].clone()
+        given[number][-1] = bad
+        for result in (reductions.squares(given, kind), reductions.total(given, kind), reductions.total(given, kind, standing)):
+            assert not math.isfinite(result)
+        given[number][-1] = kept
+
+
+def test_small_ones_are_read_together():
+    """As few reads as fit into one thread, and each tensor is in one of them."""
+    found = reductions._grouped(tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
+    assert [[row.numel() for row in group] for group in found] == [[30_000], [3_000, 100], [40_000], [reductions.LARGE], [30_000]]
+    assert len(reductions._grouped(tensors((10,) * 100))) == 1
+    assert len(reductions._grouped([*tensors((10, 10)), *tensors((10, 10), torch.float64)])) == 2
+
+
+PROGRAM = """
+import os, sys
+import keras, numpy as np
+from keras_nanguard import NanGuard
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64, "relu") for _ in range(int(sys.argv[1]))], keras.layers.Dense(1)])
+model.compile("adam", "mse")
+x, y = np.ones((32, 64), "float32"), np.ones((32, 1), "float32")
+threads = []
+for guards in ([], [NanGuard(verbose=0, diagnose=False)]):
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=guards)
+    threads.append(len(os.listdir("/proc/self/task")))
+print(threads)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+@pytest.mark.parametrize("layers", [3, 20])
+def test_a_small_step_wakes_no_threads(layers):
+    """PyTorch starts threads when an operation first uses several: a plain fit of small layers has none, and a guarded one neither."""
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, str(layers)], env=env, capture_output=True, text=True, check=True)
+    plain, guarded = eval(ran.stdout.splitlines()[-1])
+    assert plain == guarded
