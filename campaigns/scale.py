@@ -93,45 +93,57 @@ def guards(variant: str, every: int) -> list[Any]:
 
 
 class Trainer:
-    """Runs one long fit in a thread of its own, an epoch at a time."""
+    """Runs one long fit in a thread of its own, an epoch at a time, and nothing of it between two epochs.
+
+    Attributes:
+        steps: of an epoch.
+    """
 
     def __init__(self, variant: str, work: Work):
         import keras
 
-        self._go, self._done, self.steps, self._over = threading.Semaphore(0), threading.Semaphore(0), work.steps, False
-        trainer = self
+        self._go, self._at_gate, self.steps, self._over = threading.Semaphore(0), threading.Semaphore(0), work.steps, False
+        trainer, backend = self, keras.backend.backend()
 
         class Gate(keras.callbacks.Callback):
             async_safe = True
 
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                trainer._at_gate.release()
                 trainer._go.acquire()
-                self.model.stop_training = trainer._over
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 self.model.stop_training = trainer._over
-                trainer._done.release()
 
         def train() -> None:
+            if backend == "torch":
+                one_thread(backend)  # PyTorch counts for each thread by itself
             lengths = {"steps_per_epoch": work.steps, "epochs": 10**6}
             work.model.fit(endless(work.batch), **lengths, shuffle=False, verbose=0, callbacks=[*guards(variant, 100), Gate()])
 
+        self._spent, start = 0.0, time.process_time()
         self.thread = threading.Thread(target=train, daemon=True)
         self.thread.start()
+        self._wait()
+        self._spent = time.process_time() - start
 
     def epoch(self) -> float:
-        """Return the processor time of the next epoch, in seconds."""
+        """Return the processor time of the next epoch, in seconds; that of the first includes what `fit` does before."""
         start = time.process_time()
         self._go.release()
-        while not self._done.acquire(timeout=5):
+        self._wait()
+        before, self._spent = self._spent, 0.0
+        return before + time.process_time() - start
+
+    def _wait(self) -> None:
+        while not self._at_gate.acquire(timeout=5):
             if not self.thread.is_alive():
                 sys.exit("a fit has ended by an exception, see above")
-        return time.process_time() - start
 
     def end(self) -> None:
         """End the fit."""
         self._over = True
-        self.epoch()
+        self._go.release()
         self.thread.join()
 
 
