@@ -4,12 +4,13 @@
     python docs/run_pages.py --write docs/howto/*.md    write what was printed into the pages
 
 The blocks fenced ```python of one page run one after the other in one fresh namespace, in an empty directory. A block fenced ```text
-directly after one of them is what it printed. Four comments are understood:
+directly after one of them is what it printed. Five comments are understood:
 
     <!-- run first: CODE -->       runs where it stands and is not shown, nor is what it prints
     <!-- not run: REASON -->       before a block fenced ```py, which does not run
     <!-- backend: jax -->          the page runs on that backend; otherwise on TensorFlow
     <!-- run by: tests/... -->     the blocks of this page are run by another test
+    <!-- rounded: 0.2 REASON -->   numbers of this page that are no counts may differ by this share (and by a tenth of it in all)
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from markdown_it import MarkdownIt
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)")
 TOLERANCE = 0.01
+"""Share by which numbers that are no counts may differ, on a page that does not say another one."""
+
 EXACT_UP_TO = 10_000
 """Whole numbers up to this are steps, rows and counts: they have to be the same."""
 
@@ -154,48 +157,54 @@ def _tidied(output: str, *folders: str) -> str:
     return "".join(line.rstrip() + "\n" for line in output.splitlines() if not line.startswith(SLOW))
 
 
-def same(expected: str, printed: str) -> bool:
+def tolerance_of(text: str) -> float:
+    """Return by which share numbers of a page that are no counts may differ: processors round training in their own ways."""
+    return float((declared(text, "rounded") or str(TOLERANCE)).split()[0])
+
+
+def same(expected: str, printed: str, tolerance: float = TOLERANCE) -> bool:
     """Return whether two outputs are the same, with some tolerance for numbers that are not counts."""
-    return _lines_match(expected.rstrip().splitlines(), printed.rstrip().splitlines())
+    return _lines_match(expected.rstrip().splitlines(), printed.rstrip().splitlines(), tolerance)
 
 
-def _lines_match(expected: list[str], printed: list[str]) -> bool:
+def _lines_match(expected: list[str], printed: list[str], tolerance: float) -> bool:
     if not expected:
         return not printed
     if expected[0].strip() == ANY_LINES:
-        return any(_lines_match(expected[1:], printed[start:]) for start in range(len(printed) + 1))
-    return bool(printed) and _line_matches(expected[0], printed[0]) and _lines_match(expected[1:], printed[1:])
+        return any(_lines_match(expected[1:], printed[start:], tolerance) for start in range(len(printed) + 1))
+    return bool(printed) and _line_matches(expected[0], printed[0], tolerance) and _lines_match(expected[1:], printed[1:], tolerance)
 
 
-def _line_matches(expected: str, printed: str) -> bool:
+def _line_matches(expected: str, printed: str, tolerance: float) -> bool:
     if expected.rstrip() == printed.rstrip():
         return True
     # A number may take one more character, so the spaces before it do not count.
     texts = [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in (expected, printed)]
     numbers = zip(NUMBER.findall(expected), NUMBER.findall(printed))
-    return texts[0] == texts[1] and all(_close(one, other) for one, other in numbers)
+    return texts[0] == texts[1] and all(_close(one, other, tolerance) for one, other in numbers)
 
 
-def _close(one: str, other: str) -> bool:
+def _close(one: str, other: str, tolerance: float) -> bool:
     a, b = (float(number.replace(",", "")) for number in (one, other))
     counts = all(re.fullmatch(r"[-+]?\d+", number) and abs(float(number)) <= EXACT_UP_TO for number in (one, other))
-    return a == b if counts else math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=1e-6)
+    least = 1e-6 if tolerance == TOLERANCE else tolerance / 10  # a mean near 0, say
+    return a == b if counts else math.isclose(a, b, rel_tol=tolerance, abs_tol=least)
 
 
 def problems(path: Path) -> list[str]:
     """Run a page and return where it printed something else than it shows."""
-    found = []
+    found, tolerance = [], tolerance_of(path.read_text(encoding="utf-8"))
     for block, printed in run(path):
-        if block.expected is not None and not same(block.expected, printed):
+        if block.expected is not None and not same(block.expected, printed, tolerance):
             found.append(f"{path}:{block.line}: shows\n{block.expected}\nbut printed\n{printed}")
     return found
 
 
 def written(text: str, results: Sequence[tuple[Block, str]]) -> str:
     """Return a page with what its blocks printed; what is within the tolerance stays as it is."""
-    lines = text.splitlines()
+    lines, tolerance = text.splitlines(), tolerance_of(text)
     for block, printed in reversed(results):
-        if block.output_lines and block.expected is not None and not same(block.expected, printed):
+        if block.output_lines and block.expected is not None and not same(block.expected, printed, tolerance):
             first, last = block.output_lines
             lines[first:last] = [(block.indent + line).rstrip() for line in printed.splitlines()]
     return "\n".join(lines) + "\n"
