@@ -275,11 +275,12 @@ def plot(found: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
             points = found.get((backend, axis), {}).get("points", {})
             sizes = sorted(map(int, points))
             panel.plot(sizes, [ratios(points[str(size)])[moment] for size in sizes], marker="o", markersize=3, label=name)
-        panel.set(xscale="log", xlabel={"depth": "layers", "width": "parameters", "batch": "rows of a batch"}.get(axis, axis))
+        names = {"depth": "layers", "width": "parameters", "batch": "rows of a batch"}
+        panel.set(xscale="linear" if axis == "processes" else "log", xlabel=names.get(axis, axis))
         panel.axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
-        panel.set_ylim(bottom=0.0)
     for line, moment in enumerate(("first step", "later steps")):
         panels[line][0].set_ylabel(f"{moment}, guarded / plain")
+        panels[line][0].set_ylim(bottom=0.0)  # of the whole row, whose lines are all there by now
     panels[0][0].legend(frameon=False, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
