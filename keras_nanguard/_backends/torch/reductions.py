@@ -7,6 +7,7 @@ calls. Large ones are read where they stand: `dot` and `sum` run near memory ban
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,19 +61,20 @@ def _dense(tensor: Any) -> Any:
 
 
 def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
-    """Return rows in groups: a large one by itself, small ones of one dtype and device together, up to `SERIAL` entries."""
+    """Return rows in groups: a large one by itself, small ones of one dtype and device together, on a processor up to `SERIAL` entries."""
     groups: list[list[Any]] = []
-    open_groups: dict[Any, tuple[list[Any], int]] = {}
+    last: dict[Any, tuple[list[Any], float]] = {}
     for row in rows:
-        size = row.numel()
-        group, filled = open_groups.get((row.dtype, row.device), ([], SERIAL))
-        if filled + size >= SERIAL:
+        size, kind, most = row.numel(), (row.dtype, row.device), SERIAL if row.device.type == "cpu" else math.inf
+        if size >= min(LARGE, most):
             groups.append([row])
-            if size < SERIAL:
-                open_groups[row.dtype, row.device] = groups[-1], size
-        else:
-            group.append(row)
-            open_groups[row.dtype, row.device] = group, filled + size
+            continue
+        group, filled = last.get(kind, ([], math.inf))
+        if filled + size >= most:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(row)
+        last[kind] = group, filled + size
     return groups
 
 
@@ -86,7 +88,7 @@ def _rows(tensors: Iterable[Any]) -> list[Any]:
     plain: list[Any] = []
     others: list[Any] = []
     for tensor in tensors:
-        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < SERIAL
+        small = tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.numel() < LARGE
         (plain if small and not tensor.requires_grad else others).append(tensor)
     devices = {tensor.device for tensor in plain}
     rows = _laid(_grouped([_dense(t) for t in (others if len(devices) < 2 else [*others, *plain]) if can_be_bad(t) and t.numel()]))

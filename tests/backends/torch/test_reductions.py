@@ -53,6 +53,12 @@ def test_small_ones_are_read_together():
     assert len(reductions._grouped([*tensors((10, 10)), *tensors((10, 10), torch.float64)])) == 2
 
 
+def test_an_accelerator_reads_all_small_ones_at_once():
+    """There each read is one launch more, and no thread is woken."""
+    found = reductions._grouped(t.to("meta") for t in tensors((30_000, 3_000, 40_000, 100, reductions.LARGE, 30_000)))
+    assert [[row.numel() for row in group] for group in found] == [[30_000, 3_000, 40_000, 100, 30_000], [reductions.LARGE]]
+
+
 PROGRAM = """
 import os, sys, threading
 import keras, numpy as np
