@@ -46,6 +46,11 @@ class TrainState:
     layers: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
 
+    @property
+    def gradient_bytes(self) -> int:
+        """How many bytes the gradients of a step take: one for each trainable weight."""
+        return sum(map(keras_variables.bytes_of, self.trainable))
+
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
         """Return the train state of a built model; optimizers that are not built yet contribute nothing."""

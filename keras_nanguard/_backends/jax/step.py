@@ -48,7 +48,6 @@ from keras_nanguard._backends.jax.strategies import (
 from keras_nanguard._backends.jax.two_programs import JudgesFirst, TwoPrograms
 from keras_nanguard._core import memory
 from keras_nanguard._core.verdict import FIELDS, Verdict
-from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["DEFER", "Conditions", "Transaction", "choose", "defers", "on_accelerator", "pinned"]
@@ -251,8 +250,7 @@ class Transaction:
             size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
             self._switch(size=size, packable=can_pack(state), short=not self._fits_gradients())
             if isinstance(self.strategy, JudgesFirst):
-                sizes = memory.readable(self._gradient_bytes()), memory.readable(max(memory.room(), 0.0))
-                self.say("NanGuard: the gradients take {}, and {} of memory can be taken: each step computes them twice.".format(*sizes))
+                self.say(memory.gradients_twice(self.train_state().gradient_bytes))
 
     def _attempt(self, run: Callable[[Any], Any]) -> Any:
         """Run the strategy; another one where its trace shows that the updates cannot be deferred, before anything has happened."""
@@ -307,10 +305,7 @@ class Transaction:
 
     def _fits_gradients(self) -> bool:
         """Whether there is room in the memory of the host for the gradients of a step; on an accelerator they need none there."""
-        return on_accelerator() or memory.room_for(self._gradient_bytes())
-
-    def _gradient_bytes(self) -> int:
-        return sum(keras_variables.bytes_of(v) for v in self.train_state().trainable)
+        return on_accelerator() or memory.room_for(self.train_state().gradient_bytes)
 
     def _count(self, state: Any, *args: Any) -> Any:
         """Count bad entries: the step once more, from the same state, so with the same numbers."""

@@ -28,6 +28,9 @@ class StepTrace:
         keeps_undo: whether old values of weights and slots are kept.
     """
 
+    updates_wait = True
+    """Whether the updates wait for the last gradient, so that those of large weights have to be kept from running all at once."""
+
     def __init__(self, owner: Any, keeps_undo: bool):
         self.owner, self.keeps_undo, self.seen = owner, keeps_undo, Seen()
         self.immediate = keeps_undo or not owner.refuse
@@ -36,6 +39,7 @@ class StepTrace:
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
+        self.products: dict[int, Any] = {}
         self.writes_elsewhere = False
         """Whether the body writes to what is no variable (a table, a queue, a summary), and what nobody can give back."""
         self.after_update: dict[int, bool] = {}
@@ -228,7 +232,8 @@ class StepTrace:
     def update(self) -> None:
         """Run the deferred updates."""
         optimizers = () if self.owner.jit else self.train_state.optimizers
-        with ordered_updates.one_by_one(optimizers), exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
+        waiting = optimizers if self.updates_wait else ()
+        with ordered_updates.one_by_one(waiting), exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
             for record in self.seen.records:
                 record.grads = exact_products.again(record.grads, self.products)
                 record.run()

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, reductions, reports
+from keras_nanguard._backends.tensorflow import graph, reductions, reports
 from keras_nanguard._backends.tensorflow.execution import Retrace, StepTrace
 from keras_nanguard._core import memory
 from keras_nanguard._core.verdict import FIELDS
@@ -34,13 +34,11 @@ def shortage(train_state: TrainState) -> str:
     """
     if tf.config.list_logical_devices("GPU"):
         return ""
-    gradients = sum(map(keras_variables.bytes_of, train_state.trainable))
     fresh = [o for o in train_state.optimizers if o.built and not _has_updated(o)]
     slots = sum(keras_variables.bytes_of(v) for o in fresh for v in o.variables)
-    if memory.room_for((1 + BESIDE) * gradients + slots):
+    if memory.room_for((1 + BESIDE) * train_state.gradient_bytes + slots):
         return ""
-    sizes = memory.readable(gradients), memory.readable(max(memory.room() - slots, 0.0))
-    return "NanGuard: the gradients take {}, and {} of memory can be taken: each step computes them twice.".format(*sizes)
+    return memory.gradients_twice(train_state.gradient_bytes, slots)
 
 
 def _has_updated(optimizer: Any) -> bool:
@@ -96,7 +94,9 @@ class VerdictTrace(StepTrace):
 
 
 class JudgedTrace(StepTrace):
-    """The second program: the whole step, known to be good up to its updates."""
+    """The second program: the whole step, known to be good up to its updates. Each runs when its gradient is there."""
+
+    updates_wait = False
 
     def complete_second(self, args: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
         """Run the body and its updates, given the sum over the gradients; returns the outputs, and the sums over weights and slots."""
@@ -110,10 +110,3 @@ class JudgedTrace(StepTrace):
         update_sums = reductions.update_sums(self.train_state, self.seen.records, gradients, kind)
         self.owner.note_poison(False, update_sums)
         return self.owner.outputs.pack(self.owner.outputs.committed(outputs), outputs), tf.stack(update_sums)
-
-    def update(self) -> None:
-        """Run the updates, in no order: each when its gradient is there."""
-        optimizers = () if self.owner.jit else self.train_state.optimizers
-        with exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
-            for record in self.seen.records:
-                record.run()
