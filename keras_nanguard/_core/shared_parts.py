@@ -1,4 +1,4 @@
-"""Equal parts of incidents, held once: a fault that returns ten thousand times is told in the same words each time."""
+"""Equal parts of incidents, held once: a fault that returns ten thousand times is reported in the same words each time."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ def _key(part: Any) -> Any:
     """Return what is equal for equal parts, also where there is a NaN in them."""
     if isinstance(part, tuple):
         return tuple(map(_key, part))
-    return part if isinstance(part, str) else repr(dataclasses.astuple(part))
+    return part if isinstance(part, str) else repr(part)
