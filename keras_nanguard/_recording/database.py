@@ -45,6 +45,12 @@ MAX_SHARE = 4
 SECONDS = 30.0
 """How long reading may take."""
 
+BLOCK = 256
+"""So many rows of numbers are made Python's at a time."""
+
+CACHE = 512
+"""KiB of the file that are kept in memory while it is written."""
+
 LOCKED = 10.0
 """Seconds that one try to write waits for somebody else who has the file locked."""
 
@@ -71,7 +77,7 @@ class Changes:
     Attributes:
         meta: entries of `meta`.
         steps: columns of the steps from the `id` `start` on; those before `first` are deleted.
-        bins: all bins; `None` where they have not changed.
+        bins: columns of the bins from the `id` `first_bin` on, in place of all that are there from it on; `None` to leave them.
         events: `(id, event)`.
         layers: rows of the table `layers`, without `id`.
         layers_anew: whether these are all of them, in place of those that are there.
@@ -83,6 +89,7 @@ class Changes:
     start: int = 0
     first: int = 0
     bins: Mapping[str, Any] | None = None
+    first_bin: int = 0
     events: tuple[tuple[int, Event], ...] = ()
     layers: tuple[tuple[Any, ...], ...] = ()
     layers_anew: bool = False
@@ -127,6 +134,7 @@ class Database:
         if not fresh:
             self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute(f"PRAGMA cache_size = -{CACHE}")
         with self._transaction() as run:
             if fresh:
                 _make(run)
@@ -160,8 +168,8 @@ class Database:
         run("DELETE FROM steps WHERE id < ?", (changes.first,))
         many(_insert("steps", STEP_COLUMNS), _rows(changes.steps, changes.start))
         if changes.bins is not None:
-            run("DELETE FROM bins")
-            many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, 0))
+            run("DELETE FROM bins WHERE id >= ?", (changes.first_bin,))
+            many(_insert("bins", BIN_COLUMNS), _rows(changes.bins, changes.first_bin))
         many("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", map(_event_row, changes.events))
         if changes.layers_anew:
             run("DELETE FROM layers")
@@ -190,8 +198,10 @@ def _insert(table: str, columns: Mapping[str, type]) -> str:
 
 
 def _rows(columns: Mapping[str, Any], start: int) -> Iterable[tuple[Any, ...]]:
-    lists = [column.tolist() for column in columns.values()]
-    return zip(range(start, start + len(lists[0])), *lists) if lists else ()
+    """Yield columns as rows, each with its `id`. Of all of them at once Python's numbers would take megabytes."""
+    for block in range(0, len(next(iter(columns.values()), ())), BLOCK):
+        lists = [column[block : block + BLOCK].tolist() for column in columns.values()]
+        yield from zip(range(start + block, start + block + len(lists[0])), *lists)
 
 
 def _event_row(numbered: tuple[int, Event]) -> tuple[Any, ...]:

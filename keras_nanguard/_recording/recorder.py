@@ -318,21 +318,22 @@ class Recorder:
         """Return what is not in the file yet; from here on it counts as written."""
         with self._lock:
             rows, written = self._rows, self._written_events
-            start = max(min(rows.changed, rows.end), rows.first)
+            start, bins, first_bin = max(min(rows.changed, rows.end), rows.first), rows.bins, rows.changed_bin
             fresh = [entry for kept in (self._major, self._minor) for entry in _since(kept, written)]
             changes = Changes(
                 {**self._meta, "written": self._now()},
                 rows.steps(start),
                 start,
                 rows.first,
-                {name: column.copy() for name, column in rows.bins.items()} if rows.bins_changed else None,
+                {name: column[first_bin:].copy() for name, column in bins.items()},
+                first_bin,
                 tuple((number, _complete(event, source)) for number, event, source in fresh),
                 self._layers.unwritten(),
                 self._layers.thinned,
                 tuple(self._changed_samples.values()),
             )
             self._layers.thinned = False
-            rows.changed, rows.bins_changed, self._written_events = rows.end, False, self._events
+            rows.changed, rows.changed_bin, self._written_events = rows.end, len(bins["first"]), self._events
             self._changed_samples = {}
             return changes
 
@@ -359,7 +360,7 @@ class Recorder:
 
     def _write_anew(self) -> None:
         """Count nothing as written: what an earlier fit could not write goes into the file as well."""
-        self._rows.changed, self._rows.bins_changed, self._written_events = 0, True, 0
+        self._rows.changed = self._rows.changed_bin = self._written_events = 0
         self._layers.write_anew()
         self._changed_samples = dict(self._samples)
 

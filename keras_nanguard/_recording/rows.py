@@ -31,7 +31,7 @@ class Rows:
     Attributes:
         first: the `id` of the first step that is kept exactly.
         changed: the `id` of the first step that was added or changed since this was last set to `end`.
-        bins_changed: whether a bin was added or changed since this was last set to `False`.
+        changed_bin: the number of the first bin that was added or changed since this was last set to the number of bins.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Rows:
         self._bins: dict[str, Array] = {name: np.zeros(MAX_BINS + _MOVED // _WIDTH, dtype) for name, dtype in BIN_COLUMNS.items()}
         self._bin_count = 0
         self.width, self.first, self._count, self.changed = _WIDTH, 0, 0, 0
-        self.bins_changed = False
+        self.changed_bin = 0
 
     @property
     def end(self) -> int:
@@ -92,15 +92,17 @@ class Rows:
         bins = self.bins
         standing = bins["count"] - bins["refused"] - bins["overflows"]
         undone = np.clip(bins["last"] - step + 1, 0, standing)
-        if np.any(undone > bins["undone"]):
+        more = np.flatnonzero(undone > bins["undone"])
+        if len(more):
             np.maximum(bins["undone"], undone, out=bins["undone"])
-            self.bins_changed = True
+            self.changed_bin = min(self.changed_bin, int(more[0]))
 
     def restore(self, steps: dict[str, Array], bins: dict[str, Array], first: int) -> None:
         """Go on from what an earlier run has recorded, of which the first exact step has this `id`."""
         while len(bins["first"]) > MAX_BINS:
             bins = _halved(bins)
         self._set_bins(bins)
+        self.changed_bin = 0  # written once more: they may have another number in the file, or be fewer
         self.width = max(int(bins["count"].max(initial=0)), _WIDTH)
         self.first, self._count = first, 0
         self.extend(steps)
@@ -114,14 +116,14 @@ class Rows:
         end = self._bin_count + len(fresh["first"])
         for name, column in self._bins.items():
             column[self._bin_count : end] = fresh[name]
-        self._bin_count, self.bins_changed = end, True
+        self._bin_count, self.changed_bin = end, min(self.changed_bin, self._bin_count)
         for column in self._buffer.values():
             column[: self._count - _MOVED] = column[_MOVED : self._count]
         self._count -= _MOVED
         self.first += _MOVED
         if self._bin_count >= MAX_BINS:
             self._set_bins(_halved(self.bins))
-            self.width *= 2
+            self.width, self.changed_bin = 2 * self.width, 0
 
 
 @np.errstate(all="ignore")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,10 @@ from support import recordings, zoo
 from support.recordings import begun, push, same
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database
+from keras_nanguard._recording import database, rows
 from keras_nanguard._recording.database import NAME, Changes, Database, read
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import COMMITTED, BadSample
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, BadSample
 
 zoo.once()
 
@@ -49,6 +50,43 @@ def test_file_holds_what_memory_holds(tmp_path):
     assert found.meta["status"] == "finished" and len(found) == 18000 and len(found.bins["first"]) > 0 and made.problem() == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [NAME], "of a run that has ended there is one file"
     same(found, Recording.read(tmp_path / NAME))
+
+
+def test_only_bins_that_have_changed_are_written(tmp_path, monkeypatch):
+    """New bins are added to those in the file; after a rollback, and when each two become one, it holds what memory holds."""
+    monkeypatch.setattr(rows, "MAX_BINS", 64)
+    made, written, write = begun(tmp_path), [], Database.write
+    monkeypatch.setattr(Database, "write", lambda self, changes: (written.append(changes), write(self, changes))[1])
+    firsts = []
+    for block in range(14):
+        push(made, 2048, 2048 * block)
+        made.undo(2048 * block - 11_000) if block == 7 else None
+        assert made.flush()
+        same(made.recording, Recording.read(tmp_path))
+        firsts.append(written[-1].first_bin)
+        assert len(written[-1].bins["first"]) == len(made.recording.bins["first"]) - firsts[-1]
+    assert firsts[5:8] == [0, 8, 13], "new ones; then those that were undone, too"
+    assert 0 in firsts[9:], "each two became one"
+    made.end("finished", 14 * 2048, 0)
+    same(made.recording, Recording.read(tmp_path))
+    resumed = begun(tmp_path)
+    assert resumed.flush()
+    same(resumed.recording, Recording.read(tmp_path))
+    resumed.end("finished", 14 * 2048, 0)
+
+
+def test_writing_takes_little_memory(tmp_path):
+    """Of many rows few at a time become Python's numbers."""
+    columns = {name: np.zeros(4096, dtype) for name, dtype in BIN_COLUMNS.items()}
+    opened = Database(tmp_path / NAME, "me")
+    tracemalloc.start()
+    try:
+        assert opened.write(Changes(bins=columns))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    opened.close()
+    assert len(read(tmp_path)["bins"]["first"]) == 4096 and peak < 400_000
 
 
 def test_a_second_run_goes_on_in_it(tmp_path):

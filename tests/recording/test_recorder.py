@@ -91,10 +91,10 @@ class TestRows:
         """Bins after the snapshot count all of their committed steps as undone, those before it none."""
         rows = Rows()
         rows.extend({"step": np.arange(EXACT + 3000), "status": np.zeros(EXACT + 3000)})
-        rows.bins_changed = False
+        rows.changed_bin = len(rows.bins["first"])
         rows.undo(300)
         bins = rows.bins
-        assert rows.bins_changed and bins["undone"][:3].tolist() == [0, 212, 256]
+        assert rows.changed_bin == 1 and bins["undone"][:3].tolist() == [0, 212, 256]
         assert bins["undone"].sum() + rows.steps()["undone"].sum() == EXACT + 3000 - 300
 
 
