@@ -6,6 +6,7 @@ Looked at are the memory of the machine, the cgroups that the process is in (the
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ SMALL = 64 << 20
 
 RESERVE = 256 << 20
 """Bytes that are left to whatever comes later: a validation, a checkpoint, another program that is compiled."""
+
+LARGE = 1 << 20
+"""Bytes of a block from which on it is given back when it is freed, where memory is short."""
+
+_M_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of `malloc.h`."""
 
 _EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|ResourceExhausted|out of memory|not enough memory|bad_alloc|can't allocate memory", re.I)
 
@@ -39,8 +46,28 @@ def room(root: Path = Path("/")) -> float:
 
 
 def room_for(size: float) -> bool:
-    """Whether so many bytes may be taken, and enough is left."""
-    return size <= SMALL or size + max(RESERVE, size / 4) <= room()
+    """Whether so many bytes may be taken, and enough is left.
+
+    Where they may not, the C library first gives back what is free in it, and from then on each large block as soon as it is freed.
+    """
+    needed = size + max(RESERVE, size / 4)
+    if size <= SMALL or needed <= room():
+        return True
+    _give_back()
+    return needed <= room()
+
+
+def _give_back() -> None:
+    """Have glibc give memory that was freed back to the system, also that of other threads; elsewhere do nothing.
+
+    By itself it keeps blocks of up to 32 MB in the end, each thread its own, and finds little use for them: see `man mallopt`.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, LARGE)
+        library.malloc_trim(0)
+    except (OSError, AttributeError, TypeError):  # another C library
+        pass
 
 
 def is_exhausted(error: BaseException) -> bool:

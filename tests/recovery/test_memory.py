@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import sys
 
 import keras
@@ -29,6 +31,34 @@ def files(root, **contents):
 
 STATUS = "Name:\tpython\nVmPeak:\t 9000 kB\nVmSize:\t 8000 kB\nVmHWM:\t 3000 kB\nVmRSS:\t 2000 kB\nVmData:\t 1000 kB\n"
 MOUNT = "36 25 0:31 {root} /sys/fs/cgroup{folder} rw,nosuid - {kind} {kind} rw,{options}\n"
+
+
+FREED = """
+import ctypes, resource
+from keras_nanguard._core import memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+held, page = [], resource.getpagesize() / (1 << 20)
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * page
+
+def used_and_freed(size):
+    block = libc.malloc(size << 20)
+    held.append(libc.malloc(100_000))  # lies above it
+    ctypes.memset(block, 1, size << 20)
+    libc.free(block)
+
+used_and_freed(30)  # from here on glibc has blocks of this size in its heap
+before = resident()
+used_and_freed(24)
+print(resident() - before)
+assert not memory.room_for(1e18)
+print(resident() - before)
+used_and_freed(28)
+print(resident() - before)
+"""
 
 
 class TestRoom:
@@ -81,6 +111,13 @@ class TestRoom:
 
     def test_of_this_machine(self):
         assert 0 < memory.room() < 1 << 50 or memory.room() == np.inf or not sys.platform.startswith("linux")
+
+    @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what it sets is glibc's")
+    def test_freed_memory_is_given_back_where_it_is_short(self):
+        """glibc keeps a freed block of 24 MB below another one, for ever, until memory is found to be short; then it keeps none."""
+        done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+        kept, after, later = map(float, done.stdout.split())
+        assert kept > 20 and after < 4 and later < 4
 
     def test_exhausted(self):
         """The errors by which Python and the backends say that memory is at its end, and others."""
