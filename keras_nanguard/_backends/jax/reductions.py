@@ -57,21 +57,9 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
     return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself, and then the sums
 
 
-WINDOW, HUGE = 32, 1 << 20
-"""XLA sums in windows of 32 along each axis, and pads an axis of another length: of a large array it then makes six copies on a CPU."""
-
-
-def _unpadded(array: Any) -> list[Any]:
-    """Return a large array that XLA would pad as rows of another length, which takes one copy."""
-    if array.size < HUGE or all(length % WINDOW == 0 for length in array.shape):
-        return [array]
-    flat, end = jnp.ravel(array), array.size // WINDOW**2 * WINDOW**2
-    return [flat[:end].reshape(-1, WINDOW**2), flat[end:]]
-
-
 def squares(arrays: Iterable[Any], dtype: Any) -> Any:
     """Return half the sum of the squares of all entries."""
-    return 0.5 * add([jnp.square(part) for array in _grouped(arrays) for part in _unpadded(array)], dtype)
+    return 0.5 * add([jnp.square(array) for array in _grouped(arrays)], dtype)
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:

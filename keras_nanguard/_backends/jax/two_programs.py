@@ -115,16 +115,22 @@ class JudgesFirst(TwoPrograms):
     """The first program keeps no gradient, and the second one is the whole step: for gradients that have no room beside the state.
 
     At its peak a step so takes what it takes without a guard, as XLA gives up each gradient after its update. It computes loss and
-    gradients twice.
+    gradients twice. What was updated is summed up by a third program, when no gradient is there any more.
     """
+
+    def __init__(self, owner: Any):
+        super().__init__(owner)
+        self._third = owner.program(lambda state, gradients: Updated(owner, state, ()).sums(gradients))
 
     def _commit(
         self, state: Any, factors: dict[int, Any], args: Sequence[Any], results: Any, outputs: Any, vector: Any, verdict: Verdict
     ) -> tuple[Any, Any, Verdict]:
         leaves, tree = _unshared(state)
-        new, outputs, vector, _ = self._second(factors, tree.unflatten(leaves), vector[: len(FIELDS)], *args)
+        known = vector[: len(FIELDS)]
+        new, outputs, vector, _ = self._second(factors, tree.unflatten(leaves), known, *args)
         verdict, outputs, _ = self.owner.read(vector, outputs)
-        return new, outputs, verdict._replace(refused=False)
+        weights, slots = np.asarray(self._third(factors, new, known[_GRADIENTS])).tolist()
+        return new, outputs, verdict._replace(refused=False, weights=weights, slots=slots)
 
     def _trace_first(self, state: Any, *args: Any) -> Any:
         return None, *Split(self.owner, state, args).first()[2:]
@@ -149,6 +155,19 @@ class Judged(ImmediateUpdates):
         known, self.written = self.known, []
         self.loss, self.gradients, self.statistics, self.scale = known.loss, known.gradients, known.statistics, known.scale
         self.may_commit = jnp.ones((), bool)
+
+    def _update_sums(self, new: Sequence[Any]) -> tuple[Any, Any]:
+        """Leave them to `Updated`: within this program they hold one more array of the size of a weight."""
+        return jnp.zeros((), self.kind), jnp.zeros((), self.kind)
+
+
+class Updated(ImmediateUpdates):
+    """A state after its updates."""
+
+    def sums(self, gradients: Any) -> Any:
+        """Return the sums over weights and slots, given the one over the gradients."""
+        self.gradients = gradients
+        return jnp.stack(self._update_sums(self.old))
 
 
 def _unshared(state: Any) -> tuple[list[Any], Any]:

@@ -10,7 +10,7 @@ import pytest
 from keras_nanguard._backends.jax import reductions
 
 SHAPES = [(3,), (1024, 1024), (1100, 1000), (1_050_001,), (7, 150_001), (1, 2, 525_000)]
-"""Small; large, of windows that need no padding; large ones that would be padded, with and without a rest."""
+"""Small; large, of the windows of 32 in which XLA sums, and of other lengths."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
