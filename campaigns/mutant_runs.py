@@ -63,8 +63,13 @@ class Runs:
         self.modules, self.mutants, self.budget, self.known = modules, mutants, budget, set(known)
         self.kept, self.results = folder / f"{name}.tests", folder / f"{name}.results"
 
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.addinivalue_line("markers", "xdist_group(name): of a plugin that does not run here")
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:  # each mutant would count as noticed
+            raise session.Interrupted(f"{session.testsfailed} errors in collecting the tests")
         items = {item.nodeid: item for item in session.items}
         _prepare(self.modules)
         tests = self._tested(session, items)

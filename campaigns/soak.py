@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -117,34 +118,61 @@ def small_model() -> Any:
 def measured() -> dict[str, int]:
     """Return what this process holds: bytes of memory, threads, open files, and live objects of several kinds."""
     gc.collect()
-    objects = gc.get_objects()
     held = {
         "memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "objects": len(objects),
     }
-    return held | graphs(objects)
+    kinds = counted_objects()
+    return held | {"objects": kinds["object"]} | graphs(kinds)
 
 
-def graphs(objects: list[Any]) -> dict[str, int]:
+def counted_objects() -> Counter[str]:
+    """Return how many Python objects there are, and how many of some types, counted by a fork: a list of them here would take megabytes."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: the child only counts
+        child = os.fork()
+    if child == 0:
+        try:
+            kinds = Counter(map(_kind, gc.get_objects()))
+            os.write(writing, json.dumps({"object": sum(kinds.values()), **{kind: kinds[kind] for kind in KINDS}}).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        found: Counter[str] = Counter(json.load(pipe))
+    os.waitpid(child, 0)
+    return found
+
+
+TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
+KINDS = ("FuncGraph", "EagerTensor", *TENSORS, *(f"{kind} with a history" for kind in TENSORS))
+"""Of which the numbers are asked."""
+
+
+def _kind(thing: Any) -> str:
+    name = type(thing).__name__
+    if name not in ("Tensor", "Parameter") or (kind := f"{type(thing).__module__}.{name}") not in TENSORS:
+        return name
+    return kind + " with a history" if thing.grad_fn is not None else kind
+
+
+def graphs(kinds: Counter[str]) -> dict[str, int]:
     """Return how many compiled programs, or graphs, and how many tensors are alive."""
     import keras
 
     if keras.backend.backend() == "tensorflow":
         from tensorflow.python.eager import context  # the one place that knows the functions of the runtime
 
-        kinds = Counter(type(thing).__name__ for thing in objects)
         return {"graphs": len(context.context().list_function_names()) + kinds["FuncGraph"], "tensors": kinds["EagerTensor"]}
     if keras.backend.backend() == "jax":
         import jax
 
         client = jax.local_devices()[0].client
         return {"graphs": len(client.live_executables()), "tensors": len(client.live_arrays())}
-    import torch
-
-    tensors = [thing for thing in objects if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    return {"graphs": sum(tensor.grad_fn is not None for tensor in tensors), "tensors": len(tensors)}
+    history = sum(kinds[f"{kind} with a history"] for kind in TENSORS)
+    return {"graphs": history, "tensors": history + sum(kinds[kind] for kind in TENSORS)}
 
 
 class Gauge:

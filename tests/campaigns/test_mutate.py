@@ -6,6 +6,7 @@ import ast
 import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,3 +160,10 @@ def test_the_latest_result_counts(tmp_path):
     many = [mutant("_core/verdict.py", "PERIOD = 1", f"PERIOD = {number}") for number in range(2, 20)]
     assert mutate.drawn(many, 5) == mutate.drawn(many, 5) and len(mutate.drawn(many, 5)) == 5
     assert set(mutate.drawn(many, 0)) == set(many) > set(mutate.drawn(many, 5)) == {*mutate.drawn(many[::-1], 5)}
+
+
+def test_tests_that_cannot_be_collected_notice_nothing(tmp_path):
+    """Where a file of tests does not import, each mutant would count as noticed."""
+    session = SimpleNamespace(testsfailed=1, items=[], Interrupted=pytest.Session.Interrupted)
+    with pytest.raises(pytest.Session.Interrupted, match="1 errors in collecting"):
+        mutant_runs.Runs((), (), tmp_path, "none", 1.0).pytest_runtestloop(session)
