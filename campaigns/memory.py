@@ -140,12 +140,12 @@ def known(backend: str, state: float, guarded: str, limit: float) -> dict[str, A
 
 
 def smallest(backend: str, state: float, guarded: str, first: float) -> float:
-    """Return the smallest limit on the grid, from `first` on, under which a run ends; each try is wider than the one before."""
-    limit, step = math.ceil(first / GRID) * GRID, GRID
-    for _ in range(8):
+    """Return the smallest limit on the grid, from `first` on, under which a run ends."""
+    limit = math.ceil(first / GRID) * GRID
+    for _ in range(24):
         if known(backend, state, guarded, limit)["ended"]:
             return limit
-        limit, step = limit + step, min(2 * step, 4 * GRID)
+        limit += GRID
     return math.inf
 
 

@@ -48,9 +48,6 @@ SECONDS = 30.0
 BLOCK = 256
 """So many rows of numbers are made Python's at a time."""
 
-CACHE = 512
-"""KiB of the file that are kept in memory while it is written."""
-
 LOCKED = 10.0
 """Seconds that one try to write waits for somebody else who has the file locked."""
 
@@ -133,8 +130,7 @@ class Database:
         """Make the tables of a file that is new, take the file over, and write the first changes."""
         if not fresh:
             self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
-        self._connection.execute("PRAGMA synchronous = NORMAL")
-        self._connection.execute(f"PRAGMA cache_size = -{CACHE}")
+        self._connection.executescript("PRAGMA synchronous = NORMAL; PRAGMA cache_size = -512")  # KiB
         with self._transaction() as run:
             if fresh:
                 _make(run)

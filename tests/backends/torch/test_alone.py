@@ -81,6 +81,7 @@ def test_an_update_that_overflows_before_the_verdict(refuse):
     step((X, 1e3 * Y))
     assert not math.isfinite(step.verdict.weights) and math.isfinite(step.verdict.gradients)
     assert step.verdict.refused is refuse and same(state(model), before) is refuse
+    assert step.keeps_undo or not refuse
 
 
 def test_an_exception_that_stands_for_a_bad_number():
@@ -94,6 +95,7 @@ def test_an_exception_that_stands_for_a_bad_number():
     before = state(model)
     step((X, Y))
     assert step.verdict.refused and math.isnan(step.verdict.loss) and same(state(model), before)
+    assert step.verdict.weights == step.verdict.slots == 0.0, "nothing was updated"
     message[0] = "disk full"
     with pytest.raises(RuntimeError, match="disk full"):
         step((X, Y))
@@ -170,11 +172,12 @@ def test_a_loss_scale_learns_from_the_first_step(built):
     model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0), loss=root)
     if built:
         model.optimizer.build(model.trainable_variables)
+        model.optimizer.step_counter.assign(7)
     target, step = zeros(model), alone(model)
     for scale in (32.0, 16.0):
         step((X, target))
         assert step.verdict.refused and step.verdict.only_gradients
-        assert model.optimizer.built and float(model.optimizer.dynamic_scale) == scale
+        assert model.optimizer.built and float(model.optimizer.dynamic_scale) == scale and int(model.optimizer.step_counter) == 0
     assert int(model.optimizer.iterations) == 0 and not np.any(ops.convert_to_numpy(model.layers[-1].kernel))
 
 
@@ -237,3 +240,88 @@ def test_a_step_that_adds_to_the_gradients_it_finds(every):
     bad = X * torch.nan  # the last of them after the steps in which all is kept
     for given in ([bad, X, 2 * X], [X, bad, 2 * X, X], [X, X, X, bad, X, 3 * X, bad, bad, X]):
         assert same(trained(given, True), trained([batch for batch in given if batch is not bad], False))
+
+
+def in_place(model, tensor, factor):
+    """A step of one's own that writes a tensor in place, past Keras, before its update."""
+
+    def body(data):
+        with torch.no_grad():
+            tensor.mul_(factor)
+        model.zero_grad()
+        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+        loss.backward()
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+        return {"loss": loss}
+
+    return body
+
+
+def test_a_weight_that_is_written_in_place_is_given_back():
+    """Once it is known, it is kept before each step; what only the updates write is not."""
+    model = network()
+    kernel = model.layers[-1].kernel.value
+    step = alone(model, in_place(model, kernel, 0.5))
+    for _ in range(3):
+        step((X, Y))
+    assert list(step.untracked) == [id(kernel)] and not step.keeps_undo
+    before = state(model)
+    logs = step((X * torch.nan, Y))
+    assert step.verdict.refused and same(state(model), before) and set(logs) == {"loss"}
+    step((X, Y))
+    assert not step.verdict.refused and not same(state(model), before)
+
+
+class Counts(layers.Layer):
+    """Counts its calls in a weight, in place, past Keras."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        if not x.is_meta:
+            with torch.no_grad():
+                self.calls.value.add_(1.0)
+        return x
+
+
+def test_a_state_that_is_written_in_place_is_given_back():
+    """Within Keras' own step as well."""
+    layer = Counts()
+    model = network(None, layer)
+    layer.calls.assign(0.0)
+    step = alone(model)
+    for bad in (False, True, False, True, False):
+        step((X * torch.nan if bad else X, Y))
+        assert step.verdict.refused is bad
+    assert float(layer.calls.value) == 3.0 and list(step.untracked) == [id(layer.calls.value)]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_variable_that_a_step_creates_is_reported_once(bad):
+    """With its first value, and the train state is read anew: for the verdict of that step, and before the next one."""
+    model, noted, read, made = network(), [], [], []
+
+    def train_state():
+        read.append(len(made))
+        return TrainState.of(model)
+
+    def body(data):
+        logs = model.train_step(data)
+        made.append(keras.Variable(2.0) if len(read) == 2 and not made else None)
+        return logs
+
+    step = Transaction(body, train_state, model=model, logs=True, note_created=lambda tensor, value: noted.append((tensor, float(value))))
+    model.optimizer.build(model.trainable_variables)
+    made.append(None)
+    for _ in range(3):
+        step((X, Y))
+    del made[:]
+    step((X * torch.nan if bad else X, Y))
+    (variable,) = [one for one in made if one is not None]
+    assert [(tensor is variable.value, value) for tensor, value in noted] == [(True, 2.0)]
+    before = len(read)
+    step((X, Y))
+    step((X, Y))
+    assert len(read) == before + 1 and not step.verdict.refused
