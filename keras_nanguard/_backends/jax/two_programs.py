@@ -128,8 +128,9 @@ class JudgesFirst(TwoPrograms):
         leaves, tree = _unshared(state)
         known = vector[: len(FIELDS)]
         new, outputs, vector, _ = self._second(factors, tree.unflatten(leaves), known, *args)
+        update_sums = self._third(factors, new, known[_GRADIENTS])
         verdict, outputs, _ = self.owner.read(vector, outputs)
-        weights, slots = np.asarray(self._third(factors, new, known[_GRADIENTS])).tolist()
+        weights, slots = np.asarray(update_sums).tolist()
         return new, outputs, verdict._replace(refused=False, weights=weights, slots=slots)
 
     def _trace_first(self, state: Any, *args: Any) -> Any:

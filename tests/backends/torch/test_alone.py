@@ -51,17 +51,22 @@ def test_a_healthy_step():
     assert norms[0] == pytest.approx(norm, rel=1e-5)
 
 
+def updated(model, data, optimizer=None):
+    """Update a model, as a step of one's own does, and return the loss."""
+    optimizer, variables = optimizer or model.optimizer, model.trainable_variables
+    model.zero_grad()
+    loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+    optimizer.scale_loss(loss).backward()
+    with torch.no_grad():
+        optimizer.apply([v.value.grad for v in variables], variables)
+    return loss
+
+
 def wild(model):
     """A step of one's own that looks at the weights after its update, which so cannot wait."""
 
     def body(data):
-        model.zero_grad()
-        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
-        loss.backward()
-        variables = model.trainable_variables
-        with torch.no_grad():
-            model.optimizer.apply([v.value.grad for v in variables], variables)
-        return {"loss": loss, "weight": variables[0].value.detach().abs().sum()}
+        return {"loss": updated(model, data), "weight": model.trainable_variables[0].value.detach().abs().sum()}
 
     return body
 
@@ -186,15 +191,7 @@ def test_a_loss_scale_learns_beside_an_optimizer_without_one():
     model.second = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
     model.second.build(model.trainable_variables)
 
-    def body(data):
-        model.zero_grad()
-        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
-        model.second.scale_loss(loss).backward()
-        with torch.no_grad():
-            model.second.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
-        return {"loss": loss}
-
-    target, step = zeros(model), alone(model, body)
+    target, step = zeros(model), alone(model, lambda data: {"loss": updated(model, data, model.second)})
     step((X, target))
     assert step.verdict.refused and float(model.second.dynamic_scale) == 32.0
 
@@ -242,27 +239,17 @@ def test_a_step_that_adds_to_the_gradients_it_finds(every):
         assert same(trained(given, True), trained([batch for batch in given if batch is not bad], False))
 
 
-def in_place(model, tensor, factor):
-    """A step of one's own that writes a tensor in place, past Keras, before its update."""
-
-    def body(data):
-        with torch.no_grad():
-            tensor.mul_(factor)
-        model.zero_grad()
-        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
-        loss.backward()
-        with torch.no_grad():
-            model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
-        return {"loss": loss}
-
-    return body
-
-
 def test_a_weight_that_is_written_in_place_is_given_back():
     """Once it is known, it is kept before each step; what only the updates write is not."""
     model = network()
     kernel = model.layers[-1].kernel.value
-    step = alone(model, in_place(model, kernel, 0.5))
+
+    def body(data):
+        with torch.no_grad():
+            kernel.mul_(0.5)
+        return {"loss": updated(model, data)}
+
+    step = alone(model, body)
     for _ in range(3):
         step((X, Y))
     assert list(step.untracked) == [id(kernel)] and not step.keeps_undo
@@ -301,27 +288,25 @@ def test_a_state_that_is_written_in_place_is_given_back():
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_variable_that_a_step_creates_is_reported_once(bad):
     """With its first value, and the train state is read anew: for the verdict of that step, and before the next one."""
-    model, noted, read, made = network(), [], [], []
+    model, noted, read, wanted, made = network(), [], [], [], []
 
     def train_state():
-        read.append(len(made))
+        read.append(True)
         return TrainState.of(model)
 
     def body(data):
         logs = model.train_step(data)
-        made.append(keras.Variable(2.0) if len(read) == 2 and not made else None)
+        made.extend(keras.Variable(wanted.pop()) for _ in list(wanted))
         return logs
 
     step = Transaction(body, train_state, model=model, logs=True, note_created=lambda tensor, value: noted.append((tensor, float(value))))
     model.optimizer.build(model.trainable_variables)
-    made.append(None)
     for _ in range(3):
         step((X, Y))
-    del made[:]
+    wanted.append(2.0)
     step((X * torch.nan if bad else X, Y))
-    (variable,) = [one for one in made if one is not None]
+    (variable,), before = made, len(read)
     assert [(tensor is variable.value, value) for tensor, value in noted] == [(True, 2.0)]
-    before = len(read)
     step((X, Y))
     step((X, Y))
     assert len(read) == before + 1 and not step.verdict.refused
