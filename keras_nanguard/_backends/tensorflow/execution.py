@@ -53,7 +53,7 @@ class StepTrace:
         """Run the body with its updates deferred, and judge it; returns its outputs."""
         self.keep()
         halted, step = self.owner.count()
-        start = graph.mark(self.graph) if self.graph is not None else 0
+        start = graph.mark(self.graph)
         outputs = self.observed(args)
         if not (self.scales or self.immediate):  # an optimizer that was built by the body, and has written nothing yet
             self.scales = self.old_scales()
@@ -85,14 +85,14 @@ class StepTrace:
 
     def asked(self, record: Update) -> None:
         """Get to know weights that were unknown until an update of theirs was asked for: no model that is known holds them."""
-        known = self.keys(self.train_state.trainable)
-        found = [v for v in record.variables if not (id(keras_variables.native(v)) in self.created or self.keys([v]) <= known)]
+        known = self.keys(self.train_state.trainable) | self.created
+        found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
         with tf.init_scope():
             for variable in found:
                 self.owner.note_created(keras_variables.native(variable), keras_variables.read(variable))
         if self.keeps_undo:
             kept = {id(v.handle) for v, _ in self.kept}
-            self.hold([v for v in found if not self.keys([v]) <= kept])
+            self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
 
     def old_scales(self) -> list[Any]:
         """Return the loss scales: value and counter as they are at this point of the program, and the variables."""
@@ -113,7 +113,7 @@ class StepTrace:
 
     def note_created(self, variable: Any) -> None:
         self.hold([variable])
-        self.created.add(id(variable))
+        self.created |= self.keys([variable])
         with tf.init_scope():
             self.owner.note_created(variable, variable.numpy())
 

@@ -34,8 +34,8 @@ class Access:
 
 
 def mark(graph: Any) -> int:
-    """Return a mark: operations made from now on are after it."""
-    return len(graph.get_operations())
+    """Return a mark: operations made from now on are after it. Without a graph it is of no use to anyone."""
+    return len(graph.get_operations()) if graph is not None else 0
 
 
 def capture(graph: Any, variable: Any) -> Any:

@@ -96,7 +96,7 @@ class _Step:
         self.shares = [_Share(owner, strategy, number) for number in range(strategy.num_replicas_in_sync)]
         self.first = first = self.shares[0]
         self.halted, self.step = owner.count()
-        self.start = graph.mark(first.graph) if first.graph is not None else 0
+        self.start = graph.mark(first.graph)
         self.row: Any = None
         optimizers = first.train_state.optimizers
         self.intercept = Intercept(

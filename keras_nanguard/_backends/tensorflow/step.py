@@ -73,13 +73,13 @@ class Transaction:
         *,
         model: Any = None,
         logs: bool = False,
-        jit: bool = False,
+        jit: bool,
         counted: int = 0,
         capacity: int = 8,
-        note_created: Callable[[Any, Any], None] = lambda variable, value: None,
-        refuse: bool = True,
+        note_created: Callable[[Any, Any], None],
+        refuse: bool,
         batches: str = "host",
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None],
     ):
         self.body = self.replayed = body
         self.train_state, self.model = train_state, model

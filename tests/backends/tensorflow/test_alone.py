@@ -1,0 +1,239 @@
+"""The transaction of TensorFlow without a fit around it: one step after another, several in one execution, and what each leaves behind."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.tensorflow.step import Transaction
+from keras_nanguard._keras.train_state import TrainState
+
+SIZE, STEPS, BAD = 4, 8, (1, 2, 6)
+X = np.random.default_rng(0).standard_normal((STEPS, SIZE, 3)).astype("float32")
+Y = X[:, :, :1] - 0.5
+WITH_BAD = X.copy()
+WITH_BAD[[*BAD], 2, 1] = np.nan
+KEPT = [step for step in range(STEPS) if step not in BAD]
+
+WAYS = ("deferred", "kept", "twice", "compiled", "compiled, twice", "eager")
+"""Updates that wait for the verdict; updates at once, and old values kept; a step that runs twice; the same compiled by XLA; no graph."""
+
+
+def network(optimizer=None, *more, loss="mse"):
+    keras.utils.set_random_seed(0)
+    first = [keras.Input((3,)), layers.Dense(2, use_bias=False), layers.BatchNormalization(), *more]
+    model = keras.Sequential([*first, layers.Dense(1, dtype="float32")])
+    model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def alone(model, way="deferred", body=None, several=1, **more):
+    """Return the transaction around the step of a model, for so many steps in one execution."""
+    created, said = [], []
+    known = {"model": model, "logs": True, "counted": 2 * several if several > 1 else 0, "refuse": True, **more}
+    known["batches"] = known.get("batches", "graph" if several > 1 and way != "eager" else "host")
+    known.update(jit="compiled" in way, note_created=lambda variable, value: created.append((variable, value)), say=said.append)
+    transaction = Transaction(body or model.train_step, lambda: TrainState.of(model), **known)
+    transaction.created, transaction.heard = created, said
+    transaction.keeps_undo, transaction.shortage = way == "kept", "no room" if "twice" in way else ""
+    return transaction
+
+
+def batches(x, steps=range(STEPS)):
+    return [(tf.constant(x[step]), tf.constant(Y[step])) for step in steps]
+
+
+def execution(step, way=""):
+    """Return a function that runs a step on each batch that it is given, and returns what the last of them does."""
+
+    def execute(*batches):
+        return [step(batch) for batch in batches][-1]
+
+    return execute if way == "eager" else tf.function(execute, autograph=False)
+
+
+def run(transaction, given, several=1, way=""):
+    """Return the logs of each execution, the verdict of each step, and the reports of all."""
+    execute = vars(transaction).setdefault("traced", execution(transaction, way))
+    logs, verdicts, reports = [], [], []
+    for start in range(0, len(given), several):
+        now = given[start : start + several]
+        if transaction.stored is None:
+            transaction.give([(batch,) for batch in now])
+        told, verdict = transaction.read(execute(*now))
+        logs.append({key: float(value) for key, value in told.items()})
+        verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
+        assert str(verdicts[-1]) == str(verdict)
+        reports += transaction.report_queue.take()
+    return logs, verdicts, reports
+
+
+def state(model):
+    return [np.array(v) for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)]
+
+
+def same(one, other, tolerance=0.0):
+    assert len(one) == len(other)
+    for a, b in zip(one, other):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def trained(model, given, way=""):
+    """Train a model by Keras' own step, and return the logs of each step."""
+    execute = execution(model.train_step, way)
+    return [{key: float(value) for key, value in execute(batch).items()} for batch in given]
+
+
+@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_steps(way, several):
+    """They leave nothing behind, log what the step before logged, and are reported with their numbers, batches and all that was bad."""
+    plain, model = network(), network()
+    expected = trained(plain, batches(X, KEPT), way)
+    for step in BAD:
+        expected.insert(step, expected[step - 1])
+    transaction = alone(model, way, several=several)
+    logs, verdicts, reports = run(transaction, batches(WITH_BAD), several, way)
+    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    for one, other in zip(logs, expected[several - 1 :: several], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    numbers = range(STEPS) if several > 1 else [0] * STEPS
+    assert [(v.refused, v.step, v.halted, v.scale) for v in verdicts] == [(i in BAD, n, False, 1.0) for i, n in enumerate(numbers)]
+    assert all(np.isfinite([*v]).all() or v.refused for v in verdicts)
+    assert [str(report.verdict) for report in reports] == [str(v) for v in verdicts if v.refused]
+    at_once, counted = way in ("kept", "eager"), "twice" not in way
+    norm = model.layers[1]
+    bad = [("outputs", "output_0"), *(("statistics", v.path) for v in (norm.moving_mean, norm.moving_variance))]
+    bad += [("gradients", v.path) for v in model.trainable_variables if counted] + [("weights", v.path) for v in model.trainable_variables if at_once]
+    bad += [("slots", v.path) for v in model.optimizer.variables if at_once and "momentum" in v.path]
+    for report, step in zip(reports, BAD, strict=True):
+        for part, whole in zip(report.batch[0], (WITH_BAD, Y)):
+            np.testing.assert_array_equal(part, whole[step])
+        rows = {row: tuple(count) for row, count in zip(report.rows, report.counts, strict=True)}
+        assert {row for row, (nan, _, _) in rows.items() if nan} >= set(bad)
+        assert {site for site, _ in rows} == {site for site, _ in bad}
+        assert rows["outputs", "output_0"] == (SIZE, 0, SIZE) and not any(inf for _, inf, _ in rows.values())
+    created = [id(variable) for variable, value in transaction.created if not value.any()]
+    assert sorted(created) == sorted(id(v.value) for metric in model.metrics[1:] for v in metric.variables), "made by the first step"
+    assert transaction.heard == (["no room"] if "twice" in way else [])
+
+
+@pytest.mark.parametrize("way", ["deferred", "kept", "compiled", "eager"])
+def test_bad_steps_that_are_watched(way):
+    """Without refusals each step does what it does without the guard, whose verdict and report tell of it all the same."""
+    plain, model = network(), network()
+    expected = trained(plain, batches(WITH_BAD), way)
+    logs, verdicts, reports = run(alone(model, way, refuse=False), batches(WITH_BAD), 1, way)
+    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    for one, other in zip(logs, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, nan_ok=True)
+    assert [v.finite for v in verdicts] == [step < BAD[0] for step in range(STEPS)] and not any(v.refused for v in verdicts)
+    assert len(reports) == STEPS - BAD[0] and not any(report.verdict.refused for report in reports)
+    np.testing.assert_array_equal(reports[0].batch[0][0], WITH_BAD[BAD[0]])
+    assert {site for site, _ in reports[0].rows} == {"outputs", "gradients", "statistics", "weights", "slots"}
+    assert reports[0].counts[:, 0].sum() and np.isnan(verdicts[-1].weights + verdicts[-1].slots)
+
+
+class Bursting(keras.optimizers.SGD):
+    """Makes a weight or a slot infinite in its third update; no later step computes anything bad of it."""
+
+    def __init__(self, where):
+        super().__init__(0.05, momentum=0.9)
+        self.where = where
+
+    def build(self, variables):
+        super().build(variables)
+        self.spare = self.add_variable((2,), name="spare")
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        if "away/bias" in getattr(variable, "path", variable.name):
+            bad = tf.where(self.iterations.value == 2, np.float32("inf"), 0.0)
+            (variable if self.where == "weights" else self.spare.value).assign_add(tf.fill((2,), bad))
+
+
+class Away(layers.Layer):
+    """Adds what its weights are, and nothing where they are infinite."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(2,), initializer="zeros", name="bias")
+
+    def call(self, x):
+        return x + tf.exp(-tf.abs(self.bias))
+
+
+@pytest.mark.parametrize("where", ["weights", "slots"])
+@pytest.mark.parametrize("way", ["deferred", "twice", "compiled"])
+def test_stands_still(way, where, monkeypatch):
+    """After a step that leaves a weight or a slot infinite no other step of the execution changes anything, until the host lets it."""
+    monkeypatch.setattr(rules, "SMALL_SLOTS", 0)  # slots have a sum of their own
+    plain, model = (network(Bursting(where), Away(name="away")) for _ in range(2))
+    trained(plain, batches(X, range(3)))
+    transaction = alone(model, way, several=2)
+    verdicts = run(transaction, batches(X, range(6)), 2, way)[1]
+    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    assert [(v.refused, v.halted) for v in verdicts] == [(False, False)] * 3 + [(True, True)] * 3
+    assert [v.poisoned for v in verdicts] == [False, False, True, *[False] * 3]
+    bad, good = (verdicts[2].weights, verdicts[2].slots)[:: 1 if where == "weights" else -1]
+    assert np.isinf(bad) and np.isfinite(good)
+    for healed in (model, plain):
+        spoiled = healed.layers[2].bias if where == "weights" else healed.optimizer.spare
+        spoiled.assign(tf.zeros((2,)))
+    transaction.rebind(lambda: TrainState.of(model), lambda variable, value: None)  # another run begins
+    transaction.recount(0)
+    assert transaction.reused and not any(v.refused for v in run(transaction, batches(X, range(4)), 2, way)[1])
+    trained(plain, batches(X, range(4)))
+    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+
+
+class Marks(layers.Layer):
+    """Notes something infinite where it sees a large number, which it hands on as a small one."""
+
+    def build(self, shape):
+        self.mark = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mark")
+
+    def call(self, x, training=False):
+        if training:
+            self.mark.assign(tf.where(tf.reduce_max(tf.abs(x)) > 50, np.float32("inf"), self.mark.value + 1.0))
+        return tf.clip_by_value(x, -3.0, 3.0)
+
+
+def spoiled(what):
+    """Return a loss that is bad, or whose gradient alone is, where a target is large."""
+
+    def loss(y, found):
+        large = y > 50
+        bad = {"loss": tf.where(large, np.float32("nan"), 0.0), "gradients": 0.1 * tf.sqrt(tf.where(large, 0.0 * found, 1.0 + 0.0 * found))}
+        return tf.reduce_mean(tf.square(tf.where(large, 0.0, y) - found) + bad.get(what, 0.0), -1)
+
+    return loss
+
+
+ALONE = [(what, way) for what in ("loss", "gradients", "statistics") for way in ("deferred", "kept", "twice", "eager")]
+ALONE += [(what, way) for what in ("weights", "slots") for way in ("kept", "eager")]
+
+
+@pytest.mark.parametrize(("what", "way"), ALONE)
+def test_each_sum_alone(what, way):
+    """One sum that is bad is enough to refuse the step, and is all that is told of."""
+    inside, bad = what in ("weights", "slots"), [2] if what in ("weights", "slots") else [*BAD]
+    plain, model = (network(Bursting(what) if inside else None, Marks(), Away(name="away"), loss=spoiled(what)) for _ in range(2))
+    x, y = X.copy(), Y.copy()
+    if not inside:
+        (x if what == "statistics" else y)[bad, 2] = 100.0
+    if what == "statistics":
+        for one in (plain, model):
+            one.layers[1].trainable = False  # it would hand on what is large as something small
+    given = [(tf.constant(a), tf.constant(b)) for a, b in zip(x, y)]
+    steps = 3 if inside else STEPS
+    trained(plain, [given[step] for step in range(steps) if step not in bad], way)
+    _, verdicts, reports = run(alone(model, way), given[:steps], 1, way)
+    assert [v.refused for v in verdicts] == [step in bad for step in range(steps)]
+    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    told = {what, "weights", "slots"} if what == "gradients" and way in ("kept", "eager") else {what}
+    assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
