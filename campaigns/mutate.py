@@ -62,12 +62,19 @@ SHARP = (
 )
 """A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
 
+FITS = (
+    *(f"tests/transaction/test_transaction.py::{name}" for name in ("TestOracle::test_state[adam-xla]", "TestOracle::test_incidents[adam-steps4]")),
+    *(f"tests/transaction/test_transaction.py::{name}" for name in ("test_unbuilt_model", "test_every_batch_bad[steps4]")),
+    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+)
+"""Fewer of them, for TensorFlow: most of what they show is shown by single steps as well."""
+
 OWN_STEPS = tuple(
     f"tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[{name}-graph]"
     for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
 )
 OWN_STEPS += ("tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[writes a variable-eager]",)
-ON_TENSORFLOW = ("tests/backends/tensorflow/test_alone.py", "tests/backends/tensorflow/test_judged_first.py")
+ON_TENSORFLOW = tuple(f"tests/backends/tensorflow/test_{name}.py" for name in ("alone", "who_waits", "traced", "judged_first"))
 ON_EACH_WAY = ("overflow_halves_the_scale", "counts_name_variables", "observe", "an_update_that_overflows")
 ON_JAX = (
     *("test_written_over[Conditional-adam-1]", "test_written_over[TwoPrograms-scaled-1]", "test_own_step[conditional-Sharpness]"),
@@ -86,7 +93,7 @@ GROUPS = {
     ),
     "tensorflow": Group(
         ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py", "_backends/tensorflow/judged_first.py"),
-        (*SHARP, "tests/transaction/test_transaction.py::TestOracle::test_state[adam-xla]", *OWN_STEPS, *ON_TENSORFLOW),
+        (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
         budget=60.0,
         at_most=15,
     ),

@@ -39,6 +39,7 @@ class StepTrace:
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
+        """Keys of what was noted as new to the run."""
         self.products: dict[int, Any] = {}
         self.writes_elsewhere = False
         """Whether the body writes to what is no variable (a table, a queue, a summary), and what nobody can give back."""
@@ -55,8 +56,6 @@ class StepTrace:
         halted, step = self.owner.count()
         start = graph.mark(self.graph)
         outputs = self.observed(args)
-        if not (self.scales or self.immediate):  # an optimizer that was built by the body, and has written nothing yet
-            self.scales = self.old_scales()
         if self.graph is not None and self.owner.refuse:
             self.inspect(start)
         self.measure(outputs)
@@ -81,22 +80,31 @@ class StepTrace:
         self.kept += [(variable, variable.read_value()) for variable in self.owner.untracked.values()]
         if self.keeps_undo:
             self.hold([*self.train_state.trainable, *self.train_state.slots])
-        self.scales = self.old_scales()
+        for pair in self.train_state.scales:
+            self.note_scale(*pair)
 
     def asked(self, record: Update) -> None:
-        """Get to know weights that were unknown until an update of theirs was asked for: no model that is known holds them."""
+        """Get to know what was unknown until an update was asked for, which has not run yet.
+
+        Weights that no known model holds, and the scale of an optimizer that is built by the body.
+        """
         known = self.keys(self.train_state.trainable) | self.created
         found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
+        self.created |= self.keys(found)
         with tf.init_scope():
             for variable in found:
                 self.owner.note_created(keras_variables.native(variable), keras_variables.read(variable))
         if self.keeps_undo:
             kept = {id(v.handle) for v, _ in self.kept}
             self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
+        if keras_optimizers.is_loss_scaled(record.optimizer):
+            scale = record.optimizer.dynamic_scale
+            if all(scale is not other for _, _, other, _ in self.scales):
+                self.note_scale(scale, record.optimizer.step_counter)
 
-    def old_scales(self) -> list[Any]:
-        """Return the loss scales: value and counter as they are at this point of the program, and the variables."""
-        return [(s.value.read_value(), c.value.read_value(), s, c) for s, c in self.train_state.scales]
+    def note_scale(self, scale: Any, counter: Any) -> None:
+        """Note a loss scale: value and counter as they are at this point of the program, and the variables."""
+        self.scales.append((scale.value.read_value(), counter.value.read_value(), scale, counter))
 
     def hold(self, variables: Sequence[Any]) -> None:
         """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
@@ -250,12 +258,10 @@ class StepTrace:
 
     def _learn_scale(self) -> None:
         """Let each loss scale learn from the refusal."""
-        for (old, steps, scale, counter), optimizer in zip(self.scales, _scaled(self.train_state.optimizers)):
-            initial = tf.cast(optimizer.initial_scale, old.dtype)
+        scaled = filter(keras_optimizers.is_loss_scaled, self.train_state.optimizers)
+        first = {id(o.dynamic_scale): o.initial_scale for o in scaled if o.built}
+        for old, steps, scale, counter in self.scales:
+            initial = tf.cast(first[id(scale)], old.dtype)
             scale_after, counter_after = rules.learned_scale(reductions.OPERATIONS, self.loss, self.gradients, old, steps, initial)
             scale.value.assign(scale_after)
             counter.value.assign(counter_after)
-
-
-def _scaled(optimizers: Sequence[Any]) -> list[Any]:
-    return [o for o in optimizers if keras_optimizers.is_loss_scaled(o) and o.built]

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._keras.train_state import TrainState
 
@@ -23,12 +24,13 @@ WAYS = ("deferred", "kept", "twice", "compiled", "compiled, twice", "eager")
 """Updates that wait for the verdict; updates at once, and old values kept; a step that runs twice; the same compiled by XLA; no graph."""
 
 
-def network(optimizer=None, *more, loss="mse"):
+def network(optimizer=None, *more, loss="mse", built=True):
     keras.utils.set_random_seed(0)
     first = [keras.Input((3,)), layers.Dense(2, use_bias=False), layers.BatchNormalization(), *more]
     model = keras.Sequential([*first, layers.Dense(1, dtype="float32")])
     model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["mae"])
-    model.optimizer.build(model.trainable_variables)
+    if built:
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -65,7 +67,12 @@ def run(transaction, given, several=1, way=""):
         now = given[start : start + several]
         if transaction.stored is None:
             transaction.give([(batch,) for batch in now])
-        told, verdict = transaction.read(execute(*now))
+        try:
+            result = execute(*now)
+        except Retrace:
+            execute = vars(transaction)["traced"] = execution(transaction, way)
+            result = execute(*now)
+        told, verdict = transaction.read(result)
         logs.append({key: float(value) for key, value in told.items()})
         verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
         assert str(verdicts[-1]) == str(verdict)
@@ -109,7 +116,8 @@ def test_bad_steps(way, several):
     at_once, counted = way in ("kept", "eager"), "twice" not in way
     norm = model.layers[1]
     bad = [("outputs", "output_0"), *(("statistics", v.path) for v in (norm.moving_mean, norm.moving_variance))]
-    bad += [("gradients", v.path) for v in model.trainable_variables if counted] + [("weights", v.path) for v in model.trainable_variables if at_once]
+    bad += [("gradients", v.path) for v in model.trainable_variables if counted]
+    bad += [("weights", v.path) for v in model.trainable_variables if at_once]
     bad += [("slots", v.path) for v in model.optimizer.variables if at_once and "momentum" in v.path]
     for report, step in zip(reports, BAD, strict=True):
         for part, whole in zip(report.batch[0], (WITH_BAD, Y)):
@@ -184,6 +192,8 @@ def test_stands_still(way, where, monkeypatch):
     for healed in (model, plain):
         spoiled = healed.layers[2].bias if where == "weights" else healed.optimizer.spare
         spoiled.assign(tf.zeros((2,)))
+    transaction.release_run()
+    assert transaction.batch(3, transaction.given) is None and transaction.train_state() is not model
     transaction.rebind(lambda: TrainState.of(model), lambda variable, value: None)  # another run begins
     transaction.recount(0)
     assert transaction.reused and not any(v.refused for v in run(transaction, batches(X, range(4)), 2, way)[1])
@@ -237,3 +247,92 @@ def test_each_sum_alone(what, way):
     same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     told = {what, "weights", "slots"} if what == "gradients" and way in ("kept", "eager") else {what}
     assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
+
+
+@pytest.mark.parametrize("way", ["deferred", "kept", "twice", "eager"])
+@pytest.mark.parametrize("built", [True, False])
+def test_a_loss_scale(way, built):
+    """Where the gradients alone are bad it is halved, as by stock Keras, from the very first step; other steps let it grow."""
+
+    def scaled():
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=2)
+
+    plain, model = (network(scaled(), loss=spoiled("gradients"), built=built) for _ in range(2))
+    y = Y.copy()
+    y[[0, *BAD], 2] = 100.0
+    given = [(tf.constant(a), tf.constant(b)) for a, b in zip(X, y)]
+    execute, transaction, scales = execution(plain.train_step, way), alone(model, way), []
+    for batch in given:
+        execute(batch)
+        (verdict,) = run(transaction, [batch], 1, way)[1]
+        scales.append([float(v) for m in (plain, model) for v in (m.optimizer.dynamic_scale, m.optimizer.step_counter)])
+        assert verdict.only_gradients == verdict.refused
+    assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
+    weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
+    same(*weights)
+    for bad in (0.0, np.inf):
+        model.optimizer.dynamic_scale.assign(bad)
+        before, counter = state(model), int(model.optimizer.step_counter)
+        (verdict,) = run(transaction, batches(X, [3]), 1, way)[1]
+        assert verdict.refused and verdict.scale == bad and float(model.optimizer.dynamic_scale) == 1024.0
+        assert int(model.optimizer.step_counter) == 0
+        model.optimizer.dynamic_scale.assign(bad)
+        model.optimizer.step_counter.assign(counter)
+        same(state(model), before)
+
+
+@pytest.mark.parametrize("way", ["deferred", "kept", "twice", "eager"])
+def test_what_is_infinite_on_purpose(way):
+    """What a step does not write is none of its sums, nor is what may be infinite."""
+    model = network()
+    model.mark = model.add_weight(shape=(), initializer=keras.initializers.Constant(np.inf), trainable=False, name="mark")
+    transaction = alone(model, way)
+    if way == "eager":  # nothing shows what such a step writes
+        assert run(transaction, batches(X, [0]), 1, way)[1][0].refused
+        transaction.tolerate([model.mark])
+    (verdict,) = run(transaction, batches(X, [0]), 1, way)[1]
+    assert not verdict.refused and np.isfinite(verdict.statistics)
+
+
+def test_a_tape_around_a_step_watches_the_weights_alone():
+    """The variables of the guard are none that a gradient could be asked of."""
+    model = network()
+    transaction = alone(model, several=2)
+
+    def watched(batch):
+        with tf.GradientTape() as tape:
+            transaction(batch)
+        return [id(variable) for variable in tape.watched_variables()]
+
+    found = []
+    tf.function(lambda batch: found.extend(watched(batch)), autograph=False)(batches(X, [0])[0])
+    assert set(found) <= {id(v.value) for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)}
+
+
+def test_more_reports_than_are_kept():
+    """The first are there, eight unless more are asked for; nobody waits for the others."""
+    spoilt = batches(WITH_BAD, [BAD[0]] * 10)
+    for more, kept in (({}, 8), ({"capacity": 9}, 9)):
+        model = network()
+        known = {"model": model, "logs": True, "jit": False, "refuse": True, "note_created": lambda variable, value: None, "say": print}
+        transaction = Transaction(model.train_step, lambda model=model: TrainState.of(model), **known, **more)
+        transaction.shortage = ""
+        execute = execution(transaction)
+        for batch in spoilt:
+            transaction.read(execute(batch))
+        assert len(transaction.report_queue.take()) == kept
+        assert transaction.counted == 0 and transaction.stored is None and transaction.compiled is None
+
+
+@pytest.mark.parametrize("way", ["deferred", "compiled"])
+def test_each_report_has_its_batch(way):
+    """Where nobody keeps the batches, those of refused steps are in their reports, however late these are read."""
+    model = network()
+    transaction = alone(model, way, batches="reports")
+    execute = execution(transaction)
+    for batch in batches(WITH_BAD):
+        transaction.read(execute(batch))
+    reports = transaction.report_queue.take()
+    for report, step in zip(reports, BAD, strict=True):
+        np.testing.assert_array_equal(report.batch[0][0], WITH_BAD[step])
