@@ -63,8 +63,8 @@ SHARP = (
 """A few tests of TensorFlow and JAX, each of which traces or compiles for seconds."""
 
 FITS = (
-    *(f"tests/transaction/test_transaction.py::{name}" for name in ("TestOracle::test_state[adam-xla]", "TestOracle::test_incidents[adam-steps4]")),
-    *(f"tests/transaction/test_transaction.py::{name}" for name in ("test_unbuilt_model", "test_every_batch_bad[steps4]")),
+    *(f"tests/transaction/test_transaction.py::TestOracle::test_{name}" for name in ("state[adam-xla]", "incidents[adam-steps4]")),
+    *(f"tests/transaction/test_transaction.py::test_{name}" for name in ("unbuilt_model", "every_batch_bad[steps4]")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )
 """Fewer of them, for TensorFlow: most of what they show is shown by single steps as well."""
