@@ -8,7 +8,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from keras_nanguard._backends.shared import rules
+from keras_nanguard import NanGuard
+from keras_nanguard._backends.shared import batch_memory, rules
+from keras_nanguard._backends.tensorflow import ordered_updates
 from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._keras.train_state import TrainState
@@ -125,6 +127,8 @@ def test_bad_steps(way, several):
         rows = {row: tuple(count) for row, count in zip(report.rows, report.counts, strict=True)}
         assert {row for row, (nan, _, _) in rows.items() if nan} >= set(bad)
         assert {site for site, _ in rows} == {site for site, _ in bad}
+        others = {path for site, path in rows if site == "statistics"} - ({model.optimizer._learning_rate.path} if way == "eager" else set())
+        assert others == {path for site, path in bad if site == "statistics"}
         assert rows["outputs", "output_0"] == (SIZE, 0, SIZE) and not any(inf for _, inf, _ in rows.values())
     created = [id(variable) for variable, value in transaction.created if not value.any()]
     assert sorted(created) == sorted(id(v.value) for metric in model.metrics[1:] for v in metric.variables), "made by the first step"
@@ -192,11 +196,13 @@ def test_stands_still(way, where, monkeypatch):
     for healed in (model, plain):
         spoiled = healed.layers[2].bias if where == "weights" else healed.optimizer.spare
         spoiled.assign(tf.zeros((2,)))
+    assert not transaction.reused and transaction.batch(3, transaction.given) is not None
     transaction.release_run()
-    assert transaction.batch(3, transaction.given) is None and transaction.train_state() is not model
+    assert transaction.batch(3, transaction.given) is None
     transaction.rebind(lambda: TrainState.of(model), lambda variable, value: None)  # another run begins
     transaction.recount(0)
     assert transaction.reused and not any(v.refused for v in run(transaction, batches(X, range(4)), 2, way)[1])
+    np.testing.assert_array_equal(transaction.batch(3, transaction.given)[0][0], X[3])
     trained(plain, batches(X, range(4)))
     same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
 
@@ -269,6 +275,7 @@ def test_a_loss_scale(way, built):
         scales.append([float(v) for m in (plain, model) for v in (m.optimizer.dynamic_scale, m.optimizer.step_counter)])
         assert verdict.only_gradients == verdict.refused
     assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
+    assert transaction.untracked == {}
     weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
     same(*weights)
     for bad in (0.0, np.inf):
@@ -322,7 +329,7 @@ def test_more_reports_than_are_kept():
         for batch in spoilt:
             transaction.read(execute(batch))
         assert len(transaction.report_queue.take()) == kept
-        assert transaction.counted == 0 and transaction.stored is None and transaction.compiled is None
+        assert transaction.counted == 0 and transaction.stored is None and transaction.compiled is None and not transaction.keeps_undo
 
 
 @pytest.mark.parametrize("way", ["deferred", "compiled"])
@@ -336,3 +343,58 @@ def test_each_report_has_its_batch(way):
     reports = transaction.report_queue.take()
     for report, step in zip(reports, BAD, strict=True):
         np.testing.assert_array_equal(report.batch[0][0], WITH_BAD[step])
+
+
+@pytest.mark.parametrize("batches_of", ["host", "graph"])
+def test_nothing_of_a_run_is_left(batches_of):
+    """Neither its reports nor its batches nor what it is told of new variables."""
+    model = network()
+    transaction = alone(model, several=2, batches=batches_of)
+    execute, given = execution(transaction), batches(WITH_BAD, BAD[:2])
+    if batches_of == "host":
+        transaction.give([(batch,) for batch in given])
+    transaction.read(execute(*given))
+    np.testing.assert_array_equal(transaction.batch(1, transaction.given)[0][0], given[1][0])
+    told = len(transaction.created)
+    transaction.release_run()
+    transaction.note_created(None, None)
+    assert transaction.report_queue.take() == [] and transaction.given is transaction.stored and len(transaction.created) == told
+    assert transaction.train_state().trainable == TrainState.of(model).trainable
+
+
+def test_batches_that_take_much_memory(monkeypatch):
+    """Of those that are kept beside the graph the last ones stay, as many as the host has not looked at, and no others."""
+    monkeypatch.setattr(batch_memory, "MAX_BYTES", 1)
+    transaction = alone(network(), several=2)
+    run(transaction, batches(X), 2)
+    kept = [transaction.batch(step, transaction.given) is not None for step in range(STEPS)]
+    assert kept == [False] * (STEPS - 4) + [True] * 4
+
+
+@pytest.mark.parametrize("way", ["deferred", "kept", "twice"])
+def test_the_bits_of_plain_descent(way):
+    """A gradient that TensorFlow would fuse with its rate is so fused, though the guard reads it."""
+    plain, model = (network(keras.optimizers.SGD(0.05)) for _ in range(2))
+    trained(plain, batches(X))
+    run(alone(model, way), batches(X))
+    same(state(model), state(plain))
+
+
+@pytest.mark.parametrize(("way", "waiting"), [("deferred", 1), ("twice", 0), ("compiled", 0), ("eager", None)])
+def test_updates_of_large_weights(way, waiting, monkeypatch):
+    """They go one after the other where all gradients are there; in the second run of a step each goes when its gradient is there."""
+    asked, real = [], ordered_updates.one_by_one
+    monkeypatch.setattr(ordered_updates, "one_by_one", lambda optimizers: asked.append(len(optimizers)) or real(optimizers))
+    run(alone(network(), way), batches(X, [0]), 1, way)
+    assert set(asked) == ({waiting} if waiting is not None else set())
+
+
+def test_a_transaction_that_was_left_is_taken_off():
+    """A step is guarded once, whatever an earlier run has left around it."""
+    plain, model = network(), network()
+    for one, callbacks in ((plain, []), (model, [NanGuard(verbose=0)])):
+        if one is model:
+            one.train_step = alone(model)
+        one.fit(X.reshape(-1, 3), Y.reshape(-1, 1), batch_size=SIZE, shuffle=False, verbose=0, callbacks=callbacks)
+    same(state(model), state(plain))
+    assert "train_step" not in vars(model)
