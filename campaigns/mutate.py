@@ -94,8 +94,7 @@ GROUPS = {
     "tensorflow": Group(
         ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py", "_backends/tensorflow/judged_first.py"),
         (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
-        budget=60.0,
-        at_most=15,
+        budget=40.0,
     ),
     "jax": Group(
         ("_backends/jax/execution.py",),
