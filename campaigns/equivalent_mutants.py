@@ -180,13 +180,6 @@ EXPLAINED: tuple[Explained, ...] = (
     ),
     Explained(
         "_backends/torch/execution.py",
-        "StepRun._conclude",
-        "self.parts.expected.add(self.undo_log.owner)",
-        ("pass",),
-        SPEED,
-    ),
-    Explained(
-        "_backends/torch/execution.py",
         "Parts.__init__",
         "self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) and id(t) not in listed]",
         ("self.unlisted = [t for t in self.unlisted if isinstance(t, torch.Tensor) or id(t) not in listed]",),
@@ -213,13 +206,6 @@ EXPLAINED: tuple[Explained, ...] = (
         "update_sums = self._update_sums(math.inf) if early and reductions.is_away(sums[1]) else ()",
         ("update_sums = self._update_sums(math.inf) if early or reductions.is_away(sums[1]) else ()",),
         "On a processor the sums are read earlier than they have to be; they are the same.",
-    ),
-    Explained(
-        "_backends/torch/execution.py",
-        "StepRun._read_update_sums",
-        "if reductions.is_away(update_sums[0]):",
-        ("if reductions.is_away(update_sums[1]):",),
-        ONE_DEVICE,
     ),
     Explained(
         "_backends/torch/undo_log.py",

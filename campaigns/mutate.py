@@ -82,6 +82,8 @@ ON_JAX = (
     *(f"test_{what}[{way}]" for what in ON_EACH_WAY for way in ("packed", "conditional")),
 )
 
+ON_TORCH = ("step", "alone", "own_steps", "cost", "undo_log")
+
 GROUPS = {
     "rules": Group(
         (
@@ -105,7 +107,7 @@ GROUPS = {
     ),
     "torch": Group(
         ("_backends/torch/execution.py", "_backends/torch/undo_log.py"),
-        (*(f"tests/backends/torch/test_{name}.py" for name in ("step", "alone", "undo_log")), *SHARP, "-k", "not process"),
+        (*(f"tests/backends/torch/test_{name}.py" for name in ON_TORCH), *SHARP, "-k", "not process"),
         "torch",
         budget=40.0,
         at_most=80,

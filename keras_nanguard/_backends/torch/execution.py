@@ -15,7 +15,7 @@ from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
-from keras_nanguard._backends.torch.updates import KerasUpdate, Update
+from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -74,6 +74,8 @@ def _equal(tensor: Any, other: Any, nan: bool) -> bool:
 class StepRun:
     """One run of the transaction."""
 
+    seen: Any
+
     def __init__(self, owner: Any):
         self.owner, self.parts = owner, owner.parts
         self.train_state = self.parts.train_state
@@ -83,14 +85,13 @@ class StepRun:
         self.update_sums = [0.0, 0.0]
         self.left_by_previous = False
         self.compiled: Any = None
-        self.seen: Any = None
 
     def complete(self, args: Sequence[Any]) -> Any:
         owner, parts = self.owner, self.parts
         fresh = owner.steps < FRESH
         kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
-        loop = not owner.stock and owner.model is None
-        self.grads = [(t, t.grad, t.grad._version) for t in parts.weights_and_slots if t.grad is not None] if loop else []
+        adds = not owner.stock and (fresh or owner.adds_to_gradients or owner.model is None)  # what a step finds stays alive until its end
+        self.grads = [(t, t.grad, t.grad._version) for t in parts.weights_and_slots if t.grad is not None] if adds else []
         if fresh and not owner.stock and owner.refuse:
             kept += parts.weights_and_slots
         if (fresh or owner.adds_to_gradients) and owner.refuse:
@@ -126,7 +127,9 @@ class StepRun:
         vars(self).clear()
 
     def _asked(self, record: Update) -> str:
-        """Say when an update is to be made."""
+        """Say when an update is to be made, and build its optimizer now, as Keras would: what it creates is then noted as the body's is."""
+        if record.build():
+            self.owner.stale = True
         if not self.owner.refuse:
             return "now"
         if not self.owner.stock:
@@ -142,8 +145,8 @@ class StepRun:
             self.owner.note_created(tensor, keras_variables.read(variable))
 
     def _abandon(self) -> None:
-        """Undo a step that ends in an exception."""
-        if self.owner.refuse:
+        """Undo a step that ends in an exception, but one whose update is made already, of which nothing is kept."""
+        if self.owner.refuse and not self.may_commit:
             self._undo()
 
     def _undo(self) -> None:
@@ -156,8 +159,7 @@ class StepRun:
         """Compute the verdict, and look at it: the one place where the host waits for the device."""
         owner, seen = self.owner, self.seen
         if self.created_count:
-            self.parts = Parts(owner.read_train_state())
-            self.train_state = self.parts.train_state
+            self._read_anew()
         kind = self.parts.kind
         apart = self.parts.judged_elsewhere | owner.tolerated if owner.tolerated else self.parts.judged_elsewhere
         written = self.undo_log.written
@@ -179,7 +181,9 @@ class StepRun:
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
         may_commit = self.error is None and valid and rules.may_commit(rules.NUMBERS, numbers)
         if early:
-            self.update_sums = now or reductions.looked_at(self._update_sums(self.gradients))[0]
+            if not now:
+                (now,) = reductions.looked_at(self._update_sums(self.gradients))
+            self.update_sums = now
             may_commit = may_commit and rules.may_commit(rules.NUMBERS, self.update_sums)
         if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
             self.update_sums, self.left_by_previous, may_commit = previous, True, False
@@ -204,16 +208,18 @@ class StepRun:
 
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
-        stale = self.created_count or self.owner.stale
-        slots = {} if stale else self.parts.slots
         parts, records = self.parts, self.seen.records
-        return reductions.update_sums(self.train_state, records, slots, gradients, self.owner.steps, parts.kind, parts.update_rows)
+        return reductions.update_sums(self.train_state, records, parts.slots, gradients, self.owner.steps, parts.kind, parts.update_rows)
+
+    def _read_anew(self) -> None:
+        """Read the train state of which the step has created a part."""
+        self.parts = Parts(self.owner.read_train_state())
+        self.train_state = self.parts.train_state
 
     def _conclude(self, outputs: Any, args: Sequence[Any], before: list[tuple[Any, int]]) -> Any:
         owner = self.owner
         self._find_untracked(before)
-        if self.compiled is None:
-            self.parts.expected.add(self.undo_log.owner)
+        self.parts.expected.add(self.undo_log.owner)
         owner.keeps_undo |= bool(self.seen.undo)
         if not self.may_commit:
             places = reports.places(self)
@@ -222,10 +228,9 @@ class StepRun:
             owner.report_queue.put(self._verdict(owner.refuse), counts, args, left_by_previous=self.left_by_previous)
         if self.may_commit or not owner.refuse:
             self.seen.make(keep=False)
-            for tensor, value in [found for record in self.seen.records for found in record.created()]:
-                owner.note_created(tensor, value)
-                owner.stale = True
-            if self.seen.records and owner.refuse:
+            if self._note_slots():
+                self._read_anew()
+            if owner.refuse:
                 self._read_update_sums()
             owner.verdict = self._verdict(False)
             return outputs
@@ -234,6 +239,14 @@ class StepRun:
         self._learn_scale()
         owner.verdict = self._verdict(True)
         return outputs
+
+    def _note_slots(self) -> bool:
+        """Note what the updates have created past Keras; returns whether there is some."""
+        created = [found for record in self.seen.records for found in record.created()]
+        for tensor, value in created:
+            self.owner.note_created(tensor, value)
+        self.owner.stale |= bool(created)
+        return bool(created)
 
     def _read_update_sums(self) -> None:
         """Read the sums over the updated state.
@@ -244,7 +257,7 @@ class StepRun:
         if reductions.is_away(update_sums[0]):
             self.owner.unread = update_sums
         else:
-            self.update_sums = reductions.looked_at(update_sums)[0]
+            (self.update_sums,) = reductions.looked_at(update_sums)
 
     def _verdict(self, refused: bool) -> Verdict:
         weights, slots = self.update_sums
@@ -254,7 +267,7 @@ class StepRun:
         """Note what was written in place past Keras, to be kept before each step from now on."""
         known = self.undo_log.owner if self.compiled is None else self.undo_log.old
         changed = [t for t, version in before if t._version != version and id(t) not in known]
-        if changed and not self.owner.stock and self.seen.records:
+        if changed:
             updated = {id(t) for record in self.seen.records if record not in self.seen.waiting for t in record.state()}
             changed = [t for t in changed if id(t) not in updated]
         if self.owner.jit and self.compiled is None:  # a compiled step does not show what it assigns to
@@ -272,20 +285,10 @@ class StepRun:
     def _learn_scale(self) -> None:
         """Let each loss scale learn from the refusal."""
         for optimizer in self.train_state.optimizers:
-            if not keras_optimizers.is_loss_scaled(optimizer) or not self._built(optimizer):
+            if not (keras_optimizers.is_loss_scaled(optimizer) and optimizer.built):
                 continue
             scale, counter = optimizer.dynamic_scale, optimizer.step_counter
             before = float(scale.value), int(counter.value)
             after = rules.learned_scale(rules.NUMBERS, self.loss, self.gradients, *before, optimizer.initial_scale)
             scale.assign(after[0])
             counter.assign(after[1])
-
-    def _built(self, optimizer: Any) -> bool:
-        """Build an optimizer whose first update was refused, so that its loss scale can learn."""
-        if not optimizer.built:
-            asked = [r for r in self.seen.records if isinstance(r, KerasUpdate) and r.optimizer is optimizer and r.given]
-            for record in asked[:1]:
-                with keras.name_scope(optimizer.name, caller=optimizer):
-                    optimizer.build(record.given)
-                optimizer.built = self.owner.stale = True
-        return bool(optimizer.built)

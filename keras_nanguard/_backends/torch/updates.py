@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import torch
 
 from keras_nanguard._backends.torch.modules import first_value
@@ -69,6 +70,10 @@ class Update:
         """Return what undoes the update; to be asked before it is made."""
         return Undo(self.state())
 
+    def build(self) -> bool:
+        """Build the optimizer as the update itself would; returns whether it was not built yet."""
+        return False
+
     def run(self) -> None:
         """Make the update."""
         with torch.set_grad_enabled(self._grad):
@@ -112,6 +117,15 @@ class KerasUpdate(Update):
         own = [v.value for v in optimizer.variables] if optimizer.built else []
         averaged = keras_optimizers.trained_by(optimizer) if optimizer.built else [v for _, v in self.pairs]
         return list({id(t): t for t in [*(v.value for v in averaged), *self.tensors, *own]}.values())
+
+    def build(self) -> bool:
+        optimizer = self.optimizer
+        if optimizer.built or not self.given:
+            return False
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(self.given)
+        optimizer.built = True  # where `build` leaves that to `apply`
+        return True
 
     def _call(self) -> None:
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)

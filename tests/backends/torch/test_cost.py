@@ -1,0 +1,70 @@
+"""What a guarded step on PyTorch costs beside its sums: tensors that are copied, and times that the host waits for a device."""
+
+from __future__ import annotations
+
+import sys
+
+import keras
+import pytest
+import torch
+from keras import layers
+from support.torch_steps import X, Y, alone, network, updated, wild
+
+from keras_nanguard._backends.torch import reductions
+
+BODIES = {"stock": lambda model: None, "own": lambda model: lambda data: {"loss": updated(model, data)}, "wild": wild}
+
+
+@pytest.mark.parametrize("kind", ["stock", "own"])
+def test_copies_of_a_healthy_step(monkeypatch, kind):
+    """What a step writes beside its update is copied in one call, each tensor once, into memory that is there; no weight is copied."""
+    model = network(None, layers.BatchNormalization(), layers.Dropout(0.2, seed=1))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    clones, copied, clone, copy = [], [], torch.Tensor.clone, torch._foreach_copy_
+
+    def counted(tensor, *args, **kwargs):
+        if "keras_nanguard" in sys._getframe(1).f_code.co_filename:
+            clones.append(tensor)
+        return clone(tensor, *args, **kwargs)
+
+    step = alone(model, BODIES[kind](model))
+    for _ in range(4):
+        step((X, Y))
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.append(sorted(map(id, of))) or copy(to, of))
+    for _ in range(3):
+        step((X, Y))
+    statistics = {id(v.value) for v in model.non_trainable_variables if "seed" not in v.path}
+    assert clones == [] and len(copied) == 3 and copied[0] == copied[1] == copied[2]
+    written = {id(v.value) for v in (*model.non_trainable_variables, *model.metrics_variables, model.optimizer.iterations)}
+    assert statistics <= set(copied[0]) <= written and len(copied[0]) == len(set(copied[0]))
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_one_look_where_sums_over_nothing_are_on_the_processor(monkeypatch, kind):
+    """As on an accelerator: there are no statistics and no slots of their own, and the sums of those that there are have to be waited for.
+
+    What a step leaves unread is read with the next one, and never again.
+    """
+    looks, real = [], reductions.looked_at
+    monkeypatch.setattr(reductions, "is_away", lambda tensor: bool(tensor != 0.0))
+    monkeypatch.setattr(reductions, "looked_at", lambda *groups: looks.append([len(group) for group in groups]) or real(*groups))
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    step = alone(model, BODIES[kind](model))
+    for number, batch in enumerate((X, X, X, X * torch.nan, X, X)):
+        step((batch, Y))
+        assert step.verdict.refused is (number == 3) and len(looks) == number + 1
+    assert [unread for *_, unread in looks] == [0, 2, 2, 2, 0, 2]
+
+
+def test_an_observed_step_looks_once(monkeypatch):
+    """The sums over its weights are part of its verdict."""
+    looks, real = [], reductions.update_sums
+    monkeypatch.setattr(reductions, "update_sums", lambda *args: looks.append(True) or real(*args))
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    step = alone(model, refuse=False)
+    for number in range(3):
+        step((X, Y))
+        assert len(looks) == number + 1 and step.verdict.weights != 0.0

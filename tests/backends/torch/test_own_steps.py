@@ -1,0 +1,387 @@
+"""Single steps on PyTorch that do more than Keras' own: they add gradients up, create slots, set rates, raise, or are compiled."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+from support.torch_steps import X, Y, alone, network, same, state, updated, wild
+
+from keras_nanguard._backends.torch.attach import adapted
+from keras_nanguard._backends.torch.step import Transaction
+from keras_nanguard._keras.train_state import TrainState
+
+BAD = X * torch.nan
+PLAIN = "Variable._direct_assign"
+"""What Keras calls the function that writes a variable."""
+
+
+def own(model):
+    """A step of one's own that ends with its update, which so waits."""
+    return lambda data: {"loss": updated(model, data)}
+
+
+BODIES = {"stock": lambda model: None, "own": own, "wild": wild}
+
+
+def plain(model, kind):
+    """The body of such a step, without a transaction."""
+    return BODIES[kind](model) or (lambda data: model.train_step(data))
+
+
+def scaled(**more):
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0, **more)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("batches", [(X, BAD, 2 * X, 3 * X), (X, X, X, X, BAD, X, X), (BAD, X, X, X)])
+def test_a_train_step_that_adds_up_gradients_over_several_calls(batches):
+    """A refused step takes nothing away of what the good ones before it have added up."""
+
+    def trained(batches, guarded):
+        model, good = network(), []
+        model.optimizer.build(model.trainable_variables)
+
+        def body(data):
+            loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+            loss.backward()
+            if len(good) % 3 == 2:
+                with torch.no_grad():
+                    model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+                model.zero_grad()
+            return {"loss": loss}
+
+        step = alone(model, body) if guarded else body
+        for batch in batches:
+            step((batch, Y))
+            good += [batch] if batch is not BAD else []
+        return state(model)
+
+    assert same(trained(batches, True), trained([batch for batch in batches if batch is not BAD], False))
+
+
+@pytest.mark.parametrize("kind", ["stock", "own", "loop"])
+@pytest.mark.parametrize("good", [1, 3])
+def test_gradients_that_a_refused_step_leaves(kind, good):
+    """None; a loop has those that it found, and a train step of one's own at first, as it is not known yet what it does with them."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    step = Transaction(own(model), lambda: TrainState.of(model)) if kind == "loop" else alone(model, BODIES[kind](model))
+    for _ in range(good):
+        step((X, Y))
+    found = [v.value.grad for v in model.trainable_variables]
+    assert all(grad is not None for grad in found)
+    step((BAD, Y))
+    assert step.verdict.refused and not step.adds_to_gradients
+    given_back = kind == "loop" or (kind == "own" and good == 1)
+    assert all(v.value.grad is (grad if given_back else None) for v, grad in zip(model.trainable_variables, found))
+
+
+# What a step creates
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, scaled])
+def test_an_optimizer_that_a_bad_first_step_builds(kind, optimizer):
+    """Its slots are as they were created, also where the update could not wait for the verdict."""
+    model, other, noted = network(optimizer()), network(optimizer()), {}
+    step = alone(model, BODIES[kind](model), note_created=lambda tensor, value: noted.__setitem__(id(tensor), value))
+    step((BAD, Y))
+    assert step.verdict.refused and step.verdict.scale == (64.0 if optimizer is scaled else 1.0)
+    assert model.optimizer.built and not [v.path for v in model.optimizer.variables if not np.isfinite(ops.convert_to_numpy(v)).all()]
+    slots = [v for v in model.optimizer.variables if id(v.value) in noted]
+    assert len(slots) == (2 if optimizer is scaled else 4)
+    assert all(np.array_equal(noted[id(v.value)], ops.convert_to_numpy(v)) for v in slots)
+    body = plain(other, kind)
+    for _ in range(3):
+        step((X, Y))
+        assert not step.verdict.refused
+        body((X, Y))
+    assert same(state(model), state(other))
+
+
+class Broken(torch.optim.Optimizer):
+    """Its slots are not finite from the first on."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["broken"] = torch.full_like(p, torch.inf)
+
+
+def loop(make):
+    """Return the transaction of a loop over two parameters, of which the second one is in use after three steps, and what it noted."""
+    net = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))])
+    of, noted = make(net.parameters()), {}
+    module, optimizers = adapted(net, [of])
+
+    def body(late):
+        of.zero_grad()
+        loss = net[0].square().sum() + (net[1].square().sum() if late else 0.0)
+        loss.backward()
+        of.step()
+        return loss
+
+    step = Transaction(
+        body, lambda: TrainState.of(module, optimizers), note_created=lambda tensor, value: noted.__setitem__(id(tensor), value)
+    )
+    return step, of, noted
+
+
+def test_slots_that_an_optimizer_of_torch_creates():
+    """Each is noted with its first value in the step that creates it, whenever that is, and is part of the train state from then on."""
+    step, of, noted = loop(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+    for late in (False, False, False, True):
+        step(late)
+        assert step.stale is (late or step.steps == 1)
+        assert set(noted) == {id(t) for slots in of.state.values() for t in slots.values()}
+    assert len(noted) == 6 and not any(map(np.any, noted.values()))
+    step(True)
+    assert not step.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
+
+
+def test_bad_slots_are_seen_in_the_step_that_creates_them():
+    step, _, _ = loop(Broken)
+    step(False)
+    assert not step.verdict.refused and not math.isfinite(step.verdict.weights)
+
+
+# Scales and rates
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_scale_that_grows_to_infinity_is_judged_by_the_next_step(kind):
+    """It was finite when the loss was scaled; the next step is refused, and the scale begins anew."""
+    model = network(scaled())
+    model.optimizer.build(model.trainable_variables)
+    model.layers[-1].kernel.assign(np.zeros((3, 1), "float32"))
+    target, step = torch.zeros_like(Y), alone(model, BODIES[kind](model))
+    step((X, target))
+    model.optimizer.dynamic_scale.assign(2.0**127)
+    model.optimizer.step_counter.assign(model.optimizer.dynamic_growth_steps - 1)
+    step((X, target))
+    assert not step.verdict.refused and step.verdict.scale == 2.0**127
+    assert step.verdict.statistics == 0.0 and math.isinf(float(model.optimizer.dynamic_scale))
+    step((X, target))
+    assert step.verdict.refused and math.isinf(step.verdict.scale) and float(model.optimizer.dynamic_scale) == 64.0
+
+
+def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
+    """As a rate that a schedule gives is."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+
+    def body(data):
+        model.optimizer.learning_rate.assign(math.inf)
+        return {"loss": updated(model, data)}
+
+    step = alone(model, body)
+    step((X, Y))
+    assert not step.verdict.refused and step.verdict.statistics == 0.0 and not math.isfinite(step.verdict.weights)
+
+
+# Exceptions
+
+
+class Raising(keras.metrics.Metric):
+    """Raises after the update, where `when` says so."""
+
+    def __init__(self, when, message):
+        super().__init__(name="raising")
+        self.when, self.message = when, message
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.when(y_pred):
+            raise RuntimeError(self.message)
+
+    def result(self):
+        return 0.0
+
+
+NUMERIC = "all elements of input should be between 0 and 1"
+
+
+def with_metric(when, message):
+    model = network(keras.optimizers.Adam(0.1), layers.BatchNormalization())
+    model.compile(model.optimizer, "mse", metrics=[Raising(when, message)])
+    return model
+
+
+def test_a_metric_that_raises_on_a_bad_prediction():
+    """The step was refused before, and its exception goes with it."""
+    model = with_metric(lambda prediction: bool(torch.isnan(prediction).any()), NUMERIC)
+    model.optimizer.build(model.trainable_variables)
+    step, before = alone(model), state(model)
+    step((BAD, Y))
+    assert step.verdict.refused and math.isnan(step.verdict.loss) and same(state(model)[:-1], before[:-1])
+    step((X, Y))
+    assert not step.verdict.refused
+
+
+@pytest.mark.parametrize("message", [NUMERIC, "disk full"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_exception_after_the_update(guarded, message):
+    """Goes on to the user; the update is made, and what belongs to it stays, as without a guard: nothing is half undone."""
+    ends = []
+    for guard in (guarded, False):
+        calls = []
+        model = with_metric(lambda prediction, calls=calls: calls.append(True) or len(calls) == 4, message)
+        step = alone(model) if guard else model.train_step
+        for _ in range(3):
+            step((X, Y))
+        with pytest.raises(RuntimeError, match=message):
+            step((X, Y))
+        ends.append(state(model))
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_an_exception_before_the_update(refuse):
+    """Leaves the state as it was before the step, or, where nothing is refused, as it is without a guard."""
+    model, other = (network(keras.optimizers.Adam(0.1), layers.BatchNormalization()) for _ in range(2))
+
+    def body(of, data):
+        of(data[0], training=True)
+        raise RuntimeError("disk full")
+
+    step, before = alone(model, lambda data: body(model, data), refuse=refuse), state(model)
+    for call in (step, lambda data: body(other, data)):
+        with pytest.raises(RuntimeError, match="disk full"):
+            call((X, Y))
+    assert same(state(model), before if refuse else state(other)) and not same(before, state(other))
+
+
+# Tensors that Keras does not list
+
+
+def test_a_buffer_that_is_infinite_on_purpose():
+    """Nobody writes it, so it is a constant, though torch does not say so."""
+    model = network()
+    model.mask = torch.nn.Module()
+    model.mask.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    assert list(model.buffers()) == [model.mask.mask]
+    step = alone(model)
+    for _ in range(4):
+        step((X, Y))
+        assert not step.verdict.refused and step.verdict.statistics == 0.0
+
+
+def test_a_weight_that_a_layer_holds_a_second_time():
+    """It is judged as the weight that it is, and not among the statistics as well."""
+    model = network()
+    model.layers[-1].__dict__["again"] = model.layers[-1].kernel.value
+    assert any(t is model.layers[-1].kernel.value for t in TrainState.of(model).unlisted)
+    step = alone(model)
+    for _ in range(4):
+        step((X, Y))
+        assert not step.verdict.refused and step.verdict.statistics == 0.0
+
+
+def test_frozen_parameters_of_torch_are_no_statistics():
+    """Torch writes its buffers without counting it; a parameter that is not trained it does not write."""
+    net = torch.nn.Linear(3, 1)
+    net.frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
+    net.register_buffer("seen", torch.full((3,), 2.0))
+    of = torch.optim.SGD(net.parameters(), lr=0.01)
+    module, optimizers = adapted(net, [of])
+
+    def body(x):
+        of.zero_grad()
+        loss = (net(x) - Y).square().mean()
+        loss.backward()
+        of.step()
+        return loss
+
+    step = Transaction(body, lambda: TrainState.of(module, optimizers))
+    for _ in range(3):
+        step(X)
+        assert step.verdict.statistics == 6.0
+
+
+# Compiled steps
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Let `torch.compile` return the function as it is, which then notes how Keras writes variables in each call."""
+    calls = []
+
+    def compile(function):
+        def run(*args):
+            calls.append(keras.src.backend.Variable._direct_assign.__qualname__)
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return calls
+
+
+class Hidden:
+    """Holds a variable that no list of Keras names."""
+
+    def __init__(self):
+        self.sum = keras.Variable(0.0, trainable=False)
+
+
+@pytest.mark.parametrize("bad", [(0,), (2,), (3, 5)])
+def test_a_compiled_step_that_writes_what_is_in_no_list(compiled, bad):
+    """What it assigns to was seen in the steps before, which are not compiled; after a refusal it is as it was."""
+
+    def trained(batches, guarded):
+        model, hidden = network(), Hidden()
+        model.optimizer.build(model.trainable_variables)
+
+        def body(data):
+            model.layers[-1].kernel.assign(model.layers[-1].kernel * 0.9)
+            loss = updated(model, data)
+            hidden.sum.assign(hidden.sum + loss)
+            return {"loss": loss, "weight": model.trainable_variables[0].value.detach().abs().sum()}
+
+        step = alone(model, body, jit=True) if guarded else body
+        for batch in batches:
+            step((batch, Y))
+        return [*state(model), np.array(float(hidden.sum))]
+
+    batches = [BAD if number in bad else X for number in range(6)]
+    guarded = trained(batches, True)
+    assert set(compiled) == {PLAIN} and len(compiled) == 2 * (6 - 2), "each is the body and its update, from the third step on"
+    assert same(guarded, trained([batch for batch in batches if batch is not BAD], False))
+
+
+def test_a_compiled_step_of_keras(compiled):
+    """It is compiled once it is known what it writes, and keeps its small state alone."""
+    model = network(None, layers.BatchNormalization())
+    model.optimizer.build(model.trainable_variables)
+    step = alone(model, jit=True)
+    for number, batch in enumerate((X, X, X, BAD, X)):
+        before = [np.array(ops.convert_to_numpy(v)) for v in model.variables]
+        step((batch, Y))
+        assert len(compiled) == {0: 0, 1: 0, 2: 2, 3: 3, 4: 5}[number] and step.verdict.refused is (batch is BAD)
+        assert same(before, [np.array(ops.convert_to_numpy(v)) for v in model.variables]) is (batch is BAD)
+    assert not step.untracked
+
+
+def test_an_optimizer_that_a_compiled_step_builds(compiled):
+    """Its scale is part of the train state from the next step on."""
+    model, used = network(scaled()), []
+
+    def body(data):
+        return {"loss": updated(model, data) if used else model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0]))}
+
+    step = alone(model, body, jit=True)
+    for _ in range(3):
+        step((X, Y))
+    used.append(True)
+    step((X, Y))
+    assert compiled and model.optimizer.built and step.stale
+    step((X, Y))
+    assert step.verdict.scale == 64.0 and not step.stale

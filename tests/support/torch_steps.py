@@ -1,0 +1,53 @@
+"""Single steps on PyTorch, with the transaction around them and no fit."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import torch
+from keras import layers, ops
+
+from keras_nanguard._backends.torch.step import Transaction
+from keras_nanguard._keras.train_state import TrainState
+
+X, Y = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]]), torch.tensor([[1.0], [2.0]])
+
+
+def network(optimizer=None, *more, loss="mse"):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), *more, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9) if optimizer is None else optimizer, loss)
+    return model
+
+
+def alone(model, body=None, **more):
+    known = {"model": model, "logs": True, "stock": body is None, **more}
+    return Transaction(body or (lambda data: model.train_step(data)), lambda: TrainState.of(model), **known)
+
+
+def state(model):
+    return [np.array(ops.convert_to_numpy(v)) for v in (*model.variables, *model.optimizer.variables)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other))
+
+
+def updated(model, data, optimizer=None):
+    """Update a model, as a step of one's own does, and return the loss."""
+    optimizer, variables = optimizer or model.optimizer, model.trainable_variables
+    model.zero_grad()
+    loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+    optimizer.scale_loss(loss).backward()
+    with torch.no_grad():
+        optimizer.apply([v.value.grad for v in variables], variables)
+    return loss
+
+
+def wild(model):
+    """A step of one's own that looks at the weights after its update, which so cannot wait."""
+
+    def body(data):
+        return {"loss": updated(model, data), "weight": model.trainable_variables[0].value.detach().abs().sum()}
+
+    return body
