@@ -130,7 +130,8 @@ class Monitors:
             self._still = 0
             return
         self._still += 1
-        if rise >= JUMP or (self._still > 1 and _moved(frozen, run.ring.oldest())):
+        alive = _have_moved(frozen, run.ring.oldest())
+        if (rise >= JUMP and alive is not False) or (self._still > 1 and alive):
             yield from (Finding("gradients", "stuck", v.path, 0, 0, int(np.prod(v.shape)), 0.0) for v in frozen)
 
     def _range(self, run: Run) -> Iterator[Finding]:
@@ -185,10 +186,14 @@ def _learning(model: Any) -> list[Any]:
     return [layer for layer in keras_layers.batchnorms(model) if layer.built and layer.trainable]
 
 
-def _moved(kernels: Sequence[Any], then: Any) -> bool:
-    """Whether any of these kernels has moved since a snapshot."""
+def _have_moved(kernels: Sequence[Any], then: Any) -> bool | None:
+    """Whether most of these kernels have moved since a snapshot; `None` where nobody knows.
+
+    Under a rate that is too low, or behind vanishing gradients, most updates round to nothing from the first step on.
+    """
     before = [(then.value(v), v) for v in kernels] if then is not None else []
-    return any(value is not None and not np.array_equal(value, keras_variables.view(v)) for value, v in before)
+    moved = [not np.array_equal(value, keras_variables.view(v)) for value, v in before if value is not None]
+    return 2 * sum(moved) > len(moved) if moved else None
 
 
 def _learns(optimizers: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import types
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from keras import layers
 from keras_nanguard import NanGuard
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import History, sizes
+from keras_nanguard._fit import monitors
 from keras_nanguard.testing import inject
 
 
@@ -132,3 +134,30 @@ def test_a_network_that_dies_in_a_moderate_rise_of_the_loss_is_reported(dies):
     assert {f.path for f in incident.findings} >= {layer.kernel.path for layer in hidden}
     assert incident.diagnosis.cause == "divergence"
     assert incident.step > 60, "one look is not enough"
+
+
+def test_a_network_that_has_never_moved_has_not_died():
+    """Behind vanishing gradients updates round to nothing, and a lower rate would help nobody; losses of one row scatter."""
+    keras.utils.set_random_seed(0)
+    small = keras.initializers.RandomNormal(stddev=1e-3)
+    model = keras.Sequential([keras.Input((8,)), *(layers.Dense(8, kernel_initializer=small) for _ in range(6)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-4), "mse")
+    x = np.random.default_rng(0).standard_normal((200, 8)).astype("float32")
+    kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
+    before = [keras.ops.convert_to_numpy(v).copy() for v in kernels]
+    guard = NanGuard(verbose=0)
+    model.fit(x, x[:, :1], batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert sum(np.array_equal(then, keras.ops.convert_to_numpy(v)) for then, v in zip(before, kernels)) > len(kernels) / 2
+    assert guard.session.history.jump(guard.session.step)[0] >= 20.0
+    assert guard.incidents == []
+
+
+@pytest.mark.parametrize("moved, expected", [(0, False), (2, False), (3, True), (4, True), (None, None)])
+def test_whether_kernels_have_moved(moved, expected):
+    """Most of them have to have: where updates are about as small as the last bits, a few move now and then."""
+    kernels = [keras.Variable([[1.0, 2.0]]) for _ in range(4)]
+    then = None if moved is None else {id(v): keras.ops.convert_to_numpy(v).copy() for v in kernels}
+    for kernel in kernels[: moved or 0]:
+        kernel.assign_add([[0.0, 1e-6]])
+    snapshot = None if then is None else types.SimpleNamespace(value=lambda v: then[id(v)])
+    assert monitors._have_moved(kernels, snapshot) is expected

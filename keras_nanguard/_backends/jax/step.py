@@ -79,7 +79,7 @@ class Conditions:
         refuse: whether the policy refuses bad steps.
         deferrable: whether the updates can be deferred until the verdict.
         size: bytes of state.
-        packable: whether the state is made of plain arrays in one place.
+        packable: whether the state is made of few plain arrays, in one place.
         short: whether there is no room for the gradients beside the state.
     """
 

@@ -11,7 +11,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.jax import strategies
-from keras_nanguard._backends.jax.packed import Packed, can_pack, packed, unpacked, values
+from keras_nanguard._backends.jax.packed import MANY, Packed, can_pack, packed, unpacked, values
 from keras_nanguard._backends.jax.step import pinned
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "uint32", "bool")
@@ -90,6 +90,13 @@ def test_random_keys_are_not_packed():
     assert can_pack(([jnp.zeros(3)],))
     assert not can_pack(([jnp.zeros(3), jax.random.key(0)],))
     assert not can_pack(([1.0],))
+
+
+def test_many_arrays_are_not_packed():
+    """XLA compiles each array that it takes apart, and a deep network would wait a minute for its first step."""
+    arrays = [jnp.zeros(3)] * MANY
+    assert can_pack((arrays,))
+    assert not can_pack(([*arrays, jnp.zeros(3)],))
 
 
 class Counted(NanGuard):
