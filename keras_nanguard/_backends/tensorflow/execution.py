@@ -98,8 +98,8 @@ class StepTrace:
             kept = {id(v.handle) for v, _ in self.kept}
             self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
         if keras_optimizers.is_loss_scaled(record.optimizer):
-            scale = record.optimizer.dynamic_scale
-            if all(scale is not other for _, _, other, _ in self.scales):
+            scale, noted = record.optimizer.dynamic_scale, [*self.train_state.scales, *(pair[2:] for pair in self.scales)]
+            if id(scale) not in {id(other) for other, _ in noted}:
                 self.note_scale(scale, record.optimizer.step_counter)
 
     def note_scale(self, scale: Any, counter: Any) -> None:

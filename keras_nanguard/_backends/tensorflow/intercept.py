@@ -46,7 +46,7 @@ class Seen:
         gradients: every gradient that is not `None`.
         losses: what `compute_loss` returned.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
-        boundary: mark of the graph at the first call of `apply`, or `None`.
+        boundary: mark of the graph at the first update, or `None`.
         nested: whether an update was asked for inside a function or conditional of the body's own.
     """
 
@@ -118,11 +118,11 @@ class Intercept:
                 seen.nested = True
                 return real(grads, variables) if variables is not None else real(grads)
             record = Update(optimizer, real, grads, variables)
-            if seen.boundary is None and self.graph is not None:
-                seen.boundary = graph.mark(self.graph)
             seen.records.append(record)
             seen.gradients += [g for g in grads if g is not None]
             self.asked(record)
+            if seen.boundary is None:  # what was read of the state when it was asked for is not read after it
+                seen.boundary = graph.mark(self.graph)
             if self.immediate:
                 record.run()
             return None

@@ -184,7 +184,7 @@ class Away(layers.Layer):
 def test_stands_still(way, where, monkeypatch):
     """After a step that leaves a weight or a slot infinite no other step of the execution changes anything, until the host lets it."""
     monkeypatch.setattr(rules, "SMALL_SLOTS", 0)  # slots have a sum of their own
-    plain, model = (network(Bursting(where), Away(name="away")) for _ in range(2))
+    plain, model = (network(Bursting(where), Away(name="away"), built=False) for _ in range(2))
     trained(plain, batches(X, range(3)))
     transaction = alone(model, way, several=2)
     verdicts = run(transaction, batches(X, range(6)), 2, way)[1]
@@ -275,7 +275,7 @@ def test_a_loss_scale(way, built):
         scales.append([float(v) for m in (plain, model) for v in (m.optimizer.dynamic_scale, m.optimizer.step_counter)])
         assert verdict.only_gradients == verdict.refused
     assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
-    assert transaction.untracked == {}
+    assert transaction.untracked == {} and transaction.keeps_undo == (way == "kept")
     weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
     same(*weights)
     for bad in (0.0, np.inf):

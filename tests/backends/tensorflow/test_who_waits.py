@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backends.tensorflow.test_alone import X, alone, batches, execution, network, run, same, state
+from backends.tensorflow.test_alone import X, Y, alone, batches, execution, network, run, same, spoiled, state
+from keras import layers
 
 STEPS, BAD = range(5), (0, 2)
 SPOILT = X.copy()
@@ -78,6 +79,10 @@ def updates_in_a_conditional(model, batch):
     return {"loss": loss}
 
 
+def updates_and_scales_in_a_conditional(model, batch):
+    return updates_in_a_conditional(model, batch)
+
+
 def writes_what_nobody_lists(model, batch):
     model.hidden().assign_add(tf.reduce_mean(batch[0], 0))
     x, y = batch
@@ -114,6 +119,7 @@ WAITS = {
     writes_a_weight_before: False,
     writes_a_slot_before: False,
     updates_in_a_conditional: False,
+    updates_and_scales_in_a_conditional: False,
     writes_what_nobody_lists: True,
     updates_what_nobody_lists_twice: False,
     writes_and_updates_what_nobody_lists: False,
@@ -129,7 +135,8 @@ def test_who_waits(body, way):
     """The state is that of the step by itself without the bad batches, and no old weight is kept where the updates can wait."""
 
     def made():
-        model = network()
+        scaled = "scales" in body.__name__
+        model = network(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=4.0) if scaled else None)
         model.other = model.add_weight(shape=(), initializer="zeros", trainable=False, name="other")
         hidden = tf.Variable(tf.zeros((3,)), trainable="updates_what" in body.__name__)
         if way == "eager" and "writes" in body.__name__:
@@ -150,3 +157,56 @@ def test_who_waits(body, way):
     assert len(transaction.untracked) == (way != "eager" and body is writes_what_nobody_lists)
     noted = [id(variable) for variable, _ in transaction.created]
     assert len(noted) == len({*noted}) and (id(model.hidden()) in noted) == ("updates_what" in body.__name__)
+
+
+@pytest.mark.parametrize("way", ["deferred", "eager"])
+def test_what_the_first_step_makes(way):
+    """A bad first step of a model that it builds leaves it as if it had not run, and its variables are noted once."""
+
+    def unbuilt():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        return model
+
+    plain, model = unbuilt(), unbuilt()
+    execute = execution(plain.train_step, way)
+    for batch in batches(X, [step for step in STEPS if step not in BAD]):
+        execute(batch)
+    transaction = alone(model, way)
+    verdicts = run(transaction, batches(SPOILT, STEPS), 1, way)[1]
+    assert [v.refused for v in verdicts] == [step in BAD for step in STEPS]
+    same(state(model), state(plain))
+    made = {id(v.value) for v in (*model.variables, *model.optimizer.variables) if v is not model.optimizer._learning_rate}
+    noted = [id(variable) for variable, _ in transaction.created]
+    assert len(noted) == len({*noted}) and made - {*noted} <= {id(v.value) for v in model.optimizer.variables}
+    assert transaction.keeps_undo is False
+
+
+@pytest.mark.parametrize("way", ["deferred", "eager"])
+def test_two_loss_scales(way):
+    """Each of two optimizers that the first step builds halves its scale where all gradients are bad, as stock Keras does."""
+
+    def made():
+        scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=scale) for scale in (64.0, 16.0)]
+        model = network(scaled[0], loss=spoiled("gradients"), built=False)
+        model.second = scaled[1]
+        return model
+
+    def step(model, batch):
+        loss, gradients = gradients_of(model, batch)
+        gradients = [g + tf.where(tf.reduce_max(batch[1]) > 50, np.float32("inf"), 0.0) for g in gradients]
+        model.optimizer.apply(gradients[:1], model.trainable_variables[:1])
+        model.second.apply(gradients[1:], model.trainable_variables[1:])
+        return {"loss": loss}
+
+    plain, model = made(), made()
+    execute, transaction = execution(lambda batch: step(plain, batch), way), alone(model, way, lambda batch: step(model, batch))
+    y = Y.copy()
+    y[[*BAD], 1] = 100.0
+    for batch in [(tf.constant(a), tf.constant(b)) for a, b in zip(X, y)]:
+        execute(batch)
+        run(transaction, [batch], 1, way)
+        scales = [[float(o.dynamic_scale) for o in (one.optimizer, one.second)] for one in (plain, model)]
+        assert scales[0] == scales[1]
+    assert scales[0] == [16.0, 4.0]
