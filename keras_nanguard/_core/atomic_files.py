@@ -6,6 +6,7 @@ Imports no backend.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -58,10 +59,24 @@ def put(finished: Path, path: Path) -> None:
         flush_to_disk(path.parent)
 
 
+@functools.lru_cache(64)
+def _unfinished(name: str, process: int) -> str:
+    """Return the name of a file while it is written; the same string each time.
+
+    pathlib interns each name, and of names that come and go Python's table of interned strings grows, by megabytes at once.
+    """
+    return f"{BESIDE}{process}-{name}"
+
+
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed on an error."""
-    unfinished = path.with_name(f"{BESIDE}{os.getpid()}-{path.name}")
+def beside(path: Path, name: str = "") -> Iterator[Path]:
+    """Yield a temporary path beside the final one. It is renamed when the block ends, and removed on an error.
+
+    Args:
+        path: the final one.
+        name: what the temporary one is called after, by default the name of the final one.
+    """
+    unfinished = path.with_name(_unfinished(name or path.name, os.getpid()))
     _discard(unfinished)
     try:
         yield unfinished
@@ -111,11 +126,14 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 def remove(path: Path) -> None:
     """Remove a folder atomically, by renaming it first; of a symbolic link remove only the link."""
-    unfinished = path.with_name(BESIDE + path.name)
+    unfinished = path.with_name(_unfinished("removed", os.getpid()))
     if path.is_symlink():
         path.unlink()
     elif path.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished.exists():  # something of it cannot be removed
+            unfinished = path.with_name(BESIDE + path.name)
+            shutil.rmtree(unfinished, ignore_errors=True)
         os.replace(path, unfinished)
         shutil.rmtree(unfinished, ignore_errors=True)
 

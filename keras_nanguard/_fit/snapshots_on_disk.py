@@ -154,7 +154,7 @@ class DiskRing(Ring):
         self._take_folder()
         atomic_files.sweep(self.folder)
         path = self.folder / f"snapshot-{next_number(self.folder):08d}"
-        with atomic_files.beside(path) as unfinished:
+        with atomic_files.beside(path, "snapshot") as unfinished:
             unfinished.mkdir()
             return path, self._write(unfinished, step, verified)
 

@@ -589,6 +589,34 @@ def test_what_is_written_beside_is_whole_or_not_there(tmp_path):
     assert path.read_text() == "whole" and os.listdir(tmp_path) == ["one.txt"]
 
 
+def test_temporary_names_do_not_pile_up(tmp_path):
+    """Snapshots of other numbers are written and removed under one name: of names that come and go, Python's table of them would grow."""
+    names, removed = [], []
+    for number in range(3):
+        with atomic_files.beside(tmp_path / f"snapshot-{number}", "snapshot") as unfinished:
+            names.append(unfinished.name)
+            unfinished.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", lambda old, new, real=os.replace: (removed.append(new.name), real(old, new)))
+        for number in range(3):
+            atomic_files.remove(tmp_path / f"snapshot-{number}")
+    assert all(name is names[0] for name in names) and all(name is removed[0] for name in removed)
+    assert len(removed) == 3 and os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_removed_does_not_keep_the_next_from_being_removed(tmp_path, monkeypatch):
+    real, stuck = shutil.rmtree, f".unfinished-{os.getpid()}-removed"
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: None if path.name == stuck else real(path, **more))
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+        atomic_files.remove(tmp_path / name)
+    assert os.listdir(tmp_path) == [stuck]
+    monkeypatch.undo()
+    atomic_files.sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_sealed_json(tmp_path):
     """A sealed file is read back as it was; any change to any byte of it is found out."""
     path = tmp_path / "a.json"
