@@ -32,7 +32,7 @@ class Explained:
 SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
 MORE = "More is copied than has to be; what is given back is the same."
-ONE_DEVICE = "All sums of a step are on one device, so it does not matter which of them is asked where it is."
+ONE_DEVICE = "The loss of a step is on the device of its gradients, so it does not matter which of the two is asked where it is."
 
 EXPLAINED: tuple[Explained, ...] = (
     Explained(

@@ -274,11 +274,12 @@ def test_a_buffer_that_is_infinite_on_purpose():
         assert not step.verdict.refused and step.verdict.statistics == 0.0
 
 
-def test_a_weight_that_a_layer_holds_a_second_time():
-    """It is judged as the weight that it is, and not among the statistics as well."""
-    model = network()
-    model.layers[-1].__dict__["again"] = model.layers[-1].kernel.value
-    assert any(t is model.layers[-1].kernel.value for t in TrainState.of(model).unlisted)
+def test_a_frozen_weight_that_a_layer_holds_a_second_time():
+    """It is no more of a statistic than one that is held once."""
+    frozen = layers.Dense(3, use_bias=False, trainable=False)
+    model = network(None, frozen)
+    frozen.__dict__["again"] = frozen.kernel.value
+    assert any(t is frozen.kernel.value for t in TrainState.of(model).unlisted)
     step = alone(model)
     for _ in range(4):
         step((X, Y))
