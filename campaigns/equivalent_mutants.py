@@ -158,6 +158,13 @@ EXPLAINED: tuple[Explained, ...] = (
         "It is compared with 1,000 and more.",
     ),
     Explained(
+        "_backends/tensorflow/execution.py",
+        "StepTrace._decide",
+        "nothing = tf.zeros((len(places), 3), tf.int64)",
+        ("nothing = tf.zeros((len(places), 4), tf.int64)", "nothing = tf.zeros((len(places), 2), tf.int64)"),
+        "It stands for the counts of a step that commits, which nobody reads.",
+    ),
+    Explained(
         "_backends/tensorflow/step.py",
         "Transaction.__init__",
         "*,",

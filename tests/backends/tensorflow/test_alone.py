@@ -152,11 +152,11 @@ def test_bad_steps_that_are_watched(way):
 
 
 class Bursting(keras.optimizers.SGD):
-    """Makes a weight or a slot infinite in its third update; no later step computes anything bad of it."""
+    """Makes a weight or a slot infinite in one of its updates; no later step computes anything bad of it."""
 
-    def __init__(self, where):
+    def __init__(self, where, update=2):
         super().__init__(0.05, momentum=0.9)
-        self.where = where
+        self.where, self.update = where, update
 
     def build(self, variables):
         super().build(variables)
@@ -165,7 +165,7 @@ class Bursting(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
         if "away/bias" in getattr(variable, "path", variable.name):
-            bad = tf.where(self.iterations.value == 2, np.float32("inf"), 0.0)
+            bad = tf.where(self.iterations.value == self.update, np.float32("inf"), 0.0)
             (variable if self.where == "weights" else self.spare.value).assign_add(tf.fill((2,), bad))
 
 

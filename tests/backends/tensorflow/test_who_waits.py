@@ -6,8 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backends.tensorflow.test_alone import X, Y, alone, batches, execution, network, run, same, spoiled, state
+from backends.tensorflow.test_alone import Away, Bursting, X, Y, alone, batches, execution, network, run, same, spoiled, state
 from keras import layers
+
+from keras_nanguard._backends.tensorflow.execution import Retrace
 
 STEPS, BAD = range(5), (0, 2)
 SPOILT = X.copy()
@@ -210,3 +212,39 @@ def test_two_loss_scales(way):
         scales = [[float(o.dynamic_scale) for o in (one.optimizer, one.second)] for one in (plain, model)]
         assert scales[0] == scales[1]
     assert scales[0] == [16.0, 4.0]
+
+
+@pytest.mark.parametrize("where", ["weights", "slots"])
+def test_what_the_first_update_makes(where):
+    """In eager execution the first step reads what it has made, and is refused where that is bad."""
+    model = network(Bursting(where, update=0), Away(name="away"), built=False)
+    before = [np.array(v) for v in model.variables]
+    (verdict,) = run(alone(model, "eager"), batches(X, [0]), 1, "eager")[1]
+    assert verdict.refused and np.isfinite(verdict.loss + verdict.gradients + verdict.statistics)
+    same([np.array(v) for v in model.variables], before)
+    assert all(np.isfinite(np.array(v)).all() for v in model.optimizer.variables)
+
+
+@pytest.mark.parametrize("way", ["deferred", "twice"])
+def test_a_step_that_makes_nothing(way):
+    """It is traced once, and gives back what nobody lists in its very first run."""
+    model, hidden = network(), tf.Variable(tf.zeros((3,)), trainable=False)
+
+    def body(batch):
+        hidden.assign_add(tf.reduce_mean(batch[0], 0))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(batch[0], training=True) - batch[1]))
+        model.optimizer.apply(tape.gradient(loss, [v.value for v in model.trainable_variables]), model.trainable_variables)
+        return loss
+
+    transaction = alone(model, way, body, logs=False)
+    before = [np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)]
+    execute = execution(transaction, way)
+    for _ in range(2):
+        try:
+            _, verdict = transaction.read(execute(batches(SPOILT, [0])[0]))
+            break
+        except Retrace:
+            execute = execution(transaction, way)
+    assert verdict.refused and len(transaction.untracked) == 1
+    same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
