@@ -159,6 +159,20 @@ EXPLAINED: tuple[Explained, ...] = (
     ),
     Explained(
         "_backends/tensorflow/execution.py",
+        "StepTrace.check_deferred",
+        "def check_deferred(self, start: int = 0) -> None:",
+        ("def check_deferred(self, start: int = 1) -> None:",),
+        "The first operation of a branch touches no variable: its handle has to be brought into the branch before.",
+    ),
+    Explained(
+        "_backends/tensorflow/execution.py",
+        "StepTrace.check_deferred",
+        "if self.graph is None or not self.after_update:",
+        ("if self.graph is None and not self.after_update:",),
+        "Without a graph nothing is noted, and where nothing is noted no access is found among it.",
+    ),
+    Explained(
+        "_backends/tensorflow/execution.py",
         "StepTrace._decide",
         "nothing = tf.zeros((len(places), 3), tf.int64)",
         ("nothing = tf.zeros((len(places), 4), tf.int64)", "nothing = tf.zeros((len(places), 2), tf.int64)"),
