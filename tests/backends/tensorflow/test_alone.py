@@ -7,95 +7,35 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from support.tensorflow_steps import (
+    BAD,
+    KEPT,
+    SIZE,
+    STEPS,
+    WITH_BAD,
+    Away,
+    Bursting,
+    X,
+    Y,
+    alone,
+    batches,
+    execution,
+    network,
+    run,
+    same,
+    spoiled,
+    state,
+    trained,
+)
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.shared import batch_memory, rules
 from keras_nanguard._backends.tensorflow import ordered_updates
-from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._keras.train_state import TrainState
 
-SIZE, STEPS, BAD = 4, 8, (1, 2, 6)
-X = np.random.default_rng(0).standard_normal((STEPS, SIZE, 3)).astype("float32")
-Y = X[:, :, :1] - 0.5
-WITH_BAD = X.copy()
-WITH_BAD[[*BAD], 2, 1] = np.nan
-KEPT = [step for step in range(STEPS) if step not in BAD]
-
 WAYS = ("deferred", "kept", "twice", "compiled", "compiled, twice", "eager")
 """Updates that wait for the verdict; updates at once, and old values kept; a step that runs twice; the same compiled by XLA; no graph."""
-
-
-def network(optimizer=None, *more, loss="mse", built=True):
-    keras.utils.set_random_seed(0)
-    first = [keras.Input((3,)), layers.Dense(2, use_bias=False), layers.BatchNormalization(), *more]
-    model = keras.Sequential([*first, layers.Dense(1, dtype="float32")])
-    model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["mae"])
-    if built:
-        model.optimizer.build(model.trainable_variables)
-    return model
-
-
-def alone(model, way="deferred", body=None, several=1, **more):
-    """Return the transaction around the step of a model, for so many steps in one execution."""
-    created, said = [], []
-    known = {"model": model, "logs": True, "counted": 2 * several if several > 1 else 0, "refuse": True, **more}
-    known["batches"] = known.get("batches", "graph" if several > 1 and way != "eager" else "host")
-    known.update(jit="compiled" in way, note_created=lambda variable, value: created.append((variable, value)), say=said.append)
-    transaction = Transaction(body or model.train_step, lambda: TrainState.of(model), **known)
-    transaction.created, transaction.heard = created, said
-    transaction.keeps_undo, transaction.shortage = way == "kept", "no room" if "twice" in way else ""
-    return transaction
-
-
-def batches(x, steps=range(STEPS)):
-    return [(tf.constant(x[step]), tf.constant(Y[step])) for step in steps]
-
-
-def execution(step, way=""):
-    """Return a function that runs a step on each batch that it is given, and returns what the last of them does."""
-
-    def execute(*batches):
-        return [step(batch) for batch in batches][-1]
-
-    return execute if way == "eager" else tf.function(execute, autograph=False)
-
-
-def run(transaction, given, several=1, way=""):
-    """Return the logs of each execution, the verdict of each step, and the reports of all."""
-    execute = vars(transaction).setdefault("traced", execution(transaction, way))
-    logs, verdicts, reports = [], [], []
-    for start in range(0, len(given), several):
-        now = given[start : start + several]
-        if transaction.stored is None:
-            transaction.give([(batch,) for batch in now])
-        try:
-            result = execute(*now)
-        except Retrace:
-            execute = vars(transaction)["traced"] = execution(transaction, way)
-            result = execute(*now)
-        told, verdict = transaction.read(result)
-        logs.append({key: float(value) for key, value in told.items()})
-        verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
-        assert str(verdicts[-1]) == str(verdict)
-        reports += transaction.report_queue.take()
-    return logs, verdicts, reports
-
-
-def state(model):
-    return [np.array(v) for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)]
-
-
-def same(one, other, tolerance=0.0):
-    assert len(one) == len(other)
-    for a, b in zip(one, other):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
-def trained(model, given, way=""):
-    """Train a model by Keras' own step, and return the logs of each step."""
-    execute = execution(model.train_step, way)
-    return [{key: float(value) for key, value in execute(batch).items()} for batch in given]
 
 
 @pytest.mark.parametrize("several", [1, 2])
@@ -151,34 +91,6 @@ def test_bad_steps_that_are_watched(way):
     assert reports[0].counts[:, 0].sum() and np.isnan(verdicts[-1].weights + verdicts[-1].slots)
 
 
-class Bursting(keras.optimizers.SGD):
-    """Makes a weight or a slot infinite in one of its updates; no later step computes anything bad of it."""
-
-    def __init__(self, where, update=2):
-        super().__init__(0.05, momentum=0.9)
-        self.where, self.update = where, update
-
-    def build(self, variables):
-        super().build(variables)
-        self.spare = self.add_variable((2,), name="spare")
-
-    def update_step(self, gradient, variable, learning_rate):
-        super().update_step(gradient, variable, learning_rate)
-        if "away/bias" in getattr(variable, "path", variable.name):
-            bad = tf.where(self.iterations.value == self.update, np.float32("inf"), 0.0)
-            (variable if self.where == "weights" else self.spare.value).assign_add(tf.fill((2,), bad))
-
-
-class Away(layers.Layer):
-    """Adds what its weights are, and nothing where they are infinite."""
-
-    def build(self, shape):
-        self.bias = self.add_weight(shape=(2,), initializer="zeros", name="bias")
-
-    def call(self, x):
-        return x + tf.exp(-tf.abs(self.bias))
-
-
 @pytest.mark.parametrize("where", ["weights", "slots"])
 @pytest.mark.parametrize("way", ["deferred", "twice", "compiled"])
 def test_stands_still(way, where, monkeypatch):
@@ -217,17 +129,6 @@ class Marks(layers.Layer):
         if training:
             self.mark.assign(tf.where(tf.reduce_max(tf.abs(x)) > 50, np.float32("inf"), self.mark.value + 1.0))
         return tf.clip_by_value(x, -3.0, 3.0)
-
-
-def spoiled(what):
-    """Return a loss that is bad, or whose gradient alone is, where a target is large."""
-
-    def loss(y, found):
-        large = y > 50
-        bad = {"loss": tf.where(large, np.float32("nan"), 0.0), "gradients": 0.1 * tf.sqrt(tf.where(large, 0.0 * found, 1.0 + 0.0 * found))}
-        return tf.reduce_mean(tf.square(tf.where(large, 0.0, y) - found) + bad.get(what, 0.0), -1)
-
-    return loss
 
 
 ALONE = [(what, way) for what in ("loss", "gradients", "statistics") for way in ("deferred", "kept", "twice", "eager")]

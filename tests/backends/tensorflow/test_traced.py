@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backends.tensorflow.test_alone import BAD, SIZE, WITH_BAD, X, alone, batches, execution, network
+from support.tensorflow_steps import BAD, SIZE, WITH_BAD, X, alone, batches, execution, network
 
 from keras_nanguard._keras.train_state import TrainState
 

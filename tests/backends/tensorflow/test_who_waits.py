@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backends.tensorflow.test_alone import Away, Bursting, X, Y, alone, batches, execution, network, run, same, spoiled, state
 from keras import layers
+from support.tensorflow_steps import Away, Bursting, X, Y, alone, batches, execution, network, run, same, spoiled, state
 
 from keras_nanguard._backends.tensorflow.execution import Retrace
 

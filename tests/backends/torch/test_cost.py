@@ -8,11 +8,9 @@ import keras
 import pytest
 import torch
 from keras import layers
-from support.torch_steps import X, Y, alone, network, updated, wild
+from support.torch_steps import BODIES, X, Y, alone, network
 
 from keras_nanguard._backends.torch import reductions
-
-BODIES = {"stock": lambda model: None, "own": lambda model: lambda data: {"loss": updated(model, data)}, "wild": wild}
 
 
 @pytest.mark.parametrize("kind", ["stock", "own"])

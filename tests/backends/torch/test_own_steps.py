@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from keras import layers, ops
-from support.torch_steps import X, Y, alone, network, same, state, updated, wild
+from support.torch_steps import BODIES, X, Y, alone, network, own, same, state, updated
 
 from keras_nanguard._backends.torch.attach import adapted
 from keras_nanguard._backends.torch.step import Transaction
@@ -18,14 +18,6 @@ from keras_nanguard._keras.train_state import TrainState
 BAD = X * torch.nan
 PLAIN = "Variable._direct_assign"
 """What Keras calls the function that writes a variable."""
-
-
-def own(model):
-    """A step of one's own that ends with its update, which so waits."""
-    return lambda data: {"loss": updated(model, data)}
-
-
-BODIES = {"stock": lambda model: None, "own": own, "wild": wild}
 
 
 def plain(model, kind):
