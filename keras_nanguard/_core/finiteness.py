@@ -9,6 +9,7 @@ This is the NumPy implementation for the host. Each backend implements the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ _NATIVE = frozenset("fdbBhHiIlLqQ?")
 _SMALL = 4096
 """Number of entries up to which comparing each of them is faster than a dot product."""
 
+_PIECE = 1 << 18
+"""Number of entries that are looked at at a time: more take memory that a guarded run may not have, and are no faster."""
+
 _WORDS = 256
 """Number of columns of the table of a fingerprint."""
 
@@ -56,30 +60,37 @@ def widen(array: Any) -> np.ndarray[Any, Any]:
 
 def is_finite(array: Any) -> bool:
     """Whether no entry is NaN or Inf; non-float arrays always are finite."""
-    array = widen(array)
-    if array.dtype.kind not in "fc":
-        return True
+    array = np.asarray(array)
     if array.size < _SMALL:
-        return bool(np.isfinite(array).all())
+        array = widen(array)
+        return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
     with np.errstate(all="ignore"):
-        flat = np.ravel(array)
-        if np.isfinite(np.dot(flat, flat)):
-            return True
-    return bool(np.isfinite(array).all())
+        return all(np.isfinite(np.dot(piece, piece)) or np.isfinite(piece).all() for piece in _pieces(array))
 
 
 def counts(array: Any) -> tuple[int, int, int]:
     """Return `(nan, inf, size)` of an array; dtypes that cannot hold NaN or Inf count as `(0, 0, size)`."""
-    array = widen(array)
-    if array.dtype.kind not in "fc":
-        return 0, 0, int(array.size)
-    return int(np.isnan(array).sum()), int(np.isinf(array).sum()), int(array.size)
+    array, nan, inf = np.asarray(array), 0, 0
+    for piece in _pieces(array):
+        nan += int(np.count_nonzero(np.isnan(piece)))
+        inf += int(np.count_nonzero(np.isinf(piece)))
+    return nan, inf, int(array.size)
 
 
 def largest(array: Any) -> float:
     """Return the largest magnitude of a finite array, 0 if it is empty or not of a float dtype."""
-    array = widen(array)
-    return float(np.max(np.abs(array))) if array.dtype.kind in "fc" and array.size else 0.0
+    return max((float(np.abs(piece).max()) for piece in _pieces(array)), default=0.0)
+
+
+def _pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield all entries of an array of a float dtype, widened, so many at a time that what is computed of them takes little memory.
+
+    None of another dtype, and no piece is empty. Entries come in the order in which they are stored, so that none is copied.
+    """
+    array = np.asarray(array)
+    if widen(array[:0] if array.ndim else array).dtype.kind in "fc" and array.size:
+        pieces = np.nditer(array, ["external_loop", "buffered"], order="K", buffersize=_PIECE)
+        yield from (widen(piece) for piece in pieces)
 
 
 def fingerprint(array: Any) -> np.ndarray[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 
 import ml_dtypes
@@ -94,6 +95,41 @@ def test_counts_are_those_of_numpy(values, dtype):
     given = np.asarray(values, dtype)
     assert finiteness.counts(given) == (int(np.isnan(given).sum()), int(np.isinf(given).sum()), given.size)
     assert finiteness.is_finite(given) is bool(np.isfinite(given).all())
+
+
+LAYOUTS = {
+    "rows": lambda values: values,
+    "columns": lambda values: np.asfortranarray(values),
+    "transposed": lambda values: values.T,
+    "every other column": lambda values: np.repeat(values, 2, axis=1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_large_arrays_are_read_in_pieces(dtype, layout):
+    """Of three million entries, in any order of storage: every piece counts, and takes less memory than a byte for each."""
+    values = np.zeros((3000, 1000), "float32")
+    values[0, 0], values[1500, 7], values[-1, -1] = 2.0, -9.0, 3.0
+    whole = LAYOUTS[layout](array(dtype, values))
+    values[0, 1], values[1501, :3], values[-1, -2] = np.nan, np.inf, np.nan
+    bad = LAYOUTS[layout](array(dtype, values))
+    tracemalloc.start()
+    try:
+        assert finiteness.counts(bad) == (2, 3, 3_000_000) and not finiteness.is_finite(bad)
+        assert finiteness.counts(whole) == (0, 0, 3_000_000) and finiteness.is_finite(whole) and finiteness.largest(whole) == 9.0
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("place", [0, (1 << 18) - 1, 1 << 18, (1 << 19) - 1, 1 << 19])
+def test_entries_at_the_ends_of_pieces(place):
+    values = np.ones((1 << 19) + 1, "float32")
+    values[place] = -7.0
+    assert finiteness.largest(values) == 7.0 and finiteness.is_finite(values)
+    values[place] = np.inf
+    assert not finiteness.is_finite(values) and finiteness.counts(values) == (0, 1, values.size)
 
 
 @pytest.mark.parametrize(("values", "expected"), [([1.0, -5.0, 2.0], 5.0), ([0.0], 0.0), ([3 + 4j, 1], 5.0)])
