@@ -145,8 +145,6 @@ class StepTrace:
                     raise Retrace
                 self.writes_elsewhere = True
             written.add(access.key)
-        if self.seen.nested and not self.keeps_undo:
-            self._save()
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
     def note_after_update(self, start: int) -> list[graph.Access]:

@@ -47,7 +47,6 @@ class Seen:
         losses: what `compute_loss` returned.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
         boundary: mark of the graph at the first update, or `None`.
-        nested: whether an update was asked for inside a function or conditional of the body's own.
     """
 
     records: list[Update] = field(default_factory=list)
@@ -55,7 +54,6 @@ class Seen:
     losses: list[Any] = field(default_factory=list)
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     boundary: int | None = None
-    nested: bool = False
 
 
 class Intercept:
@@ -113,10 +111,9 @@ class Intercept:
             variables = None if trainable_variables is None else list(trainable_variables)
             if not optimizer.built and variables is not None:
                 build(optimizer, variables, tf.executing_eagerly())
-            seen = self.seen()
-            if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:
-                seen.nested = True
+            if self.graph is not None and tf.compat.v1.get_default_graph() is not self.graph:  # a function or conditional of its own
                 return real(grads, variables) if variables is not None else real(grads)
+            seen = self.seen()
             record = Update(optimizer, real, grads, variables)
             seen.records.append(record)
             seen.gradients += [g for g in grads if g is not None]

@@ -232,6 +232,15 @@ def test_it_is_said_once(capsys):
     assert lines == [LINE.format("4 MB")]
 
 
+def test_a_step_that_is_built_anew_knows_what_the_one_before_knew(capsys, runs):
+    """A fit in which Keras makes another train function: gradients stay twice, of which the line says so once."""
+    made = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: model.make_train_function(force=True))
+    model = network()
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[NanGuard(), made])
+    assert len({id(owner) for owner in runs}) == 2
+    assert capsys.readouterr().out.count("twice") == 1
+
+
 @pytest.mark.parametrize(
     ("times", "updated", "short"),
     [(4.2, False, True), (4.5, False, False), (1.8, True, True), (2.0, True, False)],

@@ -142,6 +142,29 @@ class TrainsNative(keras.Model):
         return {"loss": loss}
 
 
+def updates_inside(how, slots):
+    """Return a step that trains its `tf.Variable` inside of something."""
+
+    class Inside(TrainsNative):
+        def compile(self, optimizer, *args, **kwargs):
+            super().compile(optimizer if slots else keras.optimizers.SGD(0.05), *args, **kwargs)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            gradient = tape.gradient(loss, self.weight)
+
+            def update():
+                self.optimizer.apply_gradients([(gradient, self.weight)])
+                return tf.constant(0)
+
+            tf.function(update)() if how == "function" else tf.cond(tf.size(x) > 0, update, lambda: tf.constant(0))
+            return {"loss": loss}
+
+    return Inside
+
+
 class Adversarial(keras.Model):
     """A GAN whose networks are no attributes of it; the generator's step reads the discriminator that was just updated."""
 
@@ -210,6 +233,11 @@ STEPS = {
     "writes in a loop": nested("while"),
     "writes in a function": nested("function"),
     "trains a tf.Variable": TrainsNative,
+    **{
+        f"updates in a {how}, {'with' if slots else 'without'} slots": updates_inside(how, slots)
+        for how in ("conditional", "function")
+        for slots in (True, False)
+    },
     "networks that are no attributes": Adversarial,
     "writes a table": Counts,
 }
