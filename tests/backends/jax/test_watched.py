@@ -1,0 +1,122 @@
+"""What the sums of a step on JAX are made of, whichever way it goes: not more of the state than may be judged, and not less."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from backends.jax.test_step import WAYS, Adversarial
+from keras import layers
+
+from keras_nanguard import NanGuard
+from keras_nanguard._backends.jax.step import pinned
+
+BATCH, BATCHES, AT = 8, 8, 3
+X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
+Y = X[:, :1] - 0.5 * X[:, 1:2]
+HOT = X.copy()
+HOT[AT * BATCH] = 200.0  # whose exponential is infinite
+
+
+@pytest.fixture(params=["packed", "host selects", "conditional", "selected at the end", "on an accelerator, verdicts deferred"])
+def way(request):
+    """Run by each strategy that puts its sums together in another way."""
+    with pinned(**WAYS[request.param]):
+        yield request.param
+
+
+class Tracks(layers.Layer):
+    """Keeps a number of its input in a weight of the model's state that no loss depends on."""
+
+    def __init__(self, of, first=0.0):
+        super().__init__(name="tracks")
+        self.of, self.first = of, first
+
+    def build(self, shape):
+        self.last = self.add_weight(shape=(), initializer=keras.initializers.Constant(self.first), trainable=False, name="last")
+
+    def call(self, x, training=False):
+        if training:
+            self.last.assign(self.of(x, self.last))
+        return x
+
+
+class Undefined(keras.metrics.Metric):
+    """NaN in every step, in a state of its own."""
+
+    def __init__(self):
+        super().__init__(name="undefined")
+        self.last = self.add_variable((), "zeros", name="last")
+
+    def update_state(self, y, predicted, sample_weight=None):
+        self.last.assign(keras.ops.mean(predicted) * float("nan"))
+
+    def result(self):
+        return self.last + 0.0
+
+
+def fitted(tracks, x=X, optimizer=None, **compiling):
+    """Return a model with this layer after a fit, and its guard."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), tracks, layers.Dense(4, activation="tanh"), layers.Dense(1)])
+    model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.9), "mse", **compiling)
+    guard = NanGuard(verbose=0, diagnose=False)
+    model.fit(x, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    return model, guard
+
+
+def test_a_statistic_that_turns_bad_refuses_its_step(way):
+    """Loss and gradients are finite. The incident names the variable, counts it, and it is as it was before the step."""
+    model, guard = fitted(Tracks(lambda x, last: jnp.exp(x[0, 0])), HOT)
+    assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)]
+    found = [f for f in guard.incidents[0].findings if f.site == "statistics"]
+    assert [(f.path, f.nan, f.inf, f.size) for f in found] == [(model.layers[0].last.path, 0, 1, 1)]
+    assert np.isclose(np.asarray(model.layers[0].last), np.exp(X[-BATCH, 0]))
+
+
+def test_a_metric_may_be_nan(way):
+    """What a metric holds is no state that training depends on."""
+    _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), metrics=[Undefined()])
+    assert guard.incidents == [] and guard.session.refused == 0 and guard.session.step == BATCHES
+
+
+def test_what_was_infinite_before_the_run_may_stay_so(way):
+    """A running minimum begins with Inf."""
+    model, guard = fitted(Tracks(lambda x, last: jnp.maximum(last.value, jnp.min(x)), first=np.inf))
+    assert guard.incidents == [] and np.isposinf(np.asarray(model.layers[0].last))
+
+
+class SpoilsItsSlots(keras.optimizers.SGD):
+    """Writes an Inf into the slot of each variable in one of its updates, and to no weight."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        slot = self.momentums[self._get_variable_index(variable)]
+        now = keras.ops.equal(self.iterations, AT)
+        self.assign(slot, jnp.where(now, jnp.inf, keras.ops.convert_to_tensor(slot)))
+
+
+def test_a_slot_that_turns_bad_is_seen_in_its_step(way):
+    _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), optimizer=SpoilsItsSlots(0.01, momentum=0.9))
+    first = guard.incidents[0]
+    assert first.step == AT and "slots" in first.sites
+    assert not any(f.site == "weights" for f in first.findings)
+
+
+@pytest.mark.parametrize("which", ["generator", "critic"])
+def test_the_weights_of_each_of_two_optimizers(way, which):
+    """An update by an infinite learning rate is seen in its step, whichever optimizer makes it."""
+    keras.utils.set_random_seed(0)
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([AT - 1], [0.01, np.inf])
+    model = Adversarial()
+    if which == "critic":
+        model.critic_optimizer.learning_rate = rate
+    model.compile()
+    if which == "generator":
+        model.optimizer.learning_rate = rate
+    model(np.zeros((1, 6), "float32"))
+    guard = NanGuard(verbose=0, diagnose=False)
+    model.fit(X, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert guard.incidents[0].step == AT and guard.incidents[0].refused
+    assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
