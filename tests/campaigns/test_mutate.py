@@ -76,7 +76,7 @@ MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
     ("_policy/ledger.py", ANEW, FOREVER, ends_a_streak),
     ("_diagnose/causes.py", "for rule in RULES:", "for rule in RULES[::-1]:", looks_at_the_state_first),
     ("_core/verdict.py", "self.weights + self.slots))", "self.slots))", finds_what_was_committed),
-    ("_core/finiteness.py", "np.isnan(array).sum()", "np.isnan(array[:-1]).sum()", finds_one_bad_entry),
+    ("_core/finiteness.py", "np.isnan(piece)", "np.isnan(piece[:-1])", finds_one_bad_entry),
 ]  # fmt: skip
 
 
