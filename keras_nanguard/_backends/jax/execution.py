@@ -38,8 +38,6 @@ class StepTrace:
         self.weights_and_slots = {self.place[id(v)] for v in (*train_state.trainable, *train_state.slots) if id(v) in self.place}
         metrics = {id(v) for v in train_state.metrics}
         self.metrics = {i for i, v in enumerate(self.variables) if id(v) in metrics}
-        if not self.place:  # a state that Keras knows nothing of
-            self.weights_and_slots = set(range(len(self.old)))
 
     def _call(self, leaves: Sequence[Any], args: Sequence[Any], holders: Any, trace: Any) -> tuple[Any, Any, Any, Any]:
         """Run the body; returns what was seen, its outputs, the flat new state and its tree."""

@@ -716,6 +716,20 @@ def test_loop_without_a_state():
         guard.step(lambda state, x, y: jnp.zeros(()))(loop.state, *batches()[0])
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_loop_that_loses_a_part_of_its_state(compiled):
+    """A step that hands back another structure gets an error, and the state it was given is still there."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+
+    def forgetful(state, x, y):
+        loss, new = loop.step(state, x, y)
+        return loss, new[:2]
+
+    with guard.watch(loop.model, loop.optimizer), pytest.raises(GuardError, match="Return the new state in the structure"):
+        guard.step(jax.jit(forgetful) if compiled else forgetful)(loop.state, *batches()[0])
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree_util.tree_leaves(loop.state))
+
+
 def test_tiny_steps_have_the_same_numbers():
     """Neither packing its state nor looking ahead changes a number."""
     runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
