@@ -120,3 +120,18 @@ def test_the_weights_of_each_of_two_optimizers(way, which):
     model.fit(X, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == AT and guard.incidents[0].refused
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
+
+
+@pytest.mark.parametrize("scale", [-4.0, 0.0])
+def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
+    """Also where the gradients are finite all the same; it begins anew."""
+    keras.utils.set_random_seed(0)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    optimizer.dynamic_scale.assign(scale)
+    guard = NanGuard(verbose=0, diagnose=False)
+    model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert [(i.step, i.refused, "loss_scale" in i.sites) for i in guard.incidents] == [(0, True, True)]
+    assert float(np.asarray(optimizer.dynamic_scale)) >= 64.0 and guard.session.step == BATCHES
