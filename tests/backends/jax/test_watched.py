@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from backends.jax.test_step import WAYS, Adversarial
+from backends.jax.test_step import WAYS, Adversarial, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
+from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.step import pinned
 
 BATCH, BATCHES, AT = 8, 8, 3
@@ -135,3 +136,56 @@ def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
     model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
     assert [(i.step, i.refused, "loss_scale" in i.sites) for i in guard.incidents] == [(0, True, True)]
     assert float(np.asarray(optimizer.dynamic_scale)) >= 64.0 and guard.session.step == BATCHES
+
+
+@pytest.mark.parametrize("policy", ["recover", "observe"])
+def test_logs_of_a_refused_step(way, policy):
+    """Other callbacks see the means over the committed steps; where the guard only looks they see what Keras shows."""
+    bad, seen = X.copy(), []
+    bad[AT * BATCH] = np.nan
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((logs["loss"], logs["mae"])))
+    guard = NanGuard(policy, verbose=0, diagnose=False)
+    model.fit(bad, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard, look])
+    finite = np.isfinite(np.asarray(seen, "float64")).all(axis=1).tolist()
+    assert finite == [policy == "recover" or step < AT for step in range(BATCHES)]
+    if policy == "recover":
+        np.testing.assert_allclose(seen[AT], seen[AT - 1], rtol=1e-6)
+
+
+class ByHand(OwnStep):
+    """Moves its weights without an optimizer; by an infinite step where its input is large."""
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        (loss, other), gradients = self.gradients(weights, other, data)
+        away = jnp.where(jnp.max(data[0]) > 50, jnp.inf, 0.01)
+        return {"loss": loss}, ([w - away * g for w, g in zip(weights, gradients)], other, slots, metrics)
+
+
+def test_weights_that_no_optimizer_moves(way):
+    """They are judged in the step that moves them, and given back."""
+    keras.utils.set_random_seed(0)
+    model = ByHand()
+    model.compile("sgd")
+    model(np.zeros((1, 6), "float32"))
+    model.optimizer.build(model.trainable_variables)
+    guard = NanGuard(verbose=0, diagnose=False)
+    model.fit(HOT, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)] and "weights" in guard.incidents[0].sites
+    assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
+
+
+def test_which_update_it_is(monkeypatch):
+    """Slots of large optimizers are read in every sixteenth update: the sums are told its number."""
+    told, real = [], reductions.update_sums
+
+    def update_sums(optimizer, weights, slots, turn, *rest):
+        told.append(int(turn))
+        return real(optimizer, weights, slots, turn, *rest)
+
+    monkeypatch.setattr(reductions, "update_sums", update_sums)
+    fitted(Tracks(lambda x, last: jnp.mean(x)), run_eagerly=True)
+    assert told == [*range(1, BATCHES + 1)]
