@@ -154,6 +154,16 @@ def test_watch_without_optimizer():
         pass
 
 
+def test_watch_with_a_list_of_optimizers():
+    """Each is an argument of its own."""
+    model = zoo.plain()
+    with (
+        pytest.raises(GuardError, match=r"an optimizer\. .* type list\. .*guard\.watch\(model, first, second\)"),
+        NanGuard(verbose=0).watch(model, [model.optimizer]),
+    ):
+        pass
+
+
 def test_watch_twice():
     """One guard watches one loop at a time."""
     model, guard = zoo.plain(), NanGuard(verbose=0)

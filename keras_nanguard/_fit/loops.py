@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import adapted, loop_step
-from keras_nanguard._core.errors import GuardError, GuardInUseError, require_keras_3
+from keras_nanguard._core.errors import GuardError, GuardInUseError, expected, require_keras_3
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._fit.session import Session
@@ -48,7 +48,8 @@ class LoopMixin:
                 `torch.optim`, too.
 
         Raises:
-            GuardError: if there is no optimizer, or if the model or an optimizer is one of `tf_keras`.
+            GuardError: if there is no optimizer, if one of them is something else (a list of them), or if the model or an optimizer
+                is one of `tf_keras`.
             GuardInUseError: if this guard already watches a loop.
 
         Example:
@@ -74,6 +75,10 @@ class LoopMixin:
                 "Expected at least one optimizer. Received: none, and the model has none. "
                 "Write guard.watch(model, optimizer)."
             )
+        for given in optimizers:
+            if not hasattr(given, "built"):
+                remedy = "Write each by itself: guard.watch(model, first, second)."
+                raise GuardError(expected("an optimizer", f"an object of type {type(given).__name__}", remedy))
         self.session = self._session(model, optimizers)
         self._reporter.begin(self.session.directory)
         self._print_policy_warnings()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from backends.jax.test_step import WAYS, Adversarial, OwnStep
+from backends.jax.test_step import WAYS, Adversarial, Loop, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
@@ -189,3 +190,29 @@ def test_which_update_it_is(monkeypatch):
     monkeypatch.setattr(reductions, "update_sums", update_sums)
     fitted(Tracks(lambda x, last: jnp.mean(x)), run_eagerly=True)
     assert told == [*range(1, BATCHES + 1)]
+
+
+def test_a_scale_that_is_no_part_of_the_state():
+    """A loop hands over the state of one of two optimizers: an overflow halves that one's scale."""
+    loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)
+    unused, used = (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0) for _ in range(2))
+    for optimizer in (unused, used):
+        optimizer.build(loop.model.trainable_variables)
+    place = [v is used.dynamic_scale for v in used.variables].index(True)
+
+    def step(state, x, y):
+        weights, other, slots = state
+        (loss, other), gradients = jax.value_and_grad(loop.loss, has_aux=True)(weights, other, x, y)
+        gradients = [jnp.where(jnp.max(x) > 50, jnp.inf, g) for g in gradients]
+        weights, slots = used.stateless_apply(slots, gradients, weights)
+        return loss, (weights, other, slots)
+
+    state = (*loop.state[:2], [v.value for v in used.variables])
+    scales = []
+    with guard.watch(loop.model, unused, used):
+        guarded = guard.step(jax.jit(step))
+        for at in range(BATCHES):
+            batch = slice(at * BATCH, (at + 1) * BATCH)
+            _, state = guarded(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
+            scales.append(float(state[2][place]))
+    assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.overflows == 1
