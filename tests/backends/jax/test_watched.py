@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from backends.jax.test_step import WAYS, Adversarial, Loop, OwnStep
+from backends.jax.test_step import WAYS, Loop, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.step import pinned
+from keras_nanguard._backends.shared import rules
 
 BATCH, BATCHES, AT = 8, 8, 3
 X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
@@ -99,28 +100,55 @@ class SpoilsItsSlots(keras.optimizers.SGD):
         self.assign(slot, jnp.where(now, jnp.inf, keras.ops.convert_to_tensor(slot)))
 
 
-def test_a_slot_that_turns_bad_is_seen_in_its_step(way):
+@pytest.mark.parametrize("apart", [False, True], ids=["with the weights", "by themselves"])
+def test_a_slot_that_turns_bad_is_seen_in_its_step(way, apart, monkeypatch):
+    if apart:
+        monkeypatch.setattr(rules, "SMALL_SLOTS", 0)
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), optimizer=SpoilsItsSlots(0.01, momentum=0.9))
     first = guard.incidents[0]
     assert first.step == AT and "slots" in first.sites
     assert not any(f.site == "weights" for f in first.findings)
 
 
-@pytest.mark.parametrize("which", ["generator", "critic"])
+class Halves(OwnStep):
+    """Two networks that know nothing of one another, each with an optimizer; the variables of the second are the model's."""
+
+    def __init__(self, rate=0.01):
+        super().__init__()
+        self.second = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        self.second_optimizer = keras.optimizers.SGD(rate)  # without slots, which would be bad as well
+        self.second_optimizer.build(self.second.trainable_variables)
+        self.second_state = self.second_optimizer.variables
+
+    def train_step(self, state, data):
+        weights, other, slots, metrics = state
+        known = {id(v): i for i, v in enumerate(self.non_trainable_variables)}
+        places = [known[id(v)] for v in self.second_state]
+        first, second = weights[:-2], weights[-2:]
+        loss = lambda second: jnp.mean((data[1] - data[0] @ second[0] - second[1]) ** 2)  # noqa: E731
+        one, gradients = jax.value_and_grad(lambda first: self.loss_of([*first, *second], other, *data)[0])(first)
+        first, slots = self.optimizer.stateless_apply(slots, gradients, first)
+        two, gradients = jax.value_and_grad(loss)(second)
+        second, moved = self.second_optimizer.stateless_apply([other[i] for i in places], gradients, second)
+        other = list(other)
+        for place, value in zip(places, moved):
+            other[place] = value
+        return {"loss": one + two}, ([*first, *second], other, slots, metrics)
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
 def test_the_weights_of_each_of_two_optimizers(way, which):
     """An update by an infinite learning rate is seen in its step, whichever optimizer makes it."""
     keras.utils.set_random_seed(0)
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([AT - 1], [0.01, np.inf])
-    model = Adversarial()
-    if which == "critic":
-        model.critic_optimizer.learning_rate = rate
-    model.compile()
-    if which == "generator":
-        model.optimizer.learning_rate = rate
+    model = Halves(rate if which == "second" else 0.01)
+    model.compile(keras.optimizers.SGD(rate if which == "first" else 0.01))
     model(np.zeros((1, 6), "float32"))
+    model.optimizer.build(model.trainable_variables[:-2])
     guard = NanGuard(verbose=0, diagnose=False)
-    model.fit(X, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
-    assert guard.incidents[0].step == AT and guard.incidents[0].refused
+    model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    first = guard.incidents[0]
+    assert first.step == AT and "weights" in first.sites and "loss" not in first.sites
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
 
 
