@@ -32,6 +32,9 @@ class Explained:
 SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
 MORE = "More is copied than has to be; what is given back is the same."
+ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
+WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
+PAIRS = "Of three numbers `zip` takes two."
 ONE_DEVICE = "The loss of a step is on the device of its gradients, so it does not matter which of the two is asked where it is."
 
 EXPLAINED: tuple[Explained, ...] = (
@@ -205,6 +208,102 @@ EXPLAINED: tuple[Explained, ...] = (
         "self.halted.assign(~tf.math.is_finite(update_sums[0] + update_sums[1]))",
         ("self.halted.assign(~tf.math.is_finite(update_sums[0] - update_sums[1]))",),
         "NaN and Inf survive a subtraction as they do an addition.",
+    ),
+    Explained(
+        "_backends/tensorflow/execution.py",
+        "StepTrace.measure",
+        "self.products = {} if plain or self.immediate else exact_products.unread(g for g, _ in pairs)",
+        ("self.products = {} if plain and self.immediate else exact_products.unread(g for g, _ in pairs)",),
+        "Only updates that wait read it, and XLA computes a product that is written twice once.",
+    ),
+    Explained(
+        "_backends/tensorflow/step.py",
+        "Transaction.__init__",
+        "capacity: int = 8,",
+        (),
+        "Only loops take the default, and their reports are taken after each step.",
+    ),
+    Explained(
+        "_backends/tensorflow/judged_first.py",
+        "VerdictTrace.complete_first",
+        "nothing = tf.zeros((len(places), 3), tf.int64)",
+        ("nothing = tf.zeros((len(places), 4), tf.int64)", "nothing = tf.zeros((len(places), 2), tf.int64)"),
+        "It stands for the counts of a step that commits, which nobody reads.",
+    ),
+    Explained(
+        "_backends/tensorflow/judged_first.py",
+        "run.commit",
+        "return [tf.concat([row[:_SCALE - 2], update_sums, row[_SCALE:]], 0), *(flat[place] for place in places)]",
+        ("return [tf.concat([row[:_SCALE - 2], update_sums, row[_SCALE:]], (-1)), *(flat[place] for place in places)]",),
+        "The first axis of a vector is its last.",
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "StepTrace._verdict",
+        "halted = False if self.halt is None else self.halt",
+        ("halted = True if self.halt is None else self.halt",),
+        "Nobody reads it of a step that none before it can halt.",
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "StepTrace._one",
+        "slots = [array for v, array in updated if id(v) in watched and reductions.can_be_bad(array)]",
+        ("slots = [array for v, array in updated if id(v) in watched or reductions.can_be_bad(array)]",),
+        "Beside slots there are a rate and a scale: a bad scale refuses the step, and a bad rate makes bad weights.",
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "StepTrace._learned",
+        "if scale is None or counter is None:",
+        ("if scale is None and counter is None:",),
+        "A state has both of an optimizer, or neither.",
+    ),
+    Explained("_backends/jax/execution.py", "DeferredUpdates._update", "update_sums = [jnp.zeros((), self.kind)] * 2", (), PAIRS),
+    Explained(
+        "_backends/jax/execution.py",
+        "DeferredUpdates._update",
+        "update_sums = [a + b for a, b in zip(update_sums, one)]",
+        ("update_sums = [a - b for a, b in zip(update_sums, one)]",),
+        ABSORBED_HERE,
+    ),
+    Explained("_backends/jax/execution.py", "ImmediateUpdates._update_sums", "sums = [jnp.zeros((), self.kind)] * 2", (), PAIRS),
+    Explained(
+        "_backends/jax/execution.py",
+        "ImmediateUpdates._update_sums",
+        "sums = [a + b for a, b in zip(sums, one)]",
+        ("sums = [a - b for a, b in zip(sums, one)]",),
+        ABSORBED_HERE,
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "ImmediateUpdates._update_sums",
+        "return sums[0] + reductions.exact(watched.values(), self.kind), sums[1]",
+        ("return sums[0] - reductions.exact(watched.values(), self.kind), sums[1]",),
+        ABSORBED_HERE,
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "ImmediateUpdates._update_sums",
+        "weights = [watched.pop(i) for i in self._known(keras_optimizers.trained_by(optimizer)) if i in watched]",
+        (),
+        WITH_THE_REST,
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "ImmediateUpdates._update_sums",
+        "for optimizer in self.train_state.optimizers:",
+        ("for optimizer in []:",),
+        WITH_THE_REST,
+    ),
+    Explained(
+        "_backends/jax/execution.py",
+        "_is_bad",
+        "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)",
+        (
+            "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale < 0)",
+            "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= (-1))",
+        ),
+        "Such a step is refused. One that is only looked at has NaN gradients by a scale of 0, and no scale is between 0 and -1.",
     ),
     Explained(
         "_backends/torch/execution.py",

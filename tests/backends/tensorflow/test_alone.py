@@ -75,6 +75,16 @@ def test_bad_steps(way, several):
     assert transaction.heard == (["no room"] if "twice" in way else [])
 
 
+@pytest.mark.parametrize(("way", "programs"), [("deferred", 0), ("kept", 0), ("twice", 0), ("compiled", 1), ("compiled, twice", 2)])
+def test_what_xla_compiles(way, programs):
+    """The step, by one program or by two, where the model is compiled so, and nothing else."""
+    transaction = alone(network(), way)
+    batch = batches(X)[0]
+    transaction.give([(batch,)])
+    library = execution(transaction, way).get_concrete_function(batch).graph.as_graph_def().library
+    assert sum("_XlaMustCompile" in f.attr and f.attr["_XlaMustCompile"].b for f in library.function) == programs
+
+
 @pytest.mark.parametrize("way", ["deferred", "kept", "compiled", "eager"])
 def test_bad_steps_that_are_watched(way):
     """Without refusals each step does what it does without the guard, whose verdict and report tell of it all the same."""
