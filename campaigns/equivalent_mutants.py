@@ -290,13 +290,6 @@ EXPLAINED: tuple[Explained, ...] = (
     ),
     Explained(
         "_backends/jax/execution.py",
-        "ImmediateUpdates._update_sums",
-        "for optimizer in self.train_state.optimizers:",
-        ("for optimizer in []:",),
-        WITH_THE_REST,
-    ),
-    Explained(
-        "_backends/jax/execution.py",
         "_is_bad",
         "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)",
         (
