@@ -47,6 +47,8 @@ def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
         part = number(sum(np.float32(entry * rules.PART) for entry in entries))
         expected = np.clip(sum(entries), -rules.MOST, rules.MOST)
         assert float(rules.bounded_sum(ops, part)) == pytest.approx(expected, rel=1e-6)
+    part = number(np.float32(1e6) * np.float32(3e38 * rules.PART))  # a million of the largest weights
+    assert [float(rules.bounded_sum(ops, sign * part)) for sign in (1, -1)] == [2.0**126, -(2.0**126)]
     with np.errstate(all="ignore"):
         assert all(math.isnan(rules.bounded_sum(ops, number(bad))) for bad in (NAN, INF, -INF))
 

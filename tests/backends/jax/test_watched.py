@@ -14,6 +14,7 @@ from keras_nanguard import NanGuard
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.step import pinned
 from keras_nanguard._backends.shared import rules
+from keras_nanguard._fit.session import Session
 
 BATCH, BATCHES, AT = 8, 8, 3
 X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
@@ -244,3 +245,20 @@ def test_a_scale_that_is_no_part_of_the_state():
             _, state = guarded(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
             scales.append(float(state[2][place]))
     assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.overflows == 1
+
+
+def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
+    """Nobody can put other logs in their place any more, so they are those of the restored metrics."""
+    seen, real = [], Session.logs_for_callbacks
+
+    def logs_for_callbacks(self, logs, *more):
+        seen.append(float(logs["loss"]))
+        return real(self, logs, *more)
+
+    monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
+    bad = X.copy()
+    bad[AT * BATCH] = np.nan
+    with pinned(deferred=True):
+        _, guard = fitted(Tracks(lambda x, last: last + 1.0), bad)
+    assert guard.session.refused == 1
+    assert len(seen) >= BATCHES and np.isfinite(seen).all()
