@@ -2,6 +2,8 @@
 
     python campaigns/memory.py [--quick] [--backends tensorflow jax torch] [--sizes 1 2 4] [--write]
 
+A run fits under a limit if it ends there three times of three: what one and the same run takes differs by some 50 MB.
+
 The limit is one of the kernel: a cgroup whose processes are killed when they need more, page cache left out (Linux, as root, where
 `/sys/fs/cgroup` may be written). Each run is a process of its own, of a backend in an environment of its own (`.venv`, `.venv-jax`,
 `.venv-torch`; PYTHON_TENSORFLOW and the like name others). Results are appended to `campaigns/memory.jsonl`; what is there is not run
@@ -36,6 +38,12 @@ BACKENDS = {"tensorflow": ".venv", "jax": ".venv-jax", "torch": ".venv-torch"}
 LAYERS, STEPS, BAD_STEP = 8, 6, 3
 GRID = 64 * MB
 """Limits are multiples of it."""
+
+WHAT = {"plain": "", "guarded": "guard", "with a NaN": "guard fault", "with a directory": "guard directory"}
+"""The columns of the table, and what runs in each."""
+
+REPEATS = 3
+"""How often a run has to end under a limit, so that it fits there."""
 
 
 # One run, in a process of its own
@@ -126,42 +134,46 @@ def records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in LOG.read_text().splitlines()] if LOG.exists() else []
 
 
-def known(backend: str, state: float, guarded: str, limit: float) -> dict[str, Any]:
+def known(backend: str, state: float, guarded: str, limit: float, repeat: int = 0) -> dict[str, Any]:
     """Return what came of one run, which is made unless the log has it."""
-    key = {"backend": backend, "gb": state, "guarded": guarded, "limit": limit}
+    key = {"backend": backend, "gb": state, "guarded": guarded, "limit": limit, "repeat": repeat}
     for record in records():
-        if all(record[name] == value for name, value in key.items()):
+        if all(record.get(name, 0) == value for name, value in key.items()):
             return record
-    record = run(backend, state, guarded, limit)
+    record = {**run(backend, state, guarded, limit), "repeat": repeat}
     with LOG.open("a") as file:
         file.write(json.dumps(record) + "\n")
     print(json.dumps(record), flush=True)
     return record
 
 
+def fits(backend: str, state: float, guarded: str, limit: float) -> bool:
+    """Whether a run ends under a limit each time; the first that is killed is the last."""
+    return all(known(backend, state, guarded, limit, repeat)["ended"] for repeat in range(REPEATS))
+
+
 def smallest(backend: str, state: float, guarded: str, first: float) -> float:
-    """Return the smallest limit on the grid, from `first` on, under which a run ends."""
+    """Return the smallest limit on the grid, from `first` on, under which a run fits."""
     limit = math.ceil(first / GRID) * GRID
     for _ in range(24):
-        if known(backend, state, guarded, limit)["ended"]:
+        if fits(backend, state, guarded, limit):
             return limit
         limit += GRID
     return math.inf
 
 
 def measure(backend: str, state: float) -> None:
-    """Find the smallest limit of a plain run, and of a guarded one; then inject a fault under that."""
+    """Find the smallest limit of a plain run, and of a guarded one; then try a fault, and a directory, under that of the plain one."""
     peak = known(backend, state, "", math.inf)["peak"]
     plain = smallest(backend, state, "", peak)
-    guarded = smallest(backend, state, "guard", plain)
-    if math.isfinite(guarded):
-        known(backend, state, "guard fault", guarded)
-        known(backend, state, "guard directory", guarded)
+    smallest(backend, state, "guard", plain)
+    for also in ("guard fault", "guard directory"):
+        smallest(backend, state, also, plain)
 
 
 def table(earlier: str = "") -> str:
     """Return the table of the page; rows of an earlier one stay where the log has none in their place."""
-    head = ("backend", "train state", "plain ends from", "guarded ends from", "all gradients", "what is said then", "with a NaN")
+    head = ("backend", "train state", *(f"{what} ends from" for what in WHAT), "all gradients", "what is said then")
     rows = {(cells[0], float(cells[1].split()[0])): cells for cells in pages.rows(earlier)}
     for backend, state in {(r["backend"], r["gb"]) for r in records()}:
         rows[backend, state] = _row(backend, state, [r for r in records() if (r["backend"], r["gb"]) == (backend, state)])
@@ -170,16 +182,17 @@ def table(earlier: str = "") -> str:
 
 
 def _row(backend: str, state: float, found: list[dict[str, Any]]) -> list[str]:
-    def least(guarded: str) -> dict[str, Any] | None:
-        ended = [r for r in found if r["guarded"] == guarded and r["ended"] and math.isfinite(r["limit"])]
-        return min(ended, key=lambda r: r["limit"], default=None)
+    limits = {guarded: _least([r for r in found if r["guarded"] == guarded]) for guarded in WHAT.values()}
+    shown = [f"{limits[guarded] / GB:.2f} GB" if limits[guarded] else "not measured" for guarded in WHAT.values()]
+    said = next((r["said"] for r in found if r["guarded"] == "guard" and r["limit"] == limits["guard"]), [])
+    return [backend, f"{state:g} GB", *shown, f"{state / 3:.2f} GB", "; ".join(line.removeprefix("NanGuard: ") for line in said)]
 
-    plain, guarded = least(""), least("guard")
-    faulty = next((r for r in found if r["guarded"] == "guard fault" and guarded and r["limit"] == guarded["limit"]), None)
-    shown = [f"{r['limit'] / GB:.2f} GB" if r else "not measured" for r in (plain, guarded)]
-    said = "; ".join(line.removeprefix("NanGuard: ") for line in guarded["said"]) if guarded else ""
-    ends = f"{faulty.get('refused', '?')} step refused, ends" if faulty and faulty["ended"] else "killed" if faulty else "not measured"
-    return [backend, f"{state:g} GB", *shown, f"{state / 3:.2f} GB", said, ends]
+
+def _least(found: list[dict[str, Any]]) -> float:
+    """Return the smallest limit under which each of a kind of runs ended, 0 where none did."""
+    limits = {r["limit"] for r in found if math.isfinite(r["limit"])}
+    each = {limit: [r["ended"] for r in found if r["limit"] == limit] for limit in limits}
+    return min((limit for limit, ended in each.items() if ended.count(True) == REPEATS), default=0.0)
 
 
 def main() -> None:

@@ -123,8 +123,10 @@ def test_rows_of_the_memory_campaign(monkeypatch):
     before = memory.pages.rows(text)
     monkeypatch.setattr(memory, "records", list)
     assert memory.pages.rows(memory.table(text)) == before
-    run = {"backend": "jax", "gb": 2, "guarded": "", "limit": 3 << 30, "ended": True, "said": []}
-    monkeypatch.setattr(memory, "records", lambda: [run])
+    runs = [{"backend": "jax", "gb": 2, "guarded": "", "limit": 3 << 30, "ended": True, "said": []}] * memory.REPEATS
+    runs += [{**runs[0], "guarded": "guard", "said": ["NanGuard: little."], "ended": ended} for ended in (True, False, True)]
+    runs += [{**runs[0], "guarded": "guard", "said": ["NanGuard: more."], "limit": 4 << 30}] * memory.REPEATS
+    monkeypatch.setattr(memory, "records", lambda: runs)
     after = memory.pages.rows(memory.table(text))
-    changed = ["jax", "2 GB", "3.00 GB", "not measured", "0.67 GB", "", "not measured"]
+    changed = ["jax", "2 GB", "3.00 GB", "4.00 GB", "not measured", "not measured", "0.67 GB", "more."]
     assert after == [changed if cells[:2] == changed[:2] else cells for cells in before]

@@ -281,3 +281,13 @@ class TestFit:
         assert not any(s.arrays for s in guard.session.ring.snapshots)
         assert guard.session.ring.start is None, "its files are gone, and it was never in memory"
         assert sorted(p.name for p in (tmp_path / "snapshots").glob("snapshot-*"))
+
+    def test_on_disk_the_first_step_is_left_room_as_well(self, room, tmp_path):
+        """The state before it is not kept in memory beside its files where a copy has room, and a step beside that has not."""
+        room(1000)
+        guard, first = NanGuard(snapshot=OFTEN, directory=tmp_path, verbose=0), []
+        look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: first.append(guard.session.ring.snapshots[0]))
+        model = network()
+        model.fit(*data(), batch_size=8, verbose=0, callbacks=[guard, look])
+        assert isinstance(guard.session.ring, DiskRing) and first[0].step == 0 and not first[0].arrays
+        assert 1.25 * size_of([*model.trainable_variables, *model.optimizer.variables]) < 1000, "which one copy has"
