@@ -110,6 +110,13 @@ EXPLAINED: tuple[Explained, ...] = (
         "A policy writes its own `repr`.",
     ),
     Explained(
+        "_policy/ending.py",
+        "with_reachable_limits",
+        "inherited = [first, *[rest] * (len(rule.ladder) - 1)]",
+        ("inherited = [first, *[rest] * (len(rule.ladder) + 1)]", "inherited = [first, *[rest] * (len(rule.ladder) - 0)]"),
+        "`zip` ends with the ladder.",
+    ),
+    Explained(
         "_policy/tables.py",
         "model_of",
         'return model(record.__name__, (record.__doc__ or "").split("\\n")[0], _described_fields(record, record.__name__))',
