@@ -34,6 +34,7 @@ ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python
 MORE = "More is copied than has to be; what is given back is the same."
 ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
 WITH_THE_REST = "What is not summed up with its optimizer is summed up with the rest."
+UNREAD = "It stands for the counts of a step that commits, which nobody reads."
 PAIRS = "Of three numbers `zip` takes two."
 ONE_DEVICE = "The loss of a step is on the device of its gradients, so it does not matter which of the two is asked where it is."
 
@@ -214,7 +215,7 @@ EXPLAINED: tuple[Explained, ...] = (
         "StepTrace._decide",
         "nothing = tf.zeros((len(places), 3), tf.int64)",
         ("nothing = tf.zeros((len(places), 4), tf.int64)", "nothing = tf.zeros((len(places), 2), tf.int64)"),
-        "It stands for the counts of a step that commits, which nobody reads.",
+        UNREAD,
     ),
     Explained(
         "_backends/tensorflow/step.py",
@@ -242,7 +243,7 @@ EXPLAINED: tuple[Explained, ...] = (
         "Transaction.note_poison",
         "self.halted.assign(~tf.math.is_finite(update_sums[0] + update_sums[1]))",
         ("self.halted.assign(~tf.math.is_finite(update_sums[0] - update_sums[1]))",),
-        "NaN and Inf survive a subtraction as they do an addition.",
+        ABSORBED_HERE,
     ),
     Explained(
         "_backends/tensorflow/execution.py",
@@ -263,7 +264,7 @@ EXPLAINED: tuple[Explained, ...] = (
         "VerdictTrace.complete_first",
         "nothing = tf.zeros((len(places), 3), tf.int64)",
         ("nothing = tf.zeros((len(places), 4), tf.int64)", "nothing = tf.zeros((len(places), 2), tf.int64)"),
-        "It stands for the counts of a step that commits, which nobody reads.",
+        UNREAD,
     ),
     Explained(
         "_backends/tensorflow/judged_first.py",

@@ -32,7 +32,7 @@ DOUBTFUL = 20
 _BLOCK = 1 << 20
 """Entries that are compared at a time."""
 
-__all__ = ["Ring", "Snapshot", "compact", "first_bad", "fits_at_first", "has_room", "left_as_they_are", "size_of"]
+__all__ = ["Ring", "Snapshot", "compact", "first_bad", "fits_at_first", "left_as_they_are", "size_of", "without_room"]
 
 S = TypeVar("S", bound="Snapshot")
 
@@ -140,12 +140,11 @@ class Ring:
         others = [s for s in self.snapshots if s.step]
         if step and self.replaced(others, level) is not None:
             return 0.0  # its buffers are used again
-        if has_room(variables, step):
-            return 0.0
-        if step and others:
+        missing = without_room(variables, step)
+        if missing and step and others:
             self.keep, self.lean = min(self.keep, len(others)), True
             return 0.0
-        return float(size_of(variables) if step else _size_at_first(variables))
+        return missing
 
     def _store(
         self, values: list[tuple[Any, np.ndarray[Any, Any]]], step: int, good: int, verified: bool, proof: int, level: Level | None
@@ -281,9 +280,14 @@ def _size_at_first(variables: Sequence[Any]) -> int:
     return size if size <= memory.SMALL else size_of(v for v in variables if not _is_constant(keras_variables.view(v)))
 
 
-def has_room(variables: Sequence[Any], step: int) -> bool:
-    """Whether a copy of the state may be made after so many steps; before the first one with what the steps will take beside it."""
-    return memory.room_for(size_of(variables)) if step else fits_at_first(variables, _size_at_first(variables))
+def without_room(variables: Sequence[Any], step: int) -> float:
+    """Return the bytes of a copy of the state after so many steps if they are not free, else 0.
+
+    Before the first step there has to be room for what a step takes, too.
+    """
+    size = size_of(variables) if step else _size_at_first(variables)
+    fits = memory.room_for(size) if step else fits_at_first(variables, size)
+    return 0.0 if fits else float(size)
 
 
 def fits_at_first(variables: Sequence[Any], size: int) -> bool:

@@ -34,7 +34,7 @@ from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.saved_by_keras import left_out
 from keras_nanguard._fit.snapshot_files import COURSE, REST, WEIGHTS, SnapshotRecord, folder_of, next_number, read, written
-from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, has_room, left_as_they_are, size_of
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_are, size_of, without_room
 from keras_nanguard._keras import optimizers as keras_optimizers, saving as keras_saving, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
@@ -138,11 +138,11 @@ class DiskRing(Ring):
                 snapshot.arrays = {}
         found = self._attempt(lambda: self._write_folder(step, verified))
         if found is None:
-            if has_room(variables, step):
+            if not without_room(variables, step):
                 super()._store([(v, keras_variables.view(v)) for v in variables], step, good, verified, proof, level)
             return
         self.note()
-        in_memory = not step and has_room(variables, step)
+        in_memory = not step and not without_room(variables, step)
         arrays = {id(v): compact(keras_variables.read(v)) for v in variables} if in_memory else {}
         taken = _OnDisk(Snapshot(step, good, verified, proof, arrays, level=level), *found, self._load)
         taken.without_room = not step and not in_memory

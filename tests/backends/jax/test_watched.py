@@ -21,6 +21,8 @@ X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float
 Y = X[:, :1] - 0.5 * X[:, 1:2]
 HOT = X.copy()
 HOT[AT * BATCH] = 200.0  # whose exponential is infinite
+BAD = X.copy()
+BAD[AT * BATCH] = np.nan
 
 
 @pytest.fixture(params=["packed", "host selects", "conditional", "selected at the end", "on an accelerator, verdicts deferred"])
@@ -60,14 +62,19 @@ class Undefined(keras.metrics.Metric):
         return self.last + 0.0
 
 
+def guarded(model, x=X, policy="recover", callbacks=()):
+    """Train a model for an epoch, and return its guard."""
+    guard = NanGuard(policy, verbose=0, diagnose=False)
+    model.fit(x, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard, *callbacks])
+    return guard
+
+
 def fitted(tracks, x=X, optimizer=None, **compiling):
     """Return a model with this layer after a fit, and its guard."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), tracks, layers.Dense(4, activation="tanh"), layers.Dense(1)])
     model.compile(optimizer or keras.optimizers.SGD(0.01, momentum=0.9), "mse", **compiling)
-    guard = NanGuard(verbose=0, diagnose=False)
-    model.fit(x, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
-    return model, guard
+    return model, guarded(model, x)
 
 
 def test_a_statistic_that_turns_bad_refuses_its_step(way):
@@ -146,8 +153,7 @@ def test_the_weights_of_each_of_two_optimizers(way, which):
     model.compile(keras.optimizers.SGD(rate if which == "first" else 0.01))
     model(np.zeros((1, 6), "float32"))
     model.optimizer.build(model.trainable_variables[:-2])
-    guard = NanGuard(verbose=0, diagnose=False)
-    model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    guard = guarded(model)
     first = guard.incidents[0]
     assert first.step == AT and "weights" in first.sites and "loss" not in first.sites
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
@@ -162,8 +168,7 @@ def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
     model.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
     optimizer.dynamic_scale.assign(scale)
-    guard = NanGuard(verbose=0, diagnose=False)
-    model.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    guard = guarded(model)
     assert [(i.step, i.refused, "loss_scale" in i.sites) for i in guard.incidents] == [(0, True, True)]
     assert float(np.asarray(optimizer.dynamic_scale)) >= 64.0 and guard.session.step == BATCHES
 
@@ -171,14 +176,12 @@ def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
 @pytest.mark.parametrize("policy", ["recover", "observe"])
 def test_logs_of_a_refused_step(way, policy):
     """Other callbacks see the means over the committed steps; where the guard only looks they see what Keras shows."""
-    bad, seen = X.copy(), []
-    bad[AT * BATCH] = np.nan
+    seen = []
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((logs["loss"], logs["mae"])))
-    guard = NanGuard(policy, verbose=0, diagnose=False)
-    model.fit(bad, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard, look])
+    guarded(model, BAD, policy, [look])
     finite = np.isfinite(np.asarray(seen, "float64")).all(axis=1).tolist()
     assert finite == [policy == "recover" or step < AT for step in range(BATCHES)]
     if policy == "recover":
@@ -202,8 +205,7 @@ def test_weights_that_no_optimizer_moves(way):
     model.compile("sgd")
     model(np.zeros((1, 6), "float32"))
     model.optimizer.build(model.trainable_variables)
-    guard = NanGuard(verbose=0, diagnose=False)
-    model.fit(HOT, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    guard = guarded(model, HOT)
     assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)] and "weights" in guard.incidents[0].sites
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
 
@@ -239,10 +241,10 @@ def test_a_scale_that_is_no_part_of_the_state():
     state = (*loop.state[:2], [v.value for v in used.variables])
     scales = []
     with guard.watch(loop.model, unused, used):
-        guarded = guard.step(jax.jit(step))
+        run = guard.step(jax.jit(step))
         for at in range(BATCHES):
             batch = slice(at * BATCH, (at + 1) * BATCH)
-            _, state = guarded(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
+            _, state = run(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
             scales.append(float(state[2][place]))
     assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.overflows == 1
 
@@ -256,9 +258,7 @@ def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
         return real(self, logs, *more)
 
     monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
-    bad = X.copy()
-    bad[AT * BATCH] = np.nan
     with pinned(deferred=True):
-        _, guard = fitted(Tracks(lambda x, last: last + 1.0), bad)
+        _, guard = fitted(Tracks(lambda x, last: last + 1.0), BAD)
     assert guard.session.refused == 1
     assert len(seen) >= BATCHES and np.isfinite(seen).all()

@@ -138,8 +138,11 @@ class TrainsNative(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x))
-        self.optimizer.apply_gradients([(tape.gradient(loss, self.weight), self.weight)])
+        self.update(tape.gradient(loss, self.weight))
         return {"loss": loss}
+
+    def update(self, gradient):
+        self.optimizer.apply_gradients([(gradient, self.weight)])
 
 
 def updates_inside(how, slots):
@@ -149,18 +152,12 @@ def updates_inside(how, slots):
         def compile(self, optimizer, *args, **kwargs):
             super().compile(optimizer if slots else keras.optimizers.SGD(0.05), *args, **kwargs)
 
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x))
-            gradient = tape.gradient(loss, self.weight)
-
-            def update():
-                self.optimizer.apply_gradients([(gradient, self.weight)])
+        def update(self, gradient):
+            def inside():
+                TrainsNative.update(self, gradient)
                 return tf.constant(0)
 
-            tf.function(update)() if how == "function" else tf.cond(tf.size(x) > 0, update, lambda: tf.constant(0))
-            return {"loss": loss}
+            tf.function(inside)() if how == "function" else tf.cond(tf.size(gradient) > 0, inside, lambda: tf.constant(0))
 
     return Inside
 
