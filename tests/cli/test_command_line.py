@@ -302,6 +302,6 @@ def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None))
     assert main(["scan", bad]) == FOUND
     assert "(error)" in capsys.readouterr().out
-    started = time.perf_counter()
+    started = time.process_time()
     assert main(["--version"]) == CLEAN
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5

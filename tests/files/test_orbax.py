@@ -55,9 +55,9 @@ def test_a_shape_without_values_costs_nothing(tmp_path):
     about = {"zarr_format": 2, "dtype": "<f4", "compressor": None, "fill_value": "NaN", "order": "C", "filters": None}
     (tree / "trainable_variables.bad").mkdir()
     (tree / "trainable_variables.bad" / ".zarray").write_text(json.dumps({**about, "shape": [10**12], "chunks": [10**6]}))
-    began = time.monotonic()
+    began = time.process_time()
     found = {entry.name: entry for entry in scan(tmp_path / "run").variables}
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert found["good"].statistics.nan == 2100 and "declares" in found["bad"].problems[0].detail
 
 

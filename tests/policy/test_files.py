@@ -282,9 +282,9 @@ HOSTILE = {
 def test_a_hostile_file_gets_one_clear_error(tmp_path, monkeypatch, name):
     """Deep, huge, tagged, aliased, doubled or broken: a PolicyError, soon, in printable words, and no code is run."""
     monkeypatch.chdir(tmp_path)
-    path, start = written(tmp_path, name, HOSTILE[name]), time.perf_counter()
+    path, start = written(tmp_path, name, HOSTILE[name]), time.process_time()
     error = refused(path)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert str(error).isascii() and len(str(error)) < 3000
     assert "expected" in str(error).lower() and "received" in str(error).lower()
     assert not (tmp_path / "hacked").exists()

@@ -345,10 +345,10 @@ HOSTILE = {
 def test_files_from_elsewhere(tmp_path, name):
     """A file that is no recording, or a damaged one, is an error that says so; nothing in it is run."""
     HOSTILE[name](valid(tmp_path))
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(GuardError, match=r"Expected .* Received: .*"):
         read(tmp_path)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_garbled(tmp_path):

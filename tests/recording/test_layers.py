@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import keras
 import numpy as np
 import pytest
@@ -200,24 +198,44 @@ def test_in_the_file(tmp_path, often):
     assert max(found[path]["step"].max() for path in found) >= 12
 
 
+class Clock(keras.callbacks.Callback):
+    """A clock on which a step takes 16 ms, and nothing else anything unless it says so."""
+
+    STEP, now = 1 / 64, 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.now += self.STEP
+
+
 def test_share_of_the_time(monkeypatch):
-    """All looks together take no more than their share of the time of training."""
-    spent, real = [0.0], layer_looks.LayerLooks.look
+    """After a look, the next one waits until both together take their share of the time, and no longer than the step that runs then."""
+    clock, looks = Clock(), []
 
-    def timed(self, run):
-        start = time.monotonic()
-        real(self, run)
-        spent[0] += time.monotonic() - start
-        time.sleep(0.001)
+    def taking(half, milliseconds):
+        real = getattr(layer_looks.LayerLooks, half)
 
-    monkeypatch.setattr(layer_looks.LayerLooks, "look", timed)
+        def timed(self, run):
+            real(self, run)
+            cost = milliseconds * (len(looks) + 1) / 1024  # each look takes longer than the one before
+            clock.now += cost
+            looks.append((half, clock.now - cost, clock.now))
+
+        monkeypatch.setattr(layer_looks.LayerLooks, half, timed)
+
+    taking("_copy", 1)
+    taking("_compare", 2)
+    monkeypatch.setattr(layer_looks, "time", clock)
     monkeypatch.setattr(layer_looks, "MIN_STEPS", 1)
-    monkeypatch.setattr(layer_looks, "SHARE", 0.01)
-    start = time.monotonic()
-    guard = NanGuard(**QUIET)
-    zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=8)
-    looks = max(len(found["step"]) for found in guard.recording.layers.values())
-    assert looks >= 1 and spent[0] <= 0.01 * (time.monotonic() - start) + 2 * spent[0] / looks
+    monkeypatch.setattr(layer_looks, "SHARE", share := 1 / 32)
+    zoo.run(zoo.plain, zoo.regression(), guard=NanGuard(**QUIET), epochs=40, callbacks=[clock])
+    halves, began, ended = zip(*looks)
+    assert len(looks) >= 8 and halves[: len(looks) // 2 * 2] == ("_copy", "_compare") * (len(looks) // 2)
+    for copy in range(0, len(looks) - 2, 2):
+        cost = sum(ended[half] - began[half] for half in (copy, copy + 1))
+        assert 0 <= began[copy + 2] - (ended[copy + 1] + cost / share) <= clock.STEP
 
 
 def test_table_is_thinned(monkeypatch):

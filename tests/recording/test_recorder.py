@@ -7,12 +7,12 @@ import gc
 import math
 import pickle
 import threading
-import time
 import tracemalloc
 
 import numpy as np
 import pytest
 from support import recordings, zoo
+from support.calls import calls_of
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._recording import layer_table, rows as rows_module
@@ -187,15 +187,12 @@ class TestRecorder:
         assert len(step) <= 500 and np.all(np.diff(step) > 0)
         assert (low.min(), high.max()) == (np.nanmin(whole["loss"]), np.nanmax(whole["loss"]))
 
-    def test_a_step_costs_less_than_two_microseconds(self):
-        """The hot path is one append; the median of several tries stays far from what a step takes."""
-        made, costs = Recorder(), []
-        for _ in range(9):
-            start = time.perf_counter()
-            for step in range(2000):
-                made.push(step, 1.0, 1.0, 1.0)
-            costs.append((time.perf_counter() - start) / 2000)
-        assert sorted(costs)[2] < 2e-6
+    def test_a_step_appends_and_does_nothing_else(self):
+        """In the hot path the clock is read and one row appended; what that takes is in benchmarks/recorder.py."""
+        made = recorder()
+        made.push(0, 1.0, 1.0, 1.0)
+        for step in range(1, 500):
+            assert calls_of(made.push, step, 1.0, 1.0, 1.0) == ["push", "__call__", "append", "len"]
 
     @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
     def test_copies(self, how):
@@ -215,7 +212,7 @@ class TestRecorder:
             def to_dict(self):
                 thread = threading.Thread(target=made.event, args=("snapshot", 1, 0))
                 thread.start()
-                thread.join(5.0)
+                thread.join(60.0)
                 waited.append(thread.is_alive())
                 return {}
 

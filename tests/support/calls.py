@@ -1,0 +1,29 @@
+"""What a function calls: a cost that is the same on each machine, however busy it is."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+
+__all__ = ["calls_of"]
+
+
+def calls_of(function: Callable[..., object], *arguments: object) -> list[str]:
+    """Call a function, and return the names of all Python and C functions that run for it, in order, itself first."""
+    names: list[str] = []
+
+    def note(frame, event, called):
+        if event in ("call", "c_call"):
+            names.append(called.__name__ if event == "c_call" else frame.f_code.co_name)
+
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # a collection calls what others have asked to be told of it
+    sys.setprofile(note)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+    return names[:-1]  # the last one is `setprofile`
