@@ -99,6 +99,13 @@ def _fresh(request: pytest.FixtureRequest):
     gc.freeze()  # the graphs that TensorFlow keeps for good would make each later collection take seconds
 
 
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch):
+    """A diagnosis that takes long because the machine is busy prints no line that says so."""
+    if "keras" in sys.modules:
+        monkeypatch.setattr("keras_nanguard._diagnose.notice.SLOW", 600.0)
+
+
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """`once(name, make)`: what `make(folder)` returns, made by the worker that asks first; JSON has to hold it.
