@@ -44,7 +44,7 @@ def agrees(array, limit=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
     """Any bytes at all, read as any float dtype, are counted as NumPy counts them."""
     kind = named_dtype(dtype)
@@ -60,7 +60,7 @@ def test_every_sixteen_bit_float_is_counted(dtype):
 
 
 @given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=3), elements=st.floats(width=32)), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_pieces_do_not_matter(array, piece):
     """Counting an array in pieces of any size gives what counting it at once gives."""
     whole, tally = statistics(array), Tally()
@@ -121,7 +121,7 @@ def test_only_floats_can_be_non_finite():
 
 
 @given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blocks_cover_an_array_once_and_in_order(shape, limit):
     """The slabs of an array, laid end to end, are the array."""
     array = np.arange(math.prod(shape)).reshape(shape)
@@ -131,7 +131,7 @@ def test_blocks_cover_an_array_once_and_in_order(shape, limit):
 
 
 @given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blocks_along_chunks_read_each_chunk_once(data, shape, limit):
     """Every value is in one block, and every chunk too: none is cut in two."""
     chunk = tuple(data.draw(st.integers(1, length + 1)) for length in shape)

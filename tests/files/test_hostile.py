@@ -385,7 +385,7 @@ def test_a_header_without_end_is_a_reason(make):
     assert "EOF" in unread(zipped(make, {"a.npy": header, "b.npy": header}, "headers.npz"))["a"]
 
 
-FUZZED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZED = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

@@ -385,7 +385,7 @@ def test_what_has_no_first_value_is_a_reason():
 
 
 @given(hnp.arrays(np.float32, 8, elements=st.floats(width=32)), st.sampled_from(("zeros", "ones", "initial")))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_mending_touches_bad_values_only(array, method):
     """For any values: the good ones keep their bits, the bad ones become the replacement."""
     bad = bad_values(array.astype(np.float64), "moving_variance", "statistics", "", Choices())

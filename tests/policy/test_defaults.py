@@ -139,7 +139,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_one_value_that_is_set_never_contradicts_a_default(kind, data):
     """Of every ordered pair of every record, one value alone is accepted, kept, and changes nothing without need."""

@@ -364,7 +364,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(["version", "preset", "rules", "checks", "layers", "snapshot", "title"]), junk))
 def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
     """Whatever is thrown at it, the validator answers with a policy that round-trips or with a PolicyError."""
@@ -376,7 +376,7 @@ def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
     assert Policy.from_any(policy.to_dict()) == policy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([".toml", ".json", ".yaml"]), st.one_of(st.text(max_size=60), st.binary(max_size=60)))
 def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
     """Reading any file gives a table or a PolicyError."""

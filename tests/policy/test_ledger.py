@@ -179,7 +179,7 @@ incidents = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(incidents, max_size=30), incidents)
 def test_a_ledger_survives_json_and_decides_the_same(past, new):
     """A ledger read back from JSON decides exactly as the one that was written."""
@@ -189,7 +189,7 @@ def test_a_ledger_survives_json_and_decides_the_same(past, new):
     assert decide(POLICY, read, new) == decide(POLICY, ledger, new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(incidents, max_size=30), incidents)
 def test_deciding_is_pure(past, new):
     """The same policy, ledger and incident give the same decision, and the argument is not modified."""

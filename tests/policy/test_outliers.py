@@ -30,7 +30,7 @@ def by_definition(values):
     return steps[-BEFORE:]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0, 400.0, 1e6]), max_size=140))
 def test_as_defined(values):
     assert found(values) == by_definition(values)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from keras_nanguard._policy.progress import Level, Progress, level_of, onset
 
@@ -49,7 +49,6 @@ def test_onset_passes_over_a_spike_that_came_back():
 
 
 @given(st.lists(FINITE, min_size=1, max_size=60), st.integers(0, 1000))
-@settings(deadline=None)
 def test_onset_is_a_step_of_the_series(losses, since):
     """Whatever the losses, the onset is one of their steps, or the one after them."""
     assert since <= onset(series(losses, since), Level(0, 1.0, 0.1)) <= since + len(losses)
@@ -89,7 +88,6 @@ class TestProgress:
         assert progress.signed
 
     @given(st.lists(st.lists(FINITE, min_size=8, max_size=16), min_size=1, max_size=20))
-    @settings(deadline=None)
     def test_lost_is_a_share(self, windows):
         """For any losses the share that is lost lies between 0 and 1, and the best level has lost nothing."""
         progress = Progress()

@@ -18,7 +18,7 @@ from keras_nanguard._policy.ledger import Ledger
 from keras_nanguard._policy.policy import Policy, decide
 
 MANY = int(os.environ.get("NANGUARD_EXAMPLES", "50"))
-SOME = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 
 small = st.integers(1, 5)
 conditions = st.recursive(

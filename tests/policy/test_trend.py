@@ -92,7 +92,7 @@ def test_slow_divergence_is_reported_too():
     assert steps and 1e6 <= 1.05 ** steps[0] < 3e6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(0.05, 0.4), st.integers(30, 300), st.floats(1.0, 6.0))
 def test_a_jump_of_more_than_ten_thousand_is_reported_once(seed, sigma, steps, beyond):
     """One finite jump is one spike; the next healthy value re-arms it."""
@@ -154,7 +154,7 @@ def test_a_jump_by_orders_of_magnitude_before_a_level_is_known(step):
     assert reported(start, [*start[:-1], 5e3]) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.one_of(st.none(), st.floats()), st.one_of(st.none(), st.floats())), max_size=60))
 def test_nothing_makes_the_trend_raise(pairs):
     """None, NaN, infinities, subnormal and negative numbers all go through, and findings carry what was measured."""

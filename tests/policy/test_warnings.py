@@ -304,7 +304,7 @@ def policies(draw):
         assume(False)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(policies(), st.data())
 def test_what_is_said_to_never_happen_never_happens(policy, data):
     """For any incidents in any order, a rule that is reported to never fire does not fire before training ends."""

@@ -64,7 +64,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(GOOD)), JSON)
 def test_a_course_is_taken_or_refused(name, value):
     """With anything in place of a field a course is refused, or is written again as it was."""

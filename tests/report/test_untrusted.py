@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from support import recordings
 
@@ -193,7 +193,7 @@ JSON = st.recursive(
 """Whatever JSON can hold, and some of what an incident has in it."""
 
 WHOLE = recordings.incident(3, 0, 3).to_dict()
-SEVERAL = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SEVERAL = settings(max_examples=60)
 
 
 @SEVERAL
@@ -244,7 +244,7 @@ def test_a_recording_is_taken_or_refused(table, data):
     assert "\x1b" not in screen.getvalue()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(st.text(max_size=40) | st.sampled_from(["</script><script>1</script>", "'\"><img src=x onerror=a()>", "<!--", "javascript:a()"]))
 def test_no_name_acts_in_a_page(name):
     """Whatever models, layers, rows and files are called, a page has the scripts and handlers that it has with plain names."""

@@ -37,7 +37,7 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@settings(deadline=None, max_examples=25)  # each layout is compiled
+@settings(max_examples=25)  # each layout is compiled
 @given(st.lists(st.lists(ARRAY, max_size=4), min_size=1, max_size=4))
 def test_nothing_is_lost(parts):
     """Whatever a state is made of, it comes out as it went in: as a whole, by its parts, and as numbers on the host."""
