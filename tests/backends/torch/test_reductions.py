@@ -66,7 +66,7 @@ from keras_nanguard import NanGuard
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64, "relu") for _ in range(int(sys.argv[1]))], keras.layers.Dense(1)])
 model.compile("sgd", "mse")
-x, y = np.ones((320, 64), "float32"), np.ones((320, 1), "float32")
+x, y = np.ones((100, 64), "float32"), np.ones((100, 1), "float32")
 
 def spent():
     own = threading.get_native_id()
@@ -74,15 +74,16 @@ def spent():
     return taken.pop(own), sum(taken.values())
 
 def fit(guards):
-    model.fit(x, y, batch_size=4, verbose=0, callbacks=guards)
+    model.fit(x, y, batch_size=1, verbose=0, callbacks=guards)
     before = spent()
-    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=guards)
-    return [now - then for now, then in zip(spent(), before)]
+    model.fit(x, y, batch_size=1, epochs=2, verbose=0, callbacks=guards)
+    own, others = (now - then for now, then in zip(spent(), before))
+    return others / own
 
 fit([])
-own, others = fit([NanGuard(verbose=0, diagnose=False, snapshot={"every": 1000})])
-print(others / own)
+print(fit([]), fit([NanGuard(verbose=0, diagnose=False, snapshot={"every": 1000})]))
 """
+"""Batches of one: products of a few rows wake threads by themselves on some processors of AMD."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads what Linux says of threads")
@@ -91,4 +92,7 @@ def test_a_small_step_wakes_no_threads(layers):
     """The threads of PyTorch sleep in a guarded step of small layers as in a plain one: woken up, they wait as long as the step takes."""
     env = {**os.environ, "OMP_NUM_THREADS": "2", "KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run([sys.executable, "-c", PROGRAM, str(layers)], env=env, capture_output=True, text=True, check=True)
-    assert float(ran.stdout.splitlines()[-1]) < 0.2
+    plain, guarded = map(float, ran.stdout.splitlines()[-1].split())
+    if plain >= 0.2:
+        pytest.skip("a plain step wakes them on this processor")
+    assert guarded < 0.2
