@@ -24,6 +24,8 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots
 
+LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -119,13 +121,14 @@ def test_what_may_be_looked_at(shuffle, ahead):
 
     model.make_train_function = making
     model.fit(x, y, shuffle=shuffle, verbose=0)
-    assert set(found) == {(ahead, False)}
+    assert set(found) == {(ahead and not zoo.OLD, False)}  # Keras 3.6 gives a step a list of batches: there is nothing ahead
     found.clear()
     model.fit((batch for batch in [(x, y)]), verbose=0)
     model.train_on_batch(x, y)
     assert set(found) == {(False, False)}
 
 
+@LISTS
 @pytest.mark.requires_backend("jax", reason="the iterator of JAX")
 def test_batches_in_stacks(monkeypatch):
     """From Keras 3.16 on the iterator of JAX gives the batches of an execution in one stack, where the data adapter takes `super_batch`."""
@@ -363,6 +366,7 @@ def test_the_state_of_the_trainer_of_jax():
     assert len(taken) == 4 == len(jax_trainer.by_part(model))
 
 
+@LISTS
 @pytest.mark.requires_backend("jax", reason="the trainer of JAX")
 def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
     """`_make_function` returns it, and compiles nothing for a model that is not to be compiled: from Keras 3.16 on it otherwise does."""
