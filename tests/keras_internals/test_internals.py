@@ -396,13 +396,16 @@ def test_slots_that_tell_gradients():
         assert [found[id(v)].variable.shape for v in model.trainable_variables] == [v.shape for v in model.trainable_variables], kind
 
 
-def test_keras_forgets_what_it_does_not_save(model, tmp_path, monkeypatch):
+def test_keras_forgets_what_it_does_not_save(tmp_path, monkeypatch):
     """Keras makes an empty optimizer at every save and load, on TensorFlow 70 KB for ever; saved or loaded through here it makes none more.
 
     A release that mends it fails the first half: then `saving._remember_attributes` can go.
     """
     from keras.src.optimizers import optimizer
 
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile("adam")
+    model.optimizer.build(model.trainable_variables)
     made, begin = [], optimizer.Optimizer.__init__
 
     def counted(self, *args, **kwargs):
