@@ -27,7 +27,7 @@ from keras_nanguard._keras.slot_gradients import SLOTS, gradient_slots
 LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="first"), layers.Dropout(0.5), layers.Dense(1)])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), "mse")
