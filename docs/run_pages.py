@@ -134,7 +134,7 @@ def run(path: Path) -> list[tuple[Block, str]]:
                 code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
                 with contextlib.redirect_stdout(printed):
                     exec(code, names)
-                results.append((block, _tidied(printed.getvalue(), folder, str(page.parent))))
+                results.append((block, tidied(printed.getvalue(), folder, str(page.parent))))
         finally:
             os.chdir(home)
             _fresh()
@@ -150,7 +150,7 @@ def _fresh() -> None:
     keras.backend.clear_session(free_memory=False)
 
 
-def _tidied(output: str, *folders: str) -> str:
+def tidied(output: str, *folders: str) -> str:
     """Return an output without the folders of this machine, and without the line that only a slow one prints."""
     for folder in folders:
         output = output.replace(os.path.realpath(folder) + os.sep, "").replace(folder + os.sep, "")

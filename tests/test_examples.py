@@ -29,7 +29,7 @@ NOT_RUN = {"pictures.py"}
 
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in NOT_RUN)
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
-SLOW = docs_tools.load("run_pages").SLOW
+tidied = docs_tools.load("run_pages").tidied
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
@@ -109,4 +109,4 @@ def _kinds(cell: object) -> list[str]:
 def _text(cell: object) -> list[str]:
     """Return the lines that a cell has printed, without those that only a slow machine prints."""
     printed = "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
-    return [line for line in printed.splitlines() if not line.startswith(SLOW)]
+    return tidied(printed).splitlines()

@@ -13,19 +13,20 @@ from keras import layers
 from keras_nanguard import NanGuard
 from keras_nanguard._diagnose import explain_step, notice
 
-NEVER, LONG = 600.0, 60.0
-"""Seconds: more than any of this takes, and how long to wait for what is bound to come."""
+LONG = 60.0
+"""Seconds to wait for what is bound to come."""
 
 
 @pytest.fixture
 def announced(monkeypatch):
-    """An event that is set when a slow operation has been announced."""
+    """What takes longer than a moment is slow, as nothing is in the other tests; an event that is set when it has been announced."""
+    monkeypatch.setattr(notice, "SLOW", 0.05)
     event, real = threading.Event(), notice.processes.print_line
     monkeypatch.setattr(notice, "processes", types.SimpleNamespace(print_line=lambda text: (real(text), event.set())))
     return event
 
 
-def fit(capsys, monkeypatch, verbose=1, slow=NEVER, during=lambda: None):
+def fit(capsys, monkeypatch, verbose=1, during=lambda: None):
     """Fit with one bad row in the third batch; `during` is called in each diagnosis. Return what was printed, and the guard."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
@@ -33,7 +34,6 @@ def fit(capsys, monkeypatch, verbose=1, slow=NEVER, during=lambda: None):
     x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
     x[20] = np.nan
     real = explain_step.gather
-    monkeypatch.setattr(notice, "SLOW", slow)
     monkeypatch.setattr(explain_step, "gather", lambda *args: (during(), real(*args))[1])
     guard = NanGuard(verbose=verbose)
     model.fit(x, x[:, :1] * 0, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
@@ -42,7 +42,7 @@ def fit(capsys, monkeypatch, verbose=1, slow=NEVER, during=lambda: None):
 
 def test_a_slow_diagnosis_is_announced_before_its_line(capsys, monkeypatch, announced):
     """A diagnosis that ends only when it has been announced."""
-    out, guard = fit(capsys, monkeypatch, slow=0.05, during=lambda: announced.wait(LONG))
+    out, guard = fit(capsys, monkeypatch, during=lambda: announced.wait(LONG))
     line = "NanGuard: diagnosing step 3 (epoch 1, batch 3) ..."
     assert out.count(line) == 1 == len(guard.incidents)
     assert out.index(line) < out.index("NanGuard: step 3 (epoch 1, batch 3) refused")
@@ -55,7 +55,7 @@ def test_a_quick_one_says_nothing(capsys, monkeypatch):
 
 def test_a_silent_guard_says_nothing(capsys, monkeypatch, announced):
     """Not even of a diagnosis that is slow."""
-    out, guard = fit(capsys, monkeypatch, verbose=0, slow=0.0, during=lambda: announced.wait(0.3))
+    out, guard = fit(capsys, monkeypatch, verbose=0, during=lambda: announced.wait(0.3))
     assert "diagnosing" not in out and len(guard.incidents) == 1 and not announced.is_set()
 
 
@@ -68,9 +68,8 @@ def test_no_thread_is_left_and_no_line_comes_late(capsys, monkeypatch):
     assert not set(threading.enumerate()) - before and capsys.readouterr().out == ""
 
 
-def test_it_goes_where_the_lines_of_keras_go(capsys, monkeypatch, announced):
+def test_it_goes_where_the_lines_of_keras_go(capsys, announced):
     """Without interactive logging it is logged instead of printed."""
-    monkeypatch.setattr(notice, "SLOW", 0.05)
     keras.config.disable_interactive_logging()
     try:
         with notice.when_slow("slow"):
