@@ -1,8 +1,10 @@
-"""Text from files and names of models, safe to print. Imports no backend."""
+"""Text from files and names of models, safe to print and safe in Markdown. Imports no backend."""
 
 from __future__ import annotations
 
-__all__ = ["plain_text"]
+import re
+
+__all__ = ["markdown_text", "plain_text"]
 
 
 def plain_text(text: object, max_length: int = 300) -> str:
@@ -11,9 +13,21 @@ def plain_text(text: object, max_length: int = 300) -> str:
     if len(shown) > 2 * max_length:
         shown = shown[: 2 * max_length]
     if not shown.isprintable():
-        shown = "".join(character if character.isprintable() else _escaped(character) for character in shown)
+        shown = "".join(c if c.isprintable() else _escaped(c) for c in shown)
     return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
 
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def markdown_text(text: object) -> str:
+    """Return a text as one line of Markdown that shows it as it is: no HTML, no link, no emphasis.
+
+    Viewers such as GitHub make links of bare addresses, too. A backslash prevents those that begin with `http://` or
+    `www.`; an e-mail address remains a link after a backslash, so its `@` is shown as code.
+    """
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
+    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)[_#]|_(?!\w)", r"\\\g<0>", line)
+    line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
+    return re.sub("@+", r"`\g<0>`", line)

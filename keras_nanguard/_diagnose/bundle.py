@@ -36,10 +36,11 @@ from keras_nanguard._core import atomic_files, finiteness, plain_json
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.evidence import Evidence, Growth
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_text import markdown_text, plain_text
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
-from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS, plain_text
+from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
 from keras_nanguard._version import __version__
 
@@ -250,16 +251,16 @@ def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
     d = incident.diagnosis
     lines = [f"# {incident.moment.capitalize()}", ""]
     if d is not None:
-        lines += [f"Cause: **{d.cause}**" + (f" in `{d.culprit}`" if d.culprit else "") + ".", ""]
+        lines += [f"Cause: **{d.cause}**" + (f" in {markdown_text(d.culprit)}" if d.culprit else "") + ".", ""]
         lines += [f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}.", ""] if d.samples else []
-        lines += ["Seen:", "", *(f"- {text}" for text in d.evidence), ""]
-        lines += ["Do:", "", *(f"- {text}" for text in d.advice), ""]
+        lines += ["Seen:", "", *(f"- {markdown_text(text)}" for text in d.evidence), ""]
+        lines += ["Do:", "", *(f"- {markdown_text(text)}" for text in d.advice), ""]
     lines += ["Run the step again:", "", "    python reproduce.py", "", "or", ""]
     lines += [f"    keras-nanguard replay {incident.bundle}", ""]
     if not about["model"]["config"]:
         lines += ["The model has no configuration that could be kept: pass it, `--model file.keras`.", ""]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return "\n".join([*lines, *(f"{note}\n" for note in about["notes"]), f"Written by {versions}.", ""])
+    return "\n".join([*lines, *(f"{markdown_text(note)}\n" for note in about["notes"]), f"Written by {versions}.", ""])
 
 
 _REPRODUCE = '''"""Runs the bad step of this bundle again and prints what every layer gave.

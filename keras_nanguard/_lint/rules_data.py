@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keras_nanguard._files.arrays import statistics
 from keras_nanguard._lint.rule import Rule, Site
-from keras_nanguard._lint.rules_outputs import kind_of
-from keras_nanguard._lint.subject import Subject
+from keras_nanguard._lint.rules_outputs import kind_of, option_of
+from keras_nanguard._lint.subject import Output, Subject
 
 __all__ = ["RULES"]
 
@@ -40,20 +42,34 @@ def _labels_out_of_range(subject: Subject) -> Iterator[Site]:
     for output, array in subject.targets():
         if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
             continue
-        kind, low, high = kind_of(output.loss), float(array.min()), float(array.max())
-        if kind == "SparseCategoricalCrossentropy" and output.units and (low < 0 or high >= output.units):
-            yield (
-                output.name,
-                f"labels from {low:g} to {high:g} for {output.units} outputs: valid are 0 to {output.units - 1}",
-            )
-        elif kind.startswith("Binary") and (low < 0 or high > 1):
-            yield output.name, f"targets from {low:g} to {high:g} for {kind}, which expects 0 to 1"
-        elif kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
-            yield output.name, f"targets down to {low:g} for {kind}, which expects nonnegative targets"
-        elif kind in ("CategoricalCrossentropy", "KLDivergence") and array.ndim > 1:
-            total = array.astype(np.float64).sum(-1)
-            if low < 0 or np.abs(total - 1).max() > 0.01:
-                yield output.name, f"rows of targets that add up to {total.min():g} to {total.max():g} instead of 1"
+        if sentence := _rejected(output, array):
+            yield output.name, sentence
+
+
+def _rejected(output: Output, targets: NDArray[Any]) -> str:
+    """Return what of the targets the loss does not accept, `""` if it accepts all of them."""
+    kind = kind_of(output.loss)
+    if kind == "SparseCategoricalCrossentropy":
+        return _rejected_labels(output, targets)
+    low, high = float(targets.min()), float(targets.max())
+    if kind in ("BinaryCrossentropy", "BinaryFocalCrossentropy") and (low < 0 or high > 1):
+        return f"targets from {low:g} to {high:g} for {kind}, which expects 0 to 1"
+    if kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
+        return f"targets down to {low:g} for {kind}, which expects nonnegative targets"
+    if kind in ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence") and targets.ndim > 1:
+        total = targets.astype(np.float64).sum(-1)
+        if low < 0 or np.abs(total - 1).max() > 0.01:
+            return f"rows of targets that add up to {total.min():g} to {total.max():g} instead of 1"
+    return ""
+
+
+def _rejected_labels(output: Output, labels: NDArray[Any]) -> str:
+    ignored = option_of(output.loss, "ignore_class")
+    counted = labels if ignored is None else labels[labels != ignored]
+    if not output.units or not counted.size or (counted.min() >= 0 and counted.max() < output.units):
+        return ""
+    found = f"labels from {float(counted.min()):g} to {float(counted.max()):g} for {output.units} outputs"
+    return f"{found}: valid are 0 to {output.units - 1}{'' if ignored is None else f' and {ignored}'}"
 
 
 _MODEL = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from keras_nanguard._keras.structure import loss_options
 from keras_nanguard._lint.rule import Rule, Site
-from keras_nanguard._lint.subject import Output, Subject
+from keras_nanguard._lint.subject import Output, Subject, as_loss
 
 __all__ = ["RULES"]
 
@@ -18,20 +19,44 @@ _NONNEGATIVE = (*_PROBABILITIES, "softplus", "exponential", "exp", "relu", "relu
 _POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
 
 
+_KINDS = {
+    name.lower(): name
+    for name in (
+        *_CROSSENTROPIES,
+        *_FOCAL,
+        "KLDivergence",
+        "MeanSquaredLogarithmicError",
+        "Poisson",
+    )
+}
+_KINDS["kullbackleiblerdivergence"] = "KLDivergence"
+"""Classes of losses that rules name, by their names in lower case without underscores."""
+
+
 def kind_of(loss: Any) -> str:
-    """Return the class name of a loss or metric, also for the function form: `"SparseCategoricalCrossentropy"`."""
-    if isinstance(loss, str):
-        words = loss
-    else:
-        words = getattr(loss, "__name__", None) or type(loss).__name__
-    return words if words[:1].isupper() else "".join(word.title() for word in words.split("_"))
+    """Return the class name of a loss or metric: `"KLDivergence"` for `kl_divergence`, `"kld"` and `KLDivergence()`."""
+    named = _function_of(as_loss(loss) or loss)
+    words = named if isinstance(named, str) else getattr(named, "__name__", None) or type(named).__name__
+    plain = words.replace("_", "")
+    return _KINDS.get(plain.lower(), words if words[:1].isupper() else words.title().replace("_", ""))
+
+
+def _function_of(loss: Any) -> Any:
+    """Return the function of a `functools.partial`, anything else as it is."""
+    return loss.func if isinstance(loss, functools.partial) else loss
+
+
+def option_of(loss: Any, name: str) -> Any:
+    """Return an option of a loss or metric, such as `from_logits` or `ignore_class`; `None` if it has no such option."""
+    value = getattr(loss, name, None)
+    if value is None:
+        value = loss_options(loss).get(name)
+    return loss.keywords.get(name) if value is None and isinstance(loss, functools.partial) else value
 
 
 def _from_logits(loss: Any) -> bool | None:
     """Return whether a loss expects logits; `None` if that is not known."""
-    value = getattr(loss, "from_logits", None)
-    if value is None:
-        value = loss_options(loss).get("from_logits")
+    value = option_of(loss, "from_logits")
     return False if value is None and kind_of(loss) in (*_CROSSENTROPIES, *_FOCAL) else value
 
 
@@ -75,7 +100,7 @@ def _misfit(output: Output, loss: Any) -> str | None:
         return None if (output.units or 2) > 1 else f"{kind} on one unit: use BinaryCrossentropy"
     if kind == "Poisson" and activation not in _POSITIVE:
         return f"Poisson takes the logarithm of the output of {activation}, which can be 0 or negative"
-    if kind in ("KLDivergence", "KlDivergence") and activation not in _PROBABILITIES:
+    if kind == "KLDivergence" and activation not in _PROBABILITIES:
         return f"KLDivergence takes the logarithm of the output of {activation}, which is not a probability"
     if kind == "MeanSquaredLogarithmicError" and activation not in _NONNEGATIVE:
         return f"MeanSquaredLogarithmicError treats negative outputs of {activation} as 0, where the gradient is 0"

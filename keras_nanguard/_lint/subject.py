@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._keras.structure import children, given_metrics, graph_operations, source_of, symbolic_arguments
 
-__all__ = ["Output", "PlacedLayer", "Subject"]
+__all__ = ["Output", "PlacedLayer", "Subject", "as_loss"]
 
 _SHAPE_ONLY = ("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze", "ExpandDims")
 """Layers and operations that do not change values."""
@@ -110,7 +110,7 @@ class Subject:
             own = metrics[place] if place < len(metrics) else None
             listed = tuple(own) if isinstance(own, (list, tuple)) else () if own is None else (own,)
             path = str(getattr(operation, "name", name))
-            loss = _as_loss(losses[place] if place < len(losses) else None)
+            loss = as_loss(losses[place] if place < len(losses) else None)
             found.append(Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed))
         return tuple(found)
 
@@ -198,7 +198,8 @@ def _is_wrapped(given: Any) -> bool:
     return len(given) == 1
 
 
-def _as_loss(given: Any) -> Any:
+def as_loss(given: Any) -> Any:
+    """Return the loss that Keras finds under a name, the name if it finds none, or `None` if nothing is given."""
     if given is None:
         return None
     import keras
@@ -206,7 +207,7 @@ def _as_loss(given: Any) -> Any:
     try:
         return keras.losses.get(given)
     except (ValueError, TypeError):
-        return None
+        return given if isinstance(given, str) else None
 
 
 def _array(value: Any) -> NDArray[Any] | None:

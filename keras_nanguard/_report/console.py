@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._policy.actions import ACTIONS
 
 __all__ = ["Lines", "epoch_line", "incident_line", "kinds", "markdown", "printable", "summary", "why"]
@@ -139,17 +140,11 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
     parts = ["# NanGuard report", "", "```", head.replace("```", "'''"), "```", ""]
     for incident in incidents:
         moment = incident.moment
-        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {_plain(finding)}" for finding in incident.findings)]
+        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {markdown_text(finding)}" for finding in incident.findings)]
         diagnosis = incident.diagnosis
         if diagnosis is not None:
-            parts += ["", _plain(diagnosis.headline), ""]
-            parts += [f"- seen: {_plain(text)}" for text in diagnosis.evidence]
-            parts += [f"- do: {_plain(text)}" for text in diagnosis.advice]
-        parts += ["", *(f"- {_plain(f'{o.action}, {o.status}: {o.detail}')}" for o in incident.outcomes), ""]
+            parts += ["", markdown_text(diagnosis.headline), ""]
+            parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
+            parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
+        parts += ["", *(f"- {markdown_text(f'{o.action}, {o.status}: {o.detail}')}" for o in incident.outcomes), ""]
     return "\n".join(parts)
-
-
-def _plain(text: object) -> str:
-    """Return one line of Markdown in which neither HTML nor a link nor a block of code begins."""
-    line = printable(" ".join(str(text).split())).replace("```", "'''")
-    return line.replace("<", "\\<").replace("](", "]\\(")

@@ -11,24 +11,54 @@ bad = ~np.isfinite({name}).reshape(len({name}), -1).all(axis=1)
 print("bad rows:", np.flatnonzero(bad))
 {name} = {name}[~bad]  # and the same rows of all other arrays"""
 
+_OPTIMIZER = """\
+old = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # without its loss scale
+config = old.get_config()
+"""
+
+_CLIPPED = _OPTIMIZER + "config.update(clipnorm=None, clipvalue=None, global_clipnorm=1.0)  # one kind at a time\n"
+
+_RATE = "float(keras.ops.convert_to_numpy(old.learning_rate))"
+
+_COMPILED = "model.compile(type(old).from_config(config), model.loss)  # add your metrics"
+
+
 _SNIPPETS = {
     "input_nonfinite": _CLEAN,
     "target_nonfinite": _CLEAN,
-    "target_out_of_range": "print(np.min(y), np.max(y), np.unique(y)[:20])  # the loss takes class indices from 0 to classes - 1",
-    "input_scale": "normalization = keras.layers.Normalization()\nnormalization.adapt(x_train)  # make it the first layer of the model",
-    "float16_overflow": "# the layer to blame in float32, all others in half precision\nlayer = keras.layers.Dense(units, dtype='float32')",
-    "float16_underflow": "optimizer = keras.optimizers.LossScaleOptimizer(optimizer)\nmodel.compile(optimizer, loss)",
-    "loss_scale_collapsed": "keras.config.set_dtype_policy('mixed_bfloat16')  # the range of float32, and no loss scale",
+    "target_out_of_range": (
+        "print(np.min(y), np.max(y), np.unique(y)[:20])  # the loss takes class indices from 0 to classes - 1"
+    ),
+    "input_scale": (
+        "normalization = keras.layers.Normalization()\n"
+        "normalization.adapt(x_train)  # make it the first layer of the model"
+    ),
+    "float16_overflow": (
+        "# the layer to blame in float32, all others in half precision\n"
+        "layer = keras.layers.Dense(units, dtype='float32')"
+    ),
+    "float16_underflow": (
+        f"{_OPTIMIZER}config['loss_scale_factor'] = None  # a fixed scale beside the dynamic one would count twice\n"
+        "scaled = keras.optimizers.LossScaleOptimizer(type(old).from_config(config))\n"
+        "model.compile(scaled, model.loss)  # add your metrics"
+    ),
+    "loss_scale_collapsed": (
+        "keras.config.set_dtype_policy('mixed_bfloat16')  # the range of float32, and no loss scale"
+    ),
     "loss_domain": "y_pred = keras.ops.clip(y_pred, 1e-7, 1.0 - 1e-7)  # before a log; or loss(..., from_logits=True)",
     "forward_domain": "x = keras.ops.maximum(x, 1e-7)  # before log, sqrt or a division",
     "gradient_domain": "y = keras.ops.sqrt(x + 1e-7)  # not sqrt(x), whose slope at 0 is infinite",
-    "divergence": "optimizer = type(model.optimizer)(learning_rate / 10, global_clipnorm=1.0)\nmodel.compile(optimizer, loss)",
-    "spike": "optimizer = type(model.optimizer)(learning_rate, global_clipnorm=1.0)\nmodel.compile(optimizer, loss)",
-    "optimizer_domain": "optimizer = keras.optimizers.Adam(learning_rate, epsilon=1e-5)",
+    "divergence": f"{_CLIPPED}config['learning_rate'] = {_RATE} / 10  # in place of a schedule, too\n{_COMPILED}",
+    "spike": f"{_CLIPPED}{_COMPILED}",
+    "optimizer_domain": f"{_OPTIMIZER}config.update({{'epsilon': 1e-5}} if 'epsilon' in config else {{}})\n{_COMPILED}",
     "batchnorm_statistics": "keras_nanguard.recalibrate(model, x_train)",
-    "training_flag": "y = layer(x, training=training)  # hand the argument of call on; check that nothing sets trainable = False",
+    "training_flag": (
+        "# hand the argument of call on; check that nothing sets trainable = False\n"
+        "y = layer(x, training=training)"
+    ),
     "state_nonfinite": "print(keras_nanguard.scan(model))  # which variables; then load a good checkpoint",
 }
+"""Code by cause. Those that rebuild the optimizer take everything but the model from the model itself."""
 
 
 def snippet(diagnosis: Diagnosis) -> str:

@@ -1,5 +1,6 @@
 """Each rule finds its hazard in its own sample and nothing in the sample put right; good models are left in peace."""
 
+import functools
 import json
 import pathlib
 
@@ -97,6 +98,40 @@ def head(activation, loss, units=3, **options):
 def test_loss_and_last_activation(activation, loss, codes):
     """Every pairing that Keras' documentation shows is silent, every one that takes a log of the wrong thing is not."""
     assert head(activation, loss) == codes
+
+
+FIVES, LABELS = np.full((4, 3), 5.0), np.array([0, 1, 2, 1])
+SPARSE, IGNORED = keras.losses.sparse_categorical_crossentropy, keras.losses.SparseCategoricalCrossentropy
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "activation", "accepted"),
+    [
+        (IGNORED(ignore_class=255), [0, 1, 255, 2], "softmax", True),
+        (IGNORED(ignore_class=-1), [0, 1, -1, 2], "softmax", True),
+        (IGNORED(ignore_class=255), [255] * 4, "softmax", True),
+        (functools.partial(SPARSE, ignore_class=255), [0, 1, 255, 2], "softmax", True),
+        (IGNORED(ignore_class=255), [0, 7, 255, 2], "softmax", False),
+        (IGNORED(), [0, 1, 255, 2], "softmax", False),
+        (functools.partial(SPARSE), [0, 1, 255, 2], "softmax", False),
+        *((name, FIVES, "softmax", False) for name in ("kl_divergence", "kld", "KLD", "kullback_leibler_divergence")),
+        (keras.losses.KLDivergence(), FIVES, "softmax", False),
+        (keras.losses.kl_divergence, FIVES, "softmax", False),
+        (keras.losses.kl_divergence, np.eye(3)[LABELS], "softmax", True),
+        ("categorical_focal_crossentropy", FIVES, "softmax", False),
+        (keras.losses.CategoricalFocalCrossentropy(), FIVES, "softmax", False),
+        ("binary_focal_crossentropy", FIVES, "sigmoid", False),
+        ("BCE", FIVES, "sigmoid", False),
+        ("msle", -FIVES, "softplus", False),
+        ("hinge", FIVES, "tanh", True),
+    ],
+)
+def test_targets_are_compared_with_what_the_loss_accepts(loss, targets, activation, accepted):
+    """By each name and form of a loss; the class that a loss ignores may be any number."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation=activation)])
+    model.compile("adam", loss)
+    found = [hazard.code for hazard in lint(model, np.ones((4, 4)), np.array(targets)).hazards]
+    assert ("labels_out_of_range" in found) is not accepted
 
 
 def test_the_last_activation_is_found_behind_other_layers():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from support.recordings import HOSTILE, synthetic
@@ -242,6 +243,36 @@ def test_code_to_paste():
             assert "import os" not in code
             compile(code.replace("loss(..., ", "loss("), cause, "exec")
     assert "age" not in snippet(Diagnosis("input_nonfinite", "inputs/age b"))
+
+
+OPTIMIZERS = {
+    "adam": lambda: "adam",
+    "a schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+    "clipnorm": lambda: keras.optimizers.Adam(1e-3, clipnorm=1.0),
+    "a loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3)),
+    "no epsilon": lambda: keras.optimizers.Ftrl(1e-3),
+}
+
+
+@pytest.mark.parametrize("precision", ("float32", "mixed_float16"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("cause", ("divergence", "spike", "float16_underflow", "optimizer_domain"))
+def test_code_that_rebuilds_the_optimizer_runs(cause, name, precision):
+    """It takes nothing but the model, and keeps what it does not change: the class, the loss, a schedule of the rate."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(precision)
+    try:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(OPTIMIZERS[name](), "mse")
+        old = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        exec(snippet(Diagnosis(cause)), {"keras": keras, "model": model})
+    finally:
+        keras.config.set_dtype_policy(before)
+    new = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    assert type(new) is type(old) and model.loss == "mse"
+    rate, new_rate = (float(keras.ops.convert_to_numpy(optimizer.learning_rate)) for optimizer in (old, new))
+    assert new_rate == pytest.approx(rate / 10 if cause == "divergence" else rate)
+    assert new.global_clipnorm == (1.0 if cause in ("divergence", "spike") else old.global_clipnorm)
 
 
 class TestBlamedRows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html as text_of_html
 import io
 import json
 import os
+import re
 import tempfile
 import zipfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from markdown_it import MarkdownIt
 from rich.console import Console
 from support import recordings
 
@@ -22,6 +25,7 @@ from keras_nanguard._cli.parser import main
 from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
+from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import blamed_rows, console, files, html, watch
 from keras_nanguard._report.log import add, begin
@@ -181,8 +185,21 @@ def test_markdown_holds_no_markup_of_the_file():
     text = console.markdown([odd], console.summary([odd], 1, 1, 0))
     assert text.count("```") == 2
     body = text.split("```")[2]
-    assert "<" not in body.replace("\\<", "") and "](" not in body
+    assert "<" not in body.replace("\\<", "") and "](" not in body.replace("\\](", "")
     assert all(line.startswith(("-", "#", "Cause")) for line in body.splitlines() if line)
+
+
+MARKUP = ["http://", "www.", "WWW.", "@", "a@b.example", "[x](y)", "![", "<b>", "`", "``", "\\", "_", "*", "~~", "&amp;", "a", " "]
+
+
+@given(st.lists(st.sampled_from(MARKUP), max_size=7).map("".join))
+def test_markdown_shows_any_name_as_it_is(name):
+    """Rendered, the text is the name, without a link or a tag, and nothing that a viewer would make a link of by itself."""
+    shown = markdown_text(name)
+    rendered = MarkdownIt("commonmark").render(f"x {shown} y")
+    assert " ".join(text_of_html.unescape(re.sub("</?(p|code)>", "", rendered)).split()) == " ".join(f"x {name} y".split())
+    text = re.sub("`[^`]*`", "", shown.replace("\\`", ""))
+    assert not re.search(r"\w://", text) and "@" not in text and "www." not in text.lower()
 
 
 JSON = st.recursive(
