@@ -1,13 +1,15 @@
 """Bad rows of the data, known by more than their place in a batch.
 
-Where `fit` trains on arrays, a row of a batch is looked for in them by its own values, so that it does not matter who has shuffled.
-Elsewhere it is known by a fingerprint: SHA-256 of its inputs. Nothing is done for a step that has no incident.
+If `fit` trains on arrays, a row of a batch is found in them by its own values, however the data is
+shuffled; rows with the same contents are all named. Other data is known by a fingerprint, the
+SHA-256 of the values of a row. Nothing is done for a step without an incident.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,12 @@ from keras_nanguard._report import console
 __all__ = ["BadRows"]
 
 Array = np.ndarray[Any, Any]
+ArrayKey = tuple[str, str]
+"""Role and path of an array of the batch."""
+
+Arrays = Mapping[ArrayKey, Array]
+Key = tuple[str, str]
+"""Fingerprint of a row, and its name in the batch, `""` without names."""
 
 MAX_SAMPLES = 4096
 """How many bad rows are remembered."""
@@ -61,59 +69,81 @@ class BadRows:
             return
         try:
             self._note(incident, report.batch)
-        except Exception:  # noqa: BLE001  data of a kind that has no rows to compare; training goes on
+        except Exception:  # noqa: BLE001  data without rows that can be compared; training continues
             return
 
-    @np.errstate(all="ignore")  # what is looked at is not finite
+    @np.errstate(all="ignore")  # the rows are not finite
     def _note(self, incident: Incident, batch: Any) -> None:
         count, diagnosis = batches.row_count(batch), incident.diagnosis
-        known = self._recorder.samples
-        blamed = [row for row in (diagnosis.samples if diagnosis is not None else ()) if row < count][:MAX_ROWS]
+        samples = diagnosis.samples if diagnosis is not None else ()
+        blamed = [row for row in samples if row < count][:MAX_ROWS]
+        known = self._known()
         if not blamed and not (known and incident.refused):
             return
-        parts = {(part.role, part.path): part.array for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits")}
-        arrays = {key: array for key, array in parts.items() if array.ndim and array.shape[0] == count}
+        arrays = _row_arrays(batch, count)
         if not any(role == "inputs" for role, _ in arrays):
-            return  # of ragged tensors: nothing that a row could be known by
-        names = self._taken_out(arrays)
+            return  # ragged tensors alone have no rows to compare
+        names = self._pop_names(arrays)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
         others = [row for row in range(min(count, MAX_OTHERS)) if row not in blamed] if small else []
-        marks = {row: _fingerprint(arrays, row) for row in (*blamed, *others)}
-        room = len(known) < MAX_SAMPLES
-        fresh = {marks[row]: row for row in reversed(blamed) if room and marks[row] not in known}  # of two that are the same the first
-        indices = self._indices(arrays, list(fresh.values()))
-        for row, mark in marks.items():
-            if mark in known or (mark in fresh and len(known) < MAX_SAMPLES):
-                self._again(known.get(mark) or self._found(arrays, row, mark, names, indices[fresh[mark]], incident), incident)
+        keys = {row: self._key(arrays, row, names) for row in (*blamed, *others)}
+        new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
+        places = self._places(arrays, list(new.values()))
+        for key, row in new.items():
+            known[key] = self._found(arrays, row, key, places[row], incident)
+        for key in dict.fromkeys(keys.values()):
+            for sample in known.get(key, ()):
+                self._count(sample, incident)
 
-    def _indices(self, arrays: Mapping[tuple[str, str], Array], rows: list[int]) -> dict[int, int | None]:
-        """Return which rows of the arrays that `fit` trains on these are."""
-        return dict(zip(rows, self._search.indices(arrays, rows, *keras_fitting.running_arrays()))) if rows else {}
+    def _known(self) -> dict[Key, list[BadSample]]:
+        """Return the bad rows so far by their keys; rows with the same contents share a key."""
+        known: dict[Key, list[BadSample]] = {}
+        for sample in self._recorder.samples.values():
+            name = sample.label if isinstance(self._ids, str) else ""
+            known.setdefault((sample.fingerprint, name), []).append(sample)
+        return known
 
-    def _taken_out(self, arrays: dict[tuple[str, str], Array]) -> Array | None:
+    def _key(self, arrays: Arrays, row: int, names: Array | None) -> Key:
+        return _fingerprint(arrays, row), "" if names is None else _name(names[row])
+
+    def _places(self, arrays: Arrays, rows: list[int]) -> dict[int, tuple[int, ...]]:
+        """Return all indices in the training arrays at which each of these rows is found."""
+        if not rows:
+            return {}
+        return dict(zip(rows, self._search.indices(arrays, rows, *keras_fitting.running_arrays())))
+
+    def _pop_names(self, arrays: dict[ArrayKey, Array]) -> Array | None:
         """Take the array of names out of those of a batch, and return it."""
-        key = next((key for key in arrays if isinstance(self._ids, str) and key[1].rpartition("/")[2] == self._ids), None)
+        if not isinstance(self._ids, str):
+            return None
+        key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
         return None if key is None else arrays.pop(key)
 
-    def _again(self, sample: BadSample, incident: Incident) -> None:
+    def _count(self, sample: BadSample, incident: Incident) -> None:
         step = incident.step + self._recorder.base
-        if sample.times and step in sample.steps:  # the step was run again
+        if sample.times and step in sample.steps:  # a replay of the same step
             return
         steps = (*sample.steps, step)[:MAX_STEPS]
-        self._recorder.sample(
-            BadSample(sample.label, sample.index, sample.fingerprint, sample.times + 1, steps, sample.why),
-        )
+        self._recorder.sample(replace(sample, times=sample.times + 1, steps=steps))
 
     def _found(
-        self, arrays: Mapping[tuple[str, str], Array], row: int, mark: str, names: Array | None, index: int | None, incident: Incident
-    ) -> BadSample:
-        """Return a bad row that was not known before, which is this one of `x`."""
-        label = f"row {mark[:12]}" if index is None else f"x[{index}]"
-        if names is not None:
-            label = _name(names[row])
-        elif index is not None and self._ids is not None and not isinstance(self._ids, str) and index < len(self._ids):
-            label = _name(self._ids[index])
-        return BadSample(label, index, mark, 0, (), _why(arrays, row, incident))
+        self, arrays: Arrays, row: int, key: Key, places: tuple[int, ...], incident: Incident
+    ) -> list[BadSample]:
+        """Return a bad row that is new, once for each of its places in the training arrays."""
+        mark, name = key
+        why = _why(arrays, row, incident)
+        room = MAX_SAMPLES - len(self._recorder.samples)
+        return [
+            BadSample(name or self._label(mark, place), place, mark, 0, (), why)
+            for place in (places or (None,))[: max(room, 0)]
+        ]
+
+    def _label(self, mark: str, place: int | None) -> str:
+        if place is None:
+            return f"row {mark[:12]}"
+        if self._ids is None or isinstance(self._ids, str) or place >= len(self._ids):
+            return f"x[{place}]"
+        return _name(self._ids[place])
 
     def line(self) -> str:
         """Return the line that says which bad rows there are, `""` where there is no new one since the last."""
@@ -121,8 +151,10 @@ class BadRows:
         if len(found) <= self._reported:
             return ""
         self._reported = len(found)
-        listed = ", ".join(_shown(sample.label) for sample in found[:LISTED]) + (", ..." if len(found) > LISTED else "")
-        return f"NanGuard: {len(found)} distinct bad {'row' if len(found) == 1 else 'rows'} so far: {listed}"
+        more = ", ..." if len(found) > LISTED else ""
+        listed = ", ".join(_shown(sample.label) for sample in found[:LISTED]) + more
+        rows = "row" if len(found) == 1 else "rows"
+        return f"NanGuard: {len(found)} distinct bad {rows} so far: {listed}"
 
 
 def _shown(label: str) -> str:
@@ -131,18 +163,27 @@ def _shown(label: str) -> str:
 
 
 def _name(value: Any) -> str:
-    value = value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1) else value
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+        value = value.item()
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _inputs(arrays: Mapping[tuple[str, str], Array]) -> Iterator[tuple[str, Array]]:
-    yield from ((path, array) for (role, path), array in sorted(arrays.items(), key=lambda item: item[0]) if role == "inputs")
+def _row_arrays(batch: Any, count: int) -> dict[ArrayKey, Array]:
+    """Return the arrays of a batch that have one entry for each row, by role and path."""
+    dense = (part for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits"))
+    arrays = {(part.role, part.path): part.array for part in dense}
+    return {key: array for key, array in arrays.items() if array.ndim and array.shape[0] == count}
 
 
-def _fingerprint(arrays: Mapping[tuple[str, str], Array], row: int) -> str:
-    """Return SHA-256 of the inputs of one row, each NaN as the same one."""
+def _inputs(arrays: Arrays) -> Iterator[tuple[str, Array]]:
+    ordered = sorted(arrays.items(), key=lambda item: item[0])
+    yield from ((path, array) for (role, path), array in ordered if role == "inputs")
+
+
+def _fingerprint(arrays: Arrays, row: int) -> str:
+    """Return SHA-256 of the values of one row, its targets included; every NaN counts as the same."""
     digest = hashlib.sha256()
-    for path, array in _inputs(arrays):
+    for (_, path), array in sorted(arrays.items(), key=lambda item: item[0]):
         digest.update(f"{path}:{array.dtype}:{array.shape[1:]};".encode())
         digest.update(_plain(array[row]).tobytes())
     return digest.hexdigest()
@@ -156,14 +197,17 @@ def _plain(value: Any) -> Array:
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array + np.array(0.0, array.dtype))
 
 
-def _why(arrays: Mapping[tuple[str, str], Array], row: int, incident: Incident) -> str:
+def _why(arrays: Arrays, row: int, incident: Incident) -> str:
     """Return what is wrong with a row, as a clause."""
     for (_, path), array in arrays.items():
         nan, inf, size = finiteness.counts(np.asarray(array[row]))
         if nan or inf:
-            counts = " and ".join(f"{number} {name}" for number, name in ((nan, "NaN"), (inf, "Inf")) if number)
+            named = ((nan, "NaN"), (inf, "Inf"))
+            counts = " and ".join(f"{number} {name}" for number, name in named if number)
             return f"{counts} of {size} in {argument_path(path)}"
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
     largest = {path: finiteness.largest(np.asarray(array[row])) for path, array in _inputs(arrays)}
     worst = max(largest, key=lambda path: largest[path], default="")
-    return f"{cause}; its largest magnitude in {argument_path(worst)} is {largest[worst]:.3g}" if worst else cause
+    if not worst:
+        return cause
+    return f"{cause}; its largest magnitude in {argument_path(worst)} is {largest[worst]:.3g}"

@@ -53,8 +53,10 @@ class RowSearch:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def indices(self, arrays: Mapping[Key, Array], rows: Sequence[int], x: Any, y: Any) -> list[int | None]:
-        """Return which row of the arrays that `fit` trains on each of these rows of a batch is, the first of several.
+    def indices(
+        self, arrays: Mapping[Key, Array], rows: Sequence[int], x: Any, y: Any
+    ) -> list[tuple[int, ...]]:
+        """Return at which indices of the training arrays each of these rows of a batch is found.
 
         Args:
             arrays: those of the batch, by role and path.
@@ -62,34 +64,35 @@ class RowSearch:
             x, y: what `fit` trains on; `None` where that is no arrays.
 
         Returns:
-            an index for each row, `None` where it is none, where the arrays are too large to be copied, or where the time is used up.
+            for each row the indices of all rows with the same contents; none if there are none, if
+            the arrays are too large to be copied, or if the time is used up.
         """
         inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
         wanted = {path: array[rows] for (role, path), array in sorted(arrays.items(), key=lambda item: item[0]) if role == "inputs"}
         if x is None or not wanted or not wanted.keys() <= inputs.keys() or self.seconds >= MAX_SECONDS:
-            return [None] * len(rows)
+            return [()] * len(rows)
         started = time.perf_counter()
         try:
             batch = {key: array[rows] for key, array in arrays.items()}
             return _found(inputs, wanted, targets, batch, started + MAX_SECONDS - self.seconds)
         except _TooLong:
-            return [None] * len(rows)
+            return [()] * len(rows)
         finally:
             self.seconds += time.perf_counter() - started
 
 
 def _found(
     inputs: Mapping[str, Any], wanted: Mapping[str, Array], targets: Mapping[str, Any], batch: Mapping[Key, Array], end: float
-) -> list[int | None]:
+) -> list[tuple[int, ...]]:
     count = len(next(iter(wanted.values())))
     pairs = []
     for path, ones in wanted.items():
         whole, flat = _flat(inputs[path]), ones.reshape(count, -1)
         if whole is None or whole.shape[1] != flat.shape[1]:
-            return [None] * count
+            return [()] * count
         pairs.append((whole, flat))
     others: dict[str, Array | None] = {}
-    indices: list[int | None] = []
+    indices: list[tuple[int, ...]] = []
     for number, rows in enumerate(_narrowed(pairs, end)):
         for whole, ones in pairs:
             rows = _equal(whole, ones[number], rows, end)
@@ -99,7 +102,7 @@ def _found(
                     others[path] = _flat(targets[path])
                 narrowed = _equal(others[path], array[number], rows, end)
                 rows = narrowed if len(narrowed) else rows
-        indices.append(int(rows[0]) if len(rows) else None)
+        indices.append(tuple(int(row) for row in rows))
     return indices
 
 

@@ -72,8 +72,8 @@ class Recorder:
         self._minor: deque[Entry] = deque(maxlen=MAX_MINOR)
         self._events = self._written_events = self.base = 0
         self._layers = LayerTable()
-        self._samples: dict[str, BadSample] = {}
-        self._changed_samples: dict[str, BadSample] = {}
+        self._samples: dict[tuple[str, str], BadSample] = {}
+        self._changed_samples: dict[tuple[str, str], BadSample] = {}
         self._meta: dict[str, Any] = {"format": FORMAT, "status": "running"}
         self._scaled = False
         self._known: tuple[int, float] | None = None
@@ -194,8 +194,8 @@ class Recorder:
             self._events += 1
 
     @property
-    def samples(self) -> Mapping[str, BadSample]:
-        """The bad samples so far, by fingerprint."""
+    def samples(self) -> Mapping[tuple[str, str], BadSample]:
+        """The bad samples so far, by fingerprint and label: rows with the same contents share a fingerprint."""
         return self._samples
 
     def layers(self, step: int, variables: tuple[tuple[str, str], ...], values: Any) -> None:
@@ -206,7 +206,8 @@ class Recorder:
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that one has come again."""
         with self._lock:
-            self._samples[sample.fingerprint] = self._changed_samples[sample.fingerprint] = sample
+            key = (sample.fingerprint, sample.label)
+            self._samples[key] = self._changed_samples[key] = sample
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write what is left, and close the file."""
@@ -379,7 +380,7 @@ class Recorder:
                 break  # what is older is in the file alone
             if len(kept) != kept.maxlen:
                 kept.appendleft((number, replace(event, data={}), text))
-        self._samples = {sample.fingerprint: sample for sample in found["samples"]}
+        self._samples = {(sample.fingerprint, sample.label): sample for sample in found["samples"]}
         self._layers.restore(found["layers"])
 
 

@@ -94,7 +94,7 @@ class BadSample:
         label: what it is called: `x[217]`, the user's own name, or the beginning of its fingerprint.
         index: its place in the `x` that `fit` was given, `None` where that is not known.
         fingerprint: SHA-256 of its values, in hexadecimal.
-        times: in how many bad steps it was found.
+        times: in how many bad steps a row with these contents was found.
         steps: the first of those steps, from 0.
         why: what is wrong with it, as a clause.
     """

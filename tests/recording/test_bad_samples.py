@@ -108,6 +108,40 @@ def test_rows_that_are_the_same():
     assert sample.index == 40 and sample.why == "1 NaN of 1 in y"
 
 
+@pytest.mark.parametrize("same_targets", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_with_the_same_contents(shuffle, same_targets, tmp_path):
+    """Rows with the same inputs are told apart by their targets; those with the same targets are all named."""
+    x, y = data()
+    x[list(BAD)] = np.nan
+    if same_targets:
+        y[list(BAD)] = 1.0
+    guard = NanGuard(verbose=0, directory=tmp_path)
+    found(dense(), x, y, guard, batch_size=BATCH, shuffle=shuffle)
+    samples = guard.bad_samples()
+    assert sorted(sample.index for sample in samples) == sorted(BAD)
+    assert len({sample.fingerprint for sample in samples}) == (1 if same_targets else len(BAD))
+    steps = {i.step for i in guard.incidents}
+    times = {sample.times for sample in samples}
+    assert times == ({len(steps)} if same_targets else {3})
+    assert Recording.read(tmp_path).samples == samples
+
+
+def test_copies_that_have_names():
+    """With names in the batch, rows with the same contents are told apart by them."""
+    x, y = data()
+    x[list(BAD)], y[list(BAD)] = np.nan, 1.0
+    keyed = {"a": x, "id": np.arange(ROWS).astype("int32")}
+
+    class Batches(Sequence):
+        def __getitem__(self, number):
+            rows = slice(number * BATCH, (number + 1) * BATCH)
+            return {name: array[rows] for name, array in keyed.items()}, self.y[rows]
+
+    guard = found(dense(a=(6,)), Batches(x, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
+    assert {sample.label: sample.times for sample in guard.bad_samples()} == {str(row): 2 for row in BAD}
+
+
 def test_validation_split():
     """The rows are those of `x` as it was given: what is split off for validation comes last."""
     check(found(dense(), *data(), batch_size=BATCH, validation_split=0.1, shuffle=False))
@@ -222,17 +256,21 @@ def test_search(dtype, shape, monkeypatch):
     if np.dtype(dtype).kind == "f":
         whole[random.random(whole.shape) < 0.1] = np.nan
     flat = whole.reshape(500, -1)
-    first, last = {}, {row.tobytes(): number for number, row in enumerate(flat)}
+    same = {}
     for number, row in enumerate(flat):
-        first.setdefault(row.tobytes(), number)
+        same.setdefault(row.tobytes(), []).append(number)
     batch = {("inputs", "inputs"): whole}
     for chunk in (7, 1 << 16):
         monkeypatch.setattr(row_search, "_CHUNK", chunk)
         monkeypatch.setattr(row_search, "_HASHED", chunk)
-        assert RowSearch().indices(batch, [0, 250, 499], whole, None) == [first[flat[row].tobytes()] for row in (0, 250, 499)]
-        assert RowSearch().indices(batch, range(64), whole[::-1], None)[63] == 499 - last[flat[63].tobytes()]
+        assert RowSearch().indices(batch, [0, 250, 499], whole, None) == [
+            tuple(same[flat[row].tobytes()]) for row in (0, 250, 499)
+        ]
+        assert RowSearch().indices(batch, range(64), whole[::-1], None)[63] == tuple(
+            499 - number for number in reversed(same[flat[63].tobytes()])
+        )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
-    assert dtype == "bool" or RowSearch().indices(other, [0], whole, None) == [None]
+    assert dtype == "bool" or RowSearch().indices(other, [0], whole, None) == [()]
 
 
 def test_one_look_at_the_data(monkeypatch):
@@ -245,15 +283,15 @@ def test_one_look_at_the_data(monkeypatch):
     monkeypatch.setattr(row_search, "_hash", lambda parts: hashed.append(len(parts[0])) or hash_of(parts))
     whole = keras.ops.convert_to_tensor(x)
     batch, rows = {("inputs", "inputs"): x[:BATCH]}, list(range(BATCH))
-    assert RowSearch().indices(batch, rows, whole, y) == rows
+    assert RowSearch().indices(batch, rows, whole, y) == [(row,) for row in rows]
     assert sum(value is whole for value in read) == 1 and hashed == [BATCH, 32, 32, 32]
     monkeypatch.setattr(row_search, "MAX_COPIED", x.size - 1)
-    assert RowSearch().indices(batch, rows, whole, y) == [None] * BATCH and RowSearch().indices(batch, rows, x, y) == rows
+    assert RowSearch().indices(batch, rows, whole, y) == [()] * BATCH and RowSearch().indices(batch, rows, x, y) == [(row,) for row in rows]
     monkeypatch.setattr(row_search, "MAX_SECONDS", 1e-9)
     search = RowSearch()
-    assert search.indices(batch, rows, x, y) == [None] * BATCH and search.seconds > 1e-9
+    assert search.indices(batch, rows, x, y) == [()] * BATCH and search.seconds > 1e-9
     hashed.clear()
-    assert search.indices(batch, rows, x, y) == [None] * BATCH and not hashed, "no time is left"
+    assert search.indices(batch, rows, x, y) == [()] * BATCH and not hashed, "no time is left"
 
 
 @pytest.mark.slow

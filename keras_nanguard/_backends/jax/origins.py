@@ -9,7 +9,7 @@ layer table alone has to show it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
+from keras_nanguard._keras.overrides import ThreadOverrides
 
 try:
     from jax._src.core import EvalTrace
@@ -65,26 +66,18 @@ class Origins(OriginTracker):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._held: list[Any] = []
-        self._batch: list[tuple[Any, Origin]] = []
         super().__init__(*args, **kwargs)
 
     def __enter__(self) -> Origins:
         self._still = jax.disable_jit()
         self._still.__enter__()
-        if self.available:
-            self._real = real = EvalTrace.process_primitive
-
-            def process_primitive(trace: Any, primitive: Any, args: Any, params: Any) -> Any:
-                result = real(trace, primitive, args, params)
-                self._seen(primitive.name, args, result if primitive.multiple_results else (result,))
-                return result
-
-            EvalTrace.process_primitive = process_primitive
+        if _PRIMITIVES is not None:
+            _PRIMITIVES.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self.available:
-            EvalTrace.process_primitive = self._real
+        if _PRIMITIVES is not None:
+            _PRIMITIVES.leave(self)
         self._still.__exit__(*details)
 
     def of(self, tensor: Any) -> Origin | None:
@@ -100,7 +93,7 @@ class Origins(OriginTracker):
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
         if not _is_finite(tensor):
-            self._batch.append((np.asarray(tensor), origin))
+            self._arrays.append((np.asarray(tensor), origin))
             self._keep(tensor, origin)
 
     def _key(self, tensor: Any) -> int:
@@ -110,7 +103,8 @@ class Origins(OriginTracker):
         self._held.append(tensor)  # so that no other array gets its number
         self._lineage[id(tensor)] = origin
 
-    def _seen(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note one primitive that has run."""
         self.count += 1
         bad = [t for t in outputs if not _is_finite(t)]
         if bad:
@@ -123,20 +117,12 @@ class Origins(OriginTracker):
 
     def _inherited(self, name: str, inputs: Sequence[Any], bad: list[Any]) -> Origin:
         """Return the earliest origin behind a primitive's inputs, or its own."""
-        if name == "device_put" and (found := self._of_batch(bad[0])) is not None:
+        if name == "device_put" and (found := self._of_batch(np.asarray(bad[0]))) is not None:
             return found
         parents = [self._parent(t) for t in inputs]
         constant = CONSTANT in parents and not any(_has_nan(t) for t in bad)
         constant |= name in FILLING and not any(map(_is_float, inputs))
         return self._known(parents, constant) or self._from(name, inputs, bad[0])
-
-    def _of_batch(self, tensor: Any) -> Origin | None:
-        """Return the origin of the array of the batch that has just been brought to the device, maybe in another dtype."""
-        array = np.asarray(tensor)
-        for other, origin in self._batch:
-            if other.shape == array.shape and np.array_equal(other.astype(array.dtype), array, equal_nan=True):
-                return origin
-        return None
 
     def _parent(self, tensor: Any) -> Origin | None:
         found = self._lineage.get(id(tensor))
@@ -157,6 +143,19 @@ class Origins(OriginTracker):
         operands = [operand(np.asarray(t), np.asarray(t).dtype.name) for t in inputs if _is_float(t)]
         variables = [self._variables[id(t)] for t in inputs if id(t) in self._variables]
         return self._add(name, array, array.dtype.name, operands, variables, stored)
+
+
+def _process_primitive(
+    real: Callable[..., Any], running: Sequence[Origins], trace: Any, primitive: Any, args: Any, *rest: Any
+) -> Any:
+    result = real(trace, primitive, args, *rest)
+    running[-1].see(primitive.name, args, result if primitive.multiple_results else (result,))
+    return result
+
+
+_PRIMITIVES: ThreadOverrides | None = None
+if EvalTrace is not None:
+    _PRIMITIVES = ThreadOverrides(EvalTrace, {"process_primitive": _process_primitive})
 
 
 def _is_float(value: Any) -> bool:

@@ -91,12 +91,24 @@ class Instrument:
         return list(watched.values())
 
     def _begin(self) -> None:
-        """Stand in for what starts a backward pass, with `_differentiating` around it."""
+        """Override what starts a backward pass, in this thread, with `differentiate`."""
         raise NotImplementedError
 
     def _end(self) -> None:
         """Undo `_begin`."""
         raise NotImplementedError
+
+    def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass; what happens in it belongs to no layer until a probe names one."""
+        origins = self.origins
+        if origins is None:
+            return real(*args, **kwargs)
+        before, origins.phase = origins.phase, "backward"
+        frames, origins.frames = origins.frames, []
+        try:
+            return real(*args, **kwargs)
+        finally:
+            origins.phase, origins.frames = before, frames
 
     def _here(self) -> bool:
         """Whether a call that is made now belongs to the run that is observed."""
@@ -109,22 +121,6 @@ class Instrument:
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         """Return the value, with a gradient that goes through `passed`."""
         raise NotImplementedError
-
-    def _differentiating(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        origins = self.origins
-
-        @functools.wraps(real)
-        def gradient(*args: Any, **kwargs: Any) -> Any:
-            if origins is None:
-                return real(*args, **kwargs)
-            before, origins.phase = origins.phase, "backward"
-            frames, origins.frames = origins.frames, []
-            try:
-                return real(*args, **kwargs)
-            finally:
-                origins.phase, origins.frames = before, frames
-
-        return gradient
 
     def _watching(self, target: Any, real: Callable[..., Any], loss: bool) -> Callable[..., Any]:
         kind = type(target).__name__

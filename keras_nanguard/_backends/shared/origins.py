@@ -63,6 +63,7 @@ class OriginTracker:
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Origin] = {}
         self._casts = Casts()
+        self._arrays: list[tuple[np.ndarray[Any, Any], Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             self._begin_with(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
 
@@ -77,6 +78,19 @@ class OriginTracker:
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
         """Note an array of the batch, with its origin in case it is bad."""
         raise NotImplementedError
+
+    def _of_batch(self, array: np.ndarray[Any, Any]) -> Origin | None:
+        """Return the origin of the array of the batch that these values are, maybe in another dtype.
+
+        The step converts an array of NumPy's to a tensor that no operation has made.
+        """
+        with np.errstate(all="ignore"):
+            for other, origin in self._arrays:
+                if other.shape == array.shape and np.array_equal(
+                    other.astype(array.dtype), array, equal_nan=array.dtype.kind in "fcV"
+                ):
+                    return origin
+        return None
 
     def _key(self, tensor: Any) -> int:
         """Return the number that a tensor is known by."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,23 +69,30 @@ class ReplayResult:
         return "failed" if self.error else "bad" if self.first else "finite"
 
 
+_ONE_REPLAY = threading.RLock()
+"""Held during a replay: the generators of random numbers belong to the process."""
+
+
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
     """Put every one of these variables, and every generator of random numbers, back at the end.
+
+    Replays of several threads run one after the other.
 
     Args:
         variables: the variables.
         model: whose layers may keep tensors in attributes, which a call replaces.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    attributes = [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
-    try:
-        with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
-            yield
-    finally:
-        keras_layers.give_back_tensors(attributes)
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with _ONE_REPLAY:
+        python, numpy = random.getstate(), np.random.get_state()
+        attributes = [] if model is None else keras_layers.attributes_of(keras_layers.layers_of(model))
+        try:
+            with current.replay().preserved((*variables, *keras_variables.global_seed_variables())):
+                yield
+        finally:
+            keras_layers.give_back_tensors(attributes)
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 class ReplayableStep:

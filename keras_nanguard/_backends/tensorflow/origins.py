@@ -55,7 +55,9 @@ class Origins(OriginTracker):
         return self._completed(self._written.get(getattr(handle, "_id", -1)))
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        if hasattr(tensor, "_id") and not _is_finite(tensor):
+        if isinstance(tensor, np.ndarray) and not finiteness.is_finite(tensor):
+            self._arrays.append((tensor, origin))
+        elif hasattr(tensor, "_id") and not _is_finite(tensor):
             self._lineage[tensor._id] = origin
 
     def _key(self, tensor: Any) -> int:
@@ -102,7 +104,7 @@ class Origins(OriginTracker):
             return None
         found = self._lineage.get(tensor._id)
         if found is None and _is_float(tensor) and not _is_finite(tensor):
-            return CONSTANT
+            return self._of_batch(_array(tensor)) or CONSTANT
         return found
 
     def _from(self, name: str, inputs: Sequence[Any], result: Any) -> Origin:

@@ -15,6 +15,7 @@ from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._backends.tensorflow.outputs import LogOutputs
 from keras_nanguard._keras import sparse_arrays, variables as keras_variables
+from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = [
     "Instrument",
@@ -28,11 +29,10 @@ class Instrument(instrument.Instrument):
 
     def _begin(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self._gradient = tf.GradientTape.gradient
-        tf.GradientTape.gradient = self._differentiating(self._gradient)
+        _GRADIENTS.enter(self)
 
     def _end(self) -> None:
-        tf.GradientTape.gradient = self._gradient
+        _GRADIENTS.leave(self)
 
     def _here(self) -> bool:
         if self.graph is None:
@@ -48,6 +48,13 @@ class Instrument(instrument.Instrument):
             return tf.identity(x), passed
 
         return identity(value)
+
+
+def _gradient(real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any) -> Any:
+    return running[-1].differentiate(real, *args, **kwargs)
+
+
+_GRADIENTS = ThreadOverrides(tf.GradientTape, {"gradient": _gradient})
 
 
 def body_of(model: Any) -> Any:
@@ -91,8 +98,8 @@ def key(variable: Any) -> int | None:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a dense tensor."""
-    return isinstance(value, tf.Tensor)
+    """Whether it is a dense tensor, or an array that the step converts to one."""
+    return isinstance(value, (tf.Tensor, np.ndarray))
 
 
 def slope(origin: Any) -> Any:

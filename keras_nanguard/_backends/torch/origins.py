@@ -97,7 +97,9 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         return self.of(getattr(variable, "value", variable))
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        if isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
+        if isinstance(tensor, np.ndarray) and not finiteness.is_finite(tensor):
+            self._arrays.append((tensor, origin))
+        elif isinstance(tensor, torch.Tensor) and not _is_finite(tensor):
             self._lineage[storage(tensor)] = origin
 
     def _key(self, tensor: Any) -> int:
@@ -155,7 +157,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
             return self._lineage[number]
         if number in self._variables and number not in self._tolerated:
             return self._add(self._variables[number], keras_variables.dense(tensor), _dtype(tensor), stored=True)
-        return CONSTANT
+        return self._of_batch(keras_variables.dense(tensor)) or CONSTANT
 
 
 def _tensors(values: Any) -> Iterator[Any]:

@@ -40,11 +40,10 @@ class Instrument(instrument.Instrument):
         return self._names[id(target)] or self.model.name
 
     def _begin(self) -> None:
-        self._real = torch.autograd.backward, torch.autograd.grad
-        torch.autograd.backward, torch.autograd.grad = map(self._differentiating, self._real)
+        _GRADIENTS.enter(self)
 
     def _end(self) -> None:
-        torch.autograd.backward, torch.autograd.grad = self._real
+        _GRADIENTS.leave(self)
 
     def _is_float(self, value: Any) -> bool:
         known = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
@@ -52,6 +51,13 @@ class Instrument(instrument.Instrument):
 
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         return _Probe.apply(value, passed)
+
+
+def _gradient(real: Callable[..., Any], running: Sequence[Instrument], *args: Any, **kwargs: Any) -> Any:
+    return running[-1].differentiate(real, *args, **kwargs)
+
+
+_GRADIENTS = ThreadOverrides(torch.autograd, {"backward": _gradient, "grad": _gradient})
 
 
 class _Probe(torch.autograd.Function):  # type: ignore[misc]

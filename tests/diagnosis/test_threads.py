@@ -1,0 +1,124 @@
+"""Diagnoses in several threads do not affect each other, and other threads are not observed."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_nanguard import NanGuard
+from keras_nanguard._backends import current
+from keras_nanguard._backends.shared.replay import preserved
+
+
+def patched():
+    """Return the functions of the backend that an observed run overrides."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return [tf.GradientTape.gradient]
+    if keras.backend.backend() == "jax":
+        from jax._src.core import EvalTrace
+
+        return [EvalTrace.process_primitive]
+    import torch
+
+    return [torch.autograd.backward, torch.autograd.grad]
+
+
+def dense():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def in_thread(work):
+    """Run a function in another thread until it has ended; return its result."""
+    result = []
+    thread = threading.Thread(target=lambda: result.append(work()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def test_observers_that_end_in_another_order_leave_nothing_behind():
+    """Two threads observe; the one that began first ends first."""
+    before = patched()
+    replay = current.replay()
+    first, second = (replay.Instrument(dense(), replay.Origins()) for _ in range(2))
+    began, ended = threading.Event(), threading.Event()
+
+    def other():
+        with second, second.origins:
+            began.set()
+            ended.wait()
+
+    thread = threading.Thread(target=other)
+    with first, first.origins:
+        thread.start()
+        began.wait()
+    ended.set()
+    thread.join()
+    assert patched() == before
+
+
+def test_another_thread_is_not_observed():
+    """What another thread computes meanwhile is no part of an observed run."""
+    origins = current.replay().Origins()
+    zeros = ops.zeros(3)
+    with origins:
+        ops.log(zeros)
+        count = origins.count
+        in_thread(lambda: ops.log(zeros))
+    assert origins.count == count > 0 and len(origins.origins) == 1
+
+
+def test_replays_run_one_after_the_other():
+    """A second thread waits with its replay until the first has put everything back."""
+    order, waiting = [], threading.Event()
+
+    def other():
+        waiting.set()
+        with preserved([]):
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    with preserved([]):
+        thread.start()
+        waiting.wait()
+        thread.join(0.2)  # too short for the other one only if there is no lock
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_arrays_of_numpy_given_to_train_on_batch(by_hand):
+    """A batch that stays an array of NumPy's until the step is known by its values."""
+    from keras_nanguard import NanGuardModel
+
+    x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    x[5, 1] = np.nan
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((2,))
+    outputs = layers.Dense(1)(layers.Dense(4, "relu")(inputs))
+    model = (keras.Model if by_hand else NanGuardModel)(inputs, outputs)
+    model.compile("sgd", "mse")
+    guard = NanGuard(verbose=0) if by_hand else model.nanguard
+    if by_hand:
+        guard.set_params({"epochs": 1, "steps": 1, "verbose": 0})
+        guard.set_model(model)
+        guard.on_train_begin()
+        guard.on_epoch_begin(0)
+    model.train_on_batch(x, y)
+    model.train_on_batch(x[:5], y[:5])
+    if by_hand:
+        guard.on_epoch_end(0, {})
+        guard.on_train_end()
+    (incident,) = guard.incidents
+    assert incident.diagnosis.cause == "input_nonfinite"
+    assert incident.diagnosis.samples == (5,)
