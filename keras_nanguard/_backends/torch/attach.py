@@ -115,20 +115,20 @@ class ModelAttachment(attach.Attachment):
         return logs, transaction.verdict
 
 
-def _agree(may_commit: bool) -> bool:
-    """Return whether a step may commit in every process: one number is exchanged, and all decide the same.
+def _agree(outcome: int) -> int:
+    """Return the least of what all processes hand in for a step: one number is exchanged, and all do the same.
 
     Raises:
         GuardError: if another process is gone, or did not answer within the limit of the process group.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return may_commit
+        return outcome
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     with waiting_for("their verdict on a step", distributed.get_world_size()):
-        flag = torch.tensor(float(may_commit), device=device)
-        distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
-        return bool(flag.item() > 0)
+        least = torch.tensor(float(outcome), device=device)
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+        return int(least.item())
 
 
 class LoopStep(attach.LoopStep):

@@ -29,6 +29,10 @@ The gradients that the second one finds are among it: a loop that adds to them, 
 """
 
 
+REFUSED, UNDOABLE, COMMITTED = range(3)
+"""What is to become of a step, the most careful first. `UNDOABLE`: it is updated with the old values kept, and judged once more."""
+
+
 class Parts:
     """A train state, and the tensors in it by role."""
 
@@ -83,6 +87,7 @@ class StepRun:
         self.error: BaseException | None = None
         self.created_count = 0
         self.update_sums = [0.0, 0.0]
+        self.undoable = False
         self.left_by_previous = False
         self.compiled: Any = None
 
@@ -136,7 +141,7 @@ class StepRun:
             return "later" if self.compiled is None else "kept"
         if self.may_commit is None:
             self._judge(None)
-        return "now" if self.may_commit else "never"
+        return "never" if not self.may_commit else "kept" if self.undoable else "now"
 
     def _note_created(self, variable: Any) -> None:
         tensor = variable.value
@@ -165,7 +170,8 @@ class StepRun:
         written = self.undo_log.written
         self.statistics = [t for t in written if id(t) not in apart and reductions.can_be_bad(t)]
         losses = seen.losses or owner.outputs.losses(outputs)
-        sums = [reductions.added(losses, kind), reductions.squares([g for r in seen.records for g in r.gradients], kind)]
+        gradients = self._gradients()
+        sums = [reductions.added(losses, kind), reductions.squares(gradients, kind)]
         sums.append(reductions.total(self.statistics, kind, self.parts.statistics_rows))
         scales = [self._before(scale.value).to(kind) for scale, _ in self.train_state.scales]
         early = bool(seen.undo) or not owner.refuse
@@ -174,20 +180,33 @@ class StepRun:
         owner.unread = ()
         if not math.isfinite(numbers[2]) and self._tolerate_constants():
             numbers[2] = float(reductions.total(self.statistics, kind))
-        self.loss, self.gradients, self.statistic = numbers
-        if self.error is not None:
+        self.loss = reductions.confirmed(numbers[0], losses)
+        self.gradients = reductions.confirmed(numbers[1], gradients, power=2)
+        self.statistic = reductions.confirmed(numbers[2], self.statistics)
+        if self.error is not None and math.isfinite(self.gradients):
             self.loss = math.nan
         self.scale = min(scales, default=1.0)
         valid = all(rules.scale_is_valid(rules.NUMBERS, scale) for scale in scales)
-        may_commit = self.error is None and valid and rules.may_commit(rules.NUMBERS, numbers)
+        may_commit = self.error is None and valid
+        may_commit = may_commit and rules.may_commit(rules.NUMBERS, [self.loss, self.gradients, self.statistic])
         if early:
-            if not now:
-                (now,) = reductions.looked_at(self._update_sums(self.gradients))
-            self.update_sums = now
-            may_commit = may_commit and rules.may_commit(rules.NUMBERS, self.update_sums)
+            may_commit = self._read_update_sums(now) and may_commit
         if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
             self.update_sums, self.left_by_previous, may_commit = previous, True, False
-        self.may_commit = owner.agree(may_commit)
+        overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
+        self._agree(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
+
+    def _agree(self, outcome: int) -> None:
+        """Let all processes do the same: what the most careful of them does."""
+        outcome = self.owner.agree(outcome)
+        self.may_commit, self.undoable = outcome > REFUSED, outcome == UNDOABLE
+
+    def _gradients(self) -> list[Any]:
+        """Return the gradients of this step: of its updates, or those that an exception before the first update has left."""
+        if self.error is None or self.seen.records:
+            return [gradient for record in self.seen.records for gradient in record.gradients]
+        trained = [v.value for v in self.train_state.trainable]
+        return [t.grad for t in trained if t.grad is not None]
 
     def _tolerate_constants(self) -> bool:
         """Exclude buffers that nobody has written and that are infinite on purpose; returns whether there are some.
@@ -206,10 +225,14 @@ class StepRun:
         kept = self.undo_log.old.get(id(tensor))
         return tensor.detach() if kept is None else kept[1]
 
+    def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
+        """Return the weights and slots to be read after the updates; see `reductions.updated`."""
+        known, steps = self.parts.slots, self.owner.steps
+        return reductions.updated(self.train_state, self.seen.records, known, gradients, steps)
+
     def _update_sums(self, gradients: float) -> tuple[Any, Any]:
         """Return the sums over the weights and slots that were updated, on the device."""
-        parts, records = self.parts, self.seen.records
-        return reductions.update_sums(self.train_state, records, parts.slots, gradients, self.owner.steps, parts.kind, parts.update_rows)
+        return reductions.update_sums(self._updated(gradients), self.parts.kind, self.parts.update_rows)
 
     def _read_anew(self) -> None:
         """Read the train state of which the step has created a part."""
@@ -220,7 +243,11 @@ class StepRun:
         owner = self.owner
         self._find_untracked(before)
         self.parts.expected.add(self.undo_log.owner)
-        owner.keeps_undo |= bool(self.seen.undo)
+        owner.keeps_undo |= bool(self.seen.undo) and not self.undoable
+        if self.may_commit and self.undoable and owner.refuse:
+            self.seen.make()
+            self._agree(COMMITTED if self._read_update_sums() else REFUSED)
+            self.undoable = True
         if not self.may_commit:
             places = reports.places(self)
             owner.report_queue.places = tuple((site, path) for site, path, _ in places)
@@ -230,8 +257,8 @@ class StepRun:
             self.seen.make(keep=False)
             if self._note_slots():
                 self._read_anew()
-            if owner.refuse:
-                self._read_update_sums()
+            if owner.refuse and not self.undoable:
+                self._read_later()
             owner.verdict = self._verdict(False)
             return outputs
         self._undo()
@@ -248,10 +275,24 @@ class StepRun:
         self.owner.stale |= bool(created)
         return bool(created)
 
-    def _read_update_sums(self) -> None:
+    def _read_update_sums(self, numbers: Sequence[float] = ()) -> bool:
+        """Read the sums over the updated state at once; returns whether all of its entries are finite.
+
+        Args:
+            numbers: the sums, if they have been read.
+        """
+        if not numbers:
+            (numbers,) = reductions.looked_at(self._update_sums(self.gradients))
+        if not math.isfinite(sum(numbers)):
+            read = self._updated(self.gradients)
+            numbers = [reductions.confirmed(number, tensors) for number, tensors in zip(numbers, read)]
+        self.update_sums = list(numbers)
+        return math.isfinite(sum(numbers))
+
+    def _read_later(self) -> None:
         """Read the sums over the updated state.
 
-        At once, or, where the host would have to wait for a device once more, with the verdict of the next step.
+        At once, or, if the host would have to wait for a device once more, with the verdict of the next step.
         """
         update_sums = self._update_sums(self.gradients)
         if reductions.is_away(update_sums[0]):

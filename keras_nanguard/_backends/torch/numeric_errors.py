@@ -1,14 +1,21 @@
-"""Exceptions by which torch says that a number is bad: the step that raises one is a bad step, not the end of training.
+"""Exceptions by which torch reports a bad number: a step that raises one is a bad step.
 
-Known by their words, as torch raises them as plain `RuntimeError` and `ValueError`: each entry names who raises it. Any
-other exception is the user's and goes on to the user.
+Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not tell them from an
+exception of the user's. `is_numeric` also checks the origin: the code that raised it is torch's own Python, or no Python
+at all (the C++ of torch). An exception that a `raise` statement outside of torch has raised is never taken for one.
 """
 
 from __future__ import annotations
 
+import dis
+import os
+from types import TracebackType
+
+import torch
+
 __all__ = ["is_numeric"]
 
-WORDS = (
+MESSAGES = (
     "all elements of input should be between 0 and 1",  # binary_cross_entropy of NaN, on the CPU
     "all elements of target should be between 0 and 1",
     "probability tensor contains either `inf`, `nan` or element < 0",  # multinomial
@@ -19,10 +26,31 @@ WORDS = (
     "returned nan values in its",  # autograd in anomaly mode
     "because the input matrix contained non-finite values",  # torch.linalg
     "input contains non-finite values",
+    "input tensor should not contain infs or NaNs",  # torch.linalg.eig
+    "is non-finite, so it cannot be clipped",  # clip_grad_norm_ with error_if_nonfinite=True
 )
-"""Parts of the messages."""
+"""Parts of the messages; each comment names the function that raises it."""
+
+PACKAGE = os.path.dirname(torch.__file__) + os.sep
+"""Folder of torch's Python code."""
+
+RAISE = dis.opmap["RAISE_VARARGS"]
+"""The instruction of a `raise` statement."""
 
 
 def is_numeric(error: BaseException) -> bool:
-    """Whether the exception is about a number that is not finite, or outside of what an operation accepts."""
-    return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in WORDS)
+    """Return whether torch has raised this exception because of a value that an operation does not accept."""
+    if not isinstance(error, (RuntimeError, ValueError)):
+        return False
+    return any(message in str(error) for message in MESSAGES) and _is_raised_by_torch(error.__traceback__)
+
+
+def _is_raised_by_torch(traceback: TracebackType | None) -> bool:
+    """Return whether an exception with this traceback was raised in the package of torch, or by compiled code."""
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    in_torch = os.path.abspath(code.co_filename).startswith(PACKAGE)
+    return in_torch or code.co_code[traceback.tb_lasti] != RAISE

@@ -19,7 +19,10 @@ from keras_nanguard._backends.shared.proof import reading_of
 from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading, full_read_is_due
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["StandingRows", "added", "can_be_bad", "counts", "is_away", "kind", "looked_at", "squares", "total", "update_sums"]
+__all__ = [
+    *("StandingRows", "added", "can_be_bad", "confirmed", "counts", "is_away", "kind", "looked_at"),
+    *("squares", "total", "update_sums", "updated"),
+]
 
 LARGE = 1 << 16
 """Elements from which a tensor is read where it stands."""
@@ -33,6 +36,9 @@ more work for as long as a small step takes: its processor time was two and a ha
 
 SERIAL_DOT = 1 << 13
 """Elements from which `dot` does, as MKL has it."""
+
+SUM_LIMIT = 2.0**1000
+"""Bound of a sum that has overflowed over finite entries: some of them still add up to a finite number."""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -158,6 +164,23 @@ def total(tensors: list[Any], dtype: Any, standing: StandingRows | None = None) 
     return _add([row.sum() for row in rows], dtype)
 
 
+def confirmed(number: float, tensors: Iterable[Any], power: int = 1) -> float:
+    """Return the sum over these tensors, which is finite exactly if all of their entries are.
+
+    Args:
+        number: the sum as it was computed, in the dtype of the sums, in which finite entries may overflow.
+        tensors: what it is the sum of.
+        power: 2 for half the sum of squares.
+    """
+    if math.isfinite(number):
+        return number
+    rows = [_dense(tensor) for tensor in tensors if can_be_bad(tensor) and tensor.numel()]
+    if not all(bool(torch.isfinite(row).all()) for row in rows):
+        return number
+    exact = sum(float((row.double() ** power).sum()) for row in rows) / power
+    return exact if abs(exact) < SUM_LIMIT else math.copysign(SUM_LIMIT, exact)
+
+
 def is_away(tensor: Any) -> bool:
     """Whether the host has to wait for a device to read the tensor."""
     return bool(tensor.device.type != "cpu")
@@ -185,28 +208,41 @@ def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
     return found
 
 
-def update_sums(
+def updated(
     train_state: TrainState,
     records: Sequence[Any],
     known: dict[int, Any],
     gradients: float,
     steps: int,
-    dtype: Any,
-    standing: StandingRows | None = None,
-) -> tuple[Any, Any]:
-    """Return the sums over the updated weights and the slots, after the update; which slots are read is in `SlotReading`.
+) -> tuple[list[Any], list[Any]]:
+    """Return the tensors to be read after an update: weights, with the slots that are read with them, and other slots.
 
-    `known` holds what `slots_of` gives for each optimizer. Steps are counted, as optimizers of torch's count nothing.
+    `SlotReading` has which slots are read when.
+
+    Args:
+        train_state: the train state.
+        records: the updates.
+        known: the result of `slots_of` for each optimizer, by its `id`.
+        gradients: half the sum of squares of the gradients.
+        steps: the number of steps so far, as optimizers of torch's count nothing.
     """
     together = [t for record in records for t in record.tensors]
-    sums = []
+    separate: list[Any] = []
     for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
         slots, reading = known.get(id(optimizer)) or slots_of(train_state, optimizer)
         if reading is SlotReading.WITH_WEIGHTS:
             together += slots
         elif reading is SlotReading.EVERY_STEP or full_read_is_due(NUMBERS, steps, gradients):
-            sums.append(total(slots, dtype))
-    return total(together, dtype, standing), _add(sums, dtype)
+            separate += slots
+    return together, separate
+
+
+def update_sums(
+    read: tuple[list[Any], list[Any]], dtype: Any, standing: StandingRows | None = None
+) -> tuple[Any, Any]:
+    """Return the sums over the two lists of `updated`, on the device."""
+    together, separate = read
+    return total(together, dtype, standing), total(separate, dtype)
 
 
 def slots_of(train_state: TrainState, optimizer: Any) -> tuple[list[Any], SlotReading]:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from torch.nn.utils import clip_grad
 
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
@@ -87,16 +88,18 @@ def losses_of(model: Any) -> Any:
 def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Any]:
     """Note losses and updates; `immediate` lets the updates be made at once.
 
-    The binary cross-entropy of torch raises where a prediction is NaN. In a replay it has to go on, so that what it was
-    given can be followed back.
+    The binary cross-entropy of torch raises if a prediction is NaN, and `clip_grad_norm_` can raise if a gradient is. A
+    replay continues there, so that the NaN can be followed back.
     """
     entered = object()
-    _GOES_ON.enter(entered)
+    for overrides in _WITHOUT_ERROR:
+        overrides.enter(entered)
     try:
         with Intercept(StandIns(model, optimizers), lambda record: "now" if immediate else "never", {}, {}) as seen:
             yield seen
     finally:
-        _GOES_ON.leave(entered)
+        for overrides in _WITHOUT_ERROR:
+            overrides.leave(entered)
 
 
 def _binary_cross_entropy(
@@ -110,7 +113,15 @@ def _binary_cross_entropy(
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
-_GOES_ON = ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})
+def _total_norm(
+    real: Callable[..., Any], _: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *more: Any, **kwargs: Any
+) -> Any:
+    return real(tensors, norm_type, False, *more, **kwargs)
+
+
+_WITHOUT_ERROR = [ThreadOverrides(torch.nn.functional, {"binary_cross_entropy": _binary_cross_entropy})]
+if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
+    _WITHOUT_ERROR.append(ThreadOverrides(clip_grad, {"_get_total_norm": _total_norm}))
 
 
 @contextlib.contextmanager

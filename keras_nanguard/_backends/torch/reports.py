@@ -39,6 +39,9 @@ def places(run: Any) -> list[tuple[str, str, Any]]:
     paths = {**{key: v.path for key, v in run.undo_log.owner.items()}, **run.parts.paths}
     found = [("outputs", name, t) for name, t in seen.outputs]
     found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
+    if run.error is not None and not seen.records:
+        trained = [v for v in train_state.trainable if v.value.grad is not None]
+        found += [("gradients", v.path, v.value.grad) for v in trained]
     found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in run.statistics]
     if seen.undo or not run.owner.refuse:
         for site, variables in (("weights", train_state.trainable), ("slots", train_state.slots)):

@@ -46,7 +46,7 @@ class Transaction:
         compiled: the body as an earlier run has compiled it.
         note_created: called with each variable that is created inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are reported all the same.
-        agree: called with whether a step may commit here; returns whether it may commit in every process.
+        agree: called with what is to become of a step here (`execution.REFUSED` and the others); returns what all processes do.
 
     Attributes:
         verdict: the verdict on the last step.
@@ -77,7 +77,7 @@ class Transaction:
         compiled: Compiled | None = None,
         note_created: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[int], int] = int,
     ):
         self.body = self.replayed = body
         self.read_train_state, self.model = train_state, model

@@ -48,23 +48,6 @@ def test_an_update_that_overflows_before_the_verdict(refuse):
     assert (step.keeps_undo or not refuse) and not step.untracked, "what updates write is not kept before each step"
 
 
-def test_an_exception_that_stands_for_a_bad_number():
-    """The loss of such a step is not a number; one that stands for something else goes on to the user."""
-    model, message = network(), ["all elements of input should be between 0 and 1"]
-
-    def body(data):
-        raise RuntimeError(message[0])
-
-    step = alone(model, body)
-    before = state(model)
-    step((X, Y))
-    assert step.verdict.refused and math.isnan(step.verdict.loss) and same(state(model), before)
-    assert step.verdict.weights == step.verdict.slots == 0.0, "nothing was updated"
-    message[0] = "disk full"
-    with pytest.raises(RuntimeError, match="disk full"):
-        step((X, Y))
-
-
 class Masked(layers.Layer):
     """Holds tensors that Keras does not know: a mask that is infinite on purpose, and one that it writes."""
 

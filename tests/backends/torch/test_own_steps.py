@@ -184,7 +184,7 @@ def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
 
 
 class Raising(keras.metrics.Metric):
-    """Raises after the update, where `when` says so."""
+    """Raises after the update if `when` returns true: an error of torch's, or one of its own with this message."""
 
     def __init__(self, when, message):
         super().__init__(name="raising")
@@ -192,6 +192,8 @@ class Raising(keras.metrics.Metric):
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         if self.when(y_pred):
+            if self.message == NUMERIC:
+                torch.nn.functional.binary_cross_entropy(torch.full((1,), torch.nan), torch.ones(1))
             raise RuntimeError(self.message)
 
     def result(self):

@@ -1,0 +1,194 @@
+"""Exceptions inside a guarded step on PyTorch: torch's own about a bad number is a refused step, a user's ends the run."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import torch
+from support.torch_steps import X, Y, alone, network, same, state
+
+from keras_nanguard import NanGuard
+from keras_nanguard._backends.torch.numeric_errors import MESSAGES
+
+NAN = torch.full((2, 2), torch.nan)
+
+
+def cross_entropy():
+    torch.nn.functional.binary_cross_entropy(NAN, torch.ones(2, 2))
+
+
+def distribution():
+    torch.distributions.Normal(NAN, 1.0, validate_args=True)
+
+
+def draw():
+    torch.multinomial(NAN, 1)
+
+
+def clip():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = NAN.clone()
+    torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+
+
+def factorize():
+    torch.linalg.svd(NAN)
+
+
+@pytest.mark.parametrize("raising", [cross_entropy, distribution, draw, clip, factorize])
+def test_an_exception_of_torch_about_a_bad_number(raising):
+    """The step is refused, with a loss that is not a number, and the next one trains."""
+    model = network()
+    model.optimizer.build(model.trainable_variables)
+    bad = [True]
+
+    def body(data):
+        if bad[0]:
+            raising()
+        return model.train_step(data)
+
+    step, before = alone(model, body), state(model)
+    step((X, Y))
+    assert step.verdict.refused and math.isnan(step.verdict.loss) and same(state(model), before)
+    assert step.verdict.weights == step.verdict.slots == 0.0, "nothing was updated"
+    bad[0] = False
+    step((X, Y))
+    assert not step.verdict.refused and not same(state(model), before)
+
+
+def from_another():
+    try:
+        distribution()
+    except ValueError as error:
+        raise ValueError(f"bad settings: {error}") from error
+
+
+def helper(message):
+    raise ValueError(message)
+
+
+@pytest.mark.parametrize("how", ["raise", "helper", "from torch's", "call"])
+@pytest.mark.parametrize("message", ["crop size to satisfy the constraint width % 8 == 0", MESSAGES[0], "disk full"])
+def test_an_exception_of_the_users(how, message):
+    """Ends the fit as it does without a guard, whatever its words, with the state as it was before that step."""
+
+    class Raising(keras.Model):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            self.calls += 1
+            if self.calls == 4:
+                raises()
+            return self.dense(x)
+
+    def raises():
+        if how == "call":
+            helper(message)
+        if how == "helper":
+            list(map(helper, [message]))
+        if how == "from torch's":
+            from_another()
+        raise ValueError(message)
+
+    ends = []
+    for callbacks in ([], [NanGuard(verbose=0)]):
+        keras.utils.set_random_seed(0)
+        model = Raising()
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="constraint" if how == "from torch's" else message.split("%")[0]):
+            model.fit(np.ones((32, 3)), np.ones((32, 1)), batch_size=4, verbose=0, callbacks=callbacks)
+        ends.append(state(model))
+    assert same(*ends)
+
+
+# clip_grad_norm_(error_if_nonfinite=True)
+
+
+def loop(data, guard=None, left_out=(), loss=lambda out, y: (out - y).square().mean()):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+    def train(x, y):
+        optimizer.zero_grad()
+        value = loss(net(x), y)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        return value
+
+    step = train if guard is None else guard.step(train)
+    with guard.watch(net, optimizer) if guard is not None else torch.enable_grad():
+        for number, (x, y) in enumerate(data):
+            if number not in left_out:
+                step(x, y)
+    return [p.detach().clone() for p in net.parameters()] + [s["exp_avg"] for s in optimizer.state.values()]
+
+
+def batches(bad=None):
+    x = torch.randn(8, 6, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(2, keepdim=True)
+    if bad is not None:
+        x[bad, 4, 1] = torch.nan
+    return list(zip(x, y))
+
+
+def test_a_clip_that_raises_on_a_bad_batch():
+    """Ends a loop of stock torch; guarded it is a refused step, and the run ends as without that batch."""
+    data = batches(bad=3)
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        loop(data)
+    guard = NanGuard(verbose=0)
+    left = loop(data, guard)
+    assert all(map(torch.equal, left, loop(data, left_out=[3])))
+    (incident,) = guard.incidents
+    assert (incident.step, incident.refused) == (3, True)
+    assert (incident.diagnosis.cause, incident.diagnosis.samples) == ("input_nonfinite", (4,))
+
+
+def test_a_clip_that_raises_on_a_bad_gradient():
+    """The incident is about the gradients, not about the loss."""
+    calls = []
+
+    def loss(out, y):
+        calls.append(True)
+        at_zero = out * (0.0 if len(calls) == 3 else 1.0)
+        return (out - y).square().mean() + (at_zero.square().sqrt() * 0.0).sum()
+
+    guard = NanGuard(verbose=0, diagnose=False)
+    loop(batches()[:5], guard, loss=loss)
+    (incident,) = guard.incidents
+    assert incident.step == 2 and incident.refused
+    assert {finding.site for finding in incident.findings} == {"gradients"}
+    assert "0.weight" in {finding.path for finding in incident.findings}
+
+
+def test_a_clip_that_raises_is_caught_by_the_step():
+    """A step that handles the exception keeps its own way: nothing is refused."""
+    caught = []
+
+    def train(x, y):
+        optimizer.zero_grad()
+        (net(x) - y).square().mean().backward()
+        try:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+        except RuntimeError:
+            caught.append(True)
+            return
+        optimizer.step()
+
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    guard = NanGuard(verbose=0)
+    with guard.watch(net, optimizer):
+        step = guard.step(train)
+        for x, y in batches(bad=3):
+            step(x, y)
+    assert caught == [True] and guard.refused == 0
