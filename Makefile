@@ -100,8 +100,8 @@ CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability
 	mlflow-skinny sqlalchemy alembic wandb
 
 MINUTES ?= 36
-fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, and the table of docs/evidence/fuzz.md
-	nice -n 10 .venv-fuzz/bin/python campaigns/fuzz.py --minutes $(MINUTES) --write docs/evidence/fuzz.md
+fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, and the table of campaigns/results/fuzz.md
+	nice -n 10 .venv-fuzz/bin/python campaigns/fuzz.py --minutes $(MINUTES) --write campaigns/results/fuzz.md
 
 .venv-fuzz/.ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-fuzz
@@ -137,23 +137,23 @@ crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend
 	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python campaigns/crash.py faults
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/crash.py write
 
-campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends: the tables of docs/evidence/campaign.md; hours, and goes on where it was cut off
+campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends: the tables of campaigns/results/campaign.md; hours, and goes on where it was cut off
 	$(BIN)/python campaigns/campaign.py --backend tensorflow
 	.venv-torch/bin/python campaigns/campaign.py --backend torch
 	.venv-jax/bin/python campaigns/campaign.py --backend jax
 	$(BIN)/python campaigns/campaign.py --table
 
-soak: $(READY) .venv-jax/.ready .venv-torch/.ready  ## a million steps with a fault every 997, and 500 fits in one process: hours, and the table of docs/evidence/soak.md
+soak: $(READY) .venv-jax/.ready .venv-torch/.ready  ## a million steps with a fault every 997, and 500 fits in one process: hours, and the table of campaigns/results/soak.md
 	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/soak.py
 	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/soak.py
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/soak.py
-	$(BIN)/python campaigns/soak.py --write docs/evidence/soak.md
+	$(BIN)/python campaigns/soak.py --write campaigns/results/soak.md
 
-scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of a guard against depth, width, batch and processes: table and plot of docs/evidence/scale.md
+scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of a guard against depth, width, batch and processes: table and plot of campaigns/results/scale.md
 	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/scale.py
 	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/scale.py
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/scale.py
-	$(BIN)/python campaigns/scale.py --write docs/evidence/scale.md
+	$(BIN)/python campaigns/scale.py --write campaigns/results/scale.md
 
 mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## small mistakes in the rules and in the transaction, and the tests that notice
 	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch
@@ -161,7 +161,7 @@ mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## sma
 	$(IN_HASTE) $(BIN)/python campaigns/mutate.py tensorflow
 	$(IN_HASTE) .venv-jax/bin/python campaigns/mutate.py jax
 	.venv-torch/bin/python campaigns/mutate.py torch
-	$(BIN)/python campaigns/mutate.py --write docs/evidence/mutate.md
+	$(BIN)/python campaigns/mutate.py --write campaigns/results/mutate.md
 
 .venv-mutate/.ready:
 	$(PYTHON) -m venv .venv-mutate

@@ -2,9 +2,9 @@
 
     python campaigns/campaign.py --backend jax             # every fault of one backend; goes on where it was cut off
     python campaigns/campaign.py --backend jax --quick     # two configurations, a few faults each; exit code 1 if one is missed
-    python campaigns/campaign.py --table                   # writes the tables of docs/evidence/campaign.md from the results
+    python campaigns/campaign.py --table                   # writes the tables of campaigns/results/campaign.md from the results
 
-`make campaign` does all of it. docs/evidence/campaign.md says what is compared with what.
+`make campaign` does all of it. campaigns/results/campaign.md says what is compared with what.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from campaigns.crash_faults import faults
 from campaigns.crash_life import BATCHES, PHASES, append, ended, forked, live, never_killed, records, same, versions
 from keras_nanguard._fit.resume import find
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/evidence/crash.md"
+PAGE = Path(__file__).resolve().parents[1] / "campaigns/results/crash.md"
 
 def killed_runs(kills: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a record of each kill and of each end, until there were so many kills."""

@@ -15,7 +15,7 @@ __all__ = ["accurate", "described", "key", "latest", "missed", "read", "write"]
 
 Row = dict[str, Any]
 
-PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "campaign.md"
+PAGE = Path(__file__).parents[1] / "campaigns" / "results" / "campaign.md"
 
 POINT = 0.01
 """Accuracy that a run may lose against the undisturbed one."""
@@ -104,7 +104,7 @@ def write(results: Path) -> None:
     pages.write(PAGE, "faults", by_way(faults))
     pages.write(PAGE, "configurations", by_backend(rows))
     pages.write(PAGE, "misses", misses(faults))
-    pages.write(PAGE, "causes", right())
+    pages.write(PAGE, "causes", right(), measured=False)
     peers = [row for path in sorted(results.glob("peers-*.jsonl")) for row in read(path)]
     pages.write(PAGE, "peers", beside_peers(peers))
 

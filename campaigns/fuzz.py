@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of everything that reads a file: policies, incidents, recordings, bundles, snapshots, model files.
 
-    python campaigns/fuzz.py --minutes 36 --write docs/evidence/fuzz.md
+    python campaigns/fuzz.py --minutes 36 --write campaigns/results/fuzz.md
     python campaigns/fuzz.py --targets npz recording --minutes 2
     python campaigns/fuzz.py --again out/fuzz/npz/findings/error-0c1f.json
 

@@ -31,7 +31,7 @@ if __package__ is None:
 from campaigns import pages
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LOG = ROOT / "docs/evidence/memory.md", ROOT / "campaigns/memory.jsonl"
+PAGE, LOG = ROOT / "campaigns/results/memory.md", ROOT / "campaigns/memory.jsonl"
 
 GB, MB = 1 << 30, 1 << 20
 BACKENDS = {"tensorflow": ".venv", "jax": ".venv-jax", "torch": ".venv-torch"}

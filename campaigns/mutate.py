@@ -1,9 +1,9 @@
 """Mutation testing: does a test fail where the code has a small mistake? Runs the mutants of the modules on which a run depends.
 
-    make mutate                                          all of it, some hours; goes on where it was cut off
-    python campaigns/mutate.py --make rules              make the mutants of a group; needs cosmic-ray
-    python campaigns/mutate.py rules --at-most 5         run some of them
-    python campaigns/mutate.py --write docs/evidence/mutate.md
+make mutate                                          all of it, some hours; goes on where it was cut off
+python campaigns/mutate.py --make rules              make the mutants of a group; needs cosmic-ray
+python campaigns/mutate.py rules --at-most 5         run some of them
+python campaigns/mutate.py --write campaigns/results/mutate.md
 """
 
 from __future__ import annotations
@@ -193,6 +193,15 @@ def joined(earlier: str, text: str, folder: Path) -> str:
     return "\n".join([*head, *sorted([*kept, *rows], key=lambda line: order.index(_module(line)))])
 
 
+def share() -> str:
+    """Return the sentence that says which share of the package the mutated modules are."""
+    modules = {path: len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    chosen = [PACKAGE / module for group in GROUPS.values() for module in group.modules]
+    lines, whole = sum(modules[path] for path in chosen), sum(modules.values())
+    part = f"{lines:,} of the {whole:,} lines of the package ({lines / whole:.0%})".replace("%)", " %)")
+    return f"They hold {part}, {len(chosen)} of {len(modules)} modules."
+
+
 def _module(line: str) -> str:
     return line.partition("`")[2].partition(".py")[0] + ".py"
 
@@ -266,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pages.write(given.write, "mutate", table(given.folder, pages.read(given.write, "mutate")))
         for name, text in (("survivors", survivors_table(given.folder)), ("equivalent", explained_table(given.folder))):
             pages.write(given.write, name, joined(pages.read(given.write, name), text, given.folder))
+        pages.write(given.write, "share", share())
 
 
 if __name__ == "__main__":

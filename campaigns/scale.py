@@ -1,7 +1,7 @@
 """What a guard costs as a model grows: in depth, in width, in batch, and in processes that train together.
 
     KERAS_BACKEND=tensorflow python campaigns/scale.py [AXIS ...]
-    python campaigns/scale.py --write docs/evidence/scale.md
+    python campaigns/scale.py --write campaigns/results/scale.md
 
 A plain and a guarded fit run in one process, an epoch of the one after an epoch of the other. Compared are the first step (trace, compile,
 first snapshot) and later ones, in processor time; and the peak of memory, in processes of their own. What is known so far is saved to

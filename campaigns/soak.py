@@ -1,7 +1,7 @@
 """The soak: a million guarded steps with a fault every 997, and hundreds of fits one after another, in one process.
 
     KERAS_BACKEND=tensorflow python campaigns/soak.py [FORM ...] [--shorter 50]
-    python campaigns/soak.py --write docs/evidence/soak.md
+    python campaigns/soak.py --write campaigns/results/soak.md
 
 Each form runs in a process of its own and writes what it has seen so far to `build/soak`; one that is complete there is not run again.
 

@@ -95,8 +95,8 @@ def _links_of_the_repository(app: Any, name: str, source: list[str]) -> None:
         text = re.sub(rf"\]\((?:\.\./)+examples/{re.escape(path.name)}\)", f"]({target})", text)
     for target, page in OUTSIDE.items():
         text = re.sub(rf"\]\((?:\.\./)*{re.escape(target)}", f"]({'../' * name.count('/')}{page}", text)
-    text = re.sub(r"\[(`[^`\]]+`)\]\((?:\.\./)+(?:keras_nanguard|tests|examples|benchmarks)[^)]*\)", r"\1", text)
-    text = re.sub(r"\[([^`\]]+)\]\((?:\.\./)+((?:keras_nanguard|tests|examples|benchmarks)[^)]*)\)", r"\1 (`\2`)", text)
+    text = re.sub(r"\[(`[^`\]]+`)\]\((?:\.\./)+(?:keras_nanguard|tests|examples|benchmarks|campaigns)[^)]*\)", r"\1", text)
+    text = re.sub(r"\[([^`\]]+)\]\((?:\.\./)+((?:keras_nanguard|tests|examples|benchmarks|campaigns)[^)]*)\)", r"\1 (`\2`)", text)
     source[0] = text
 
 

@@ -37,7 +37,7 @@ TOLERANCE = 0.01
 EXACT_UP_TO = 10_000
 """Whole numbers up to this are steps, rows and counts: they have to be the same."""
 
-SLOW = "NanGuard: diagnosing step"
+SLOW = "NanGuard: diagnosing"
 """Beginning of the line that is printed where a diagnosis takes more than a second."""
 
 ANY_LINES = "..."

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared import proof, rules
 from keras_nanguard._backends.shared.rules import NUMBERS, SlotReading
 
 ARRAYS = rules.Operations(np.isfinite, np.logical_not, np.where, np.minimum, np.maximum)
@@ -140,10 +140,10 @@ def test_the_floor_is_the_smallest_normal_float16_number():
 
 def test_the_numbers_are_those_of_the_proof():
     """The bound, the interval and the size that the proof and the limits name."""
-    docs = Path(__file__).parents[2] / "docs"
-    proof, limits = ((docs / name).read_text("utf-8") for name in ("proof.md", "limits.md"))
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
+    proof_text, limits = (" ".join(one.split()) for one in (proof.__doc__, text))
     size, interval = rules.SMALL_SLOTS // 2**20, rules.FULL_READ_INTERVAL
-    assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof
-    assert f"together take more than {size} MB" in proof and f"read large slots every {interval} steps" in proof
+    assert f"sum of the squares of all gradients is at most {rules.BOUND:.0e}.".replace("e+", "e") in proof_text
+    assert f"together take more than {size} MB" in proof_text and f"read large slots every {interval} steps" in proof_text
     assert f"Slots of more than {size} MB are read every {interval} steps" in limits
     assert math.sqrt(2 * rules.BOUND) ** 2 < float(np.finfo(np.float32).max)

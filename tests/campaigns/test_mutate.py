@@ -24,7 +24,7 @@ from keras_nanguard._diagnose import causes
 from keras_nanguard._policy.ledger import Ledger
 from keras_nanguard._policy.policy import Policy, decide
 
-PAGE = PACKAGE.parent / "docs" / "evidence" / "mutate.md"
+PAGE = PACKAGE.parent / "campaigns" / "results" / "mutate.md"
 
 
 def mutant(module: str, before: str, after: str) -> Mutant:
@@ -111,7 +111,7 @@ def test_no_two_explanations_are_of_one_mutant():
 
 
 def test_the_page_has_the_modules_and_no_survivor_of_the_rules_that_is_not_explained():
-    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in pages.read(PAGE, "mutate").strip().splitlines()[2:]}
+    rows = {cells[0]: cells[1:] for cells in pages.rows(pages.read(PAGE, "mutate"))}
     assert [*rows] == [*(f"`{module}`" for group in mutate.GROUPS.values() for module in group.modules), "all"]
     for module in mutate.GROUPS["rules"].modules:
         mutants, run, *_, survived, _ = rows[f"`{module}`"]

@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import numpy as np
-import pytest
 
 from keras_nanguard._cli.parser import parser
 from keras_nanguard._files.judge import PROBLEMS
@@ -37,12 +36,6 @@ def test_every_problem_and_every_choice_stands_on_the_page():
     for field, choices in CHOICES.items():
         (row,) = [row for row in rows if row.startswith(f"| `{field}`")]
         assert all(f"`{choice}`" in row for choice in choices)
-
-
-@pytest.mark.parametrize("name", sorted(parser()._subparsers._group_actions[0].choices))
-def test_every_command_stands_on_the_page(name):
-    """The page of the command line lists each command."""
-    assert re.search(rf"^\| `{name}[ `]", (DOCS / "cli.md").read_text(), re.MULTILINE)
 
 
 def test_the_runs_on_the_page_are_accepted_by_the_parser():

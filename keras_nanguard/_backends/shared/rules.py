@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BOUND = 1e24
-"""Half the sum of squares of the gradients up to which the proof of docs/proof.md holds."""
+"""Half the sum of squares of the gradients up to which the proof of `_backends/shared/proof.py` holds."""
 
 FULL_READ_INTERVAL = 16
 """Steps between two full reads of slots where the proof holds for the steps between."""

@@ -24,7 +24,7 @@ __all__ = ["run", "shortage"]
 _GRADIENTS, _SCALE = FIELDS.index("gradients"), FIELDS.index("scale")
 
 BESIDE = 0.5
-"""What updates take beside the gradients, in sizes of these: 0.3 to 0.6 was measured with Adam. See docs/evidence/memory.md."""
+"""What updates take beside the gradients, in sizes of these: 0.3 to 0.6 was measured with Adam. See campaigns/results/memory.md."""
 
 
 def shortage(train_state: TrainState) -> str:

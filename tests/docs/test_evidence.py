@@ -1,0 +1,26 @@
+"""The tables of docs/evidence.md are what the campaigns wrote, and name the commit that was measured."""
+
+from __future__ import annotations
+
+import pytest
+from support.docs_tools import load
+
+evidence_tables = load("evidence_tables")
+
+
+@pytest.mark.parametrize("name", evidence_tables.SOURCES)
+def test_a_table_shows_what_its_campaign_wrote(name):
+    """`python docs/evidence_tables.py` has been run since the campaign wrote its results."""
+    assert evidence_tables.pages.read(evidence_tables.PAGE, name).strip() == evidence_tables.written(name)
+
+
+@pytest.mark.parametrize("name", evidence_tables.SOURCES)
+def test_a_table_names_the_commit_that_was_measured(name):
+    """A figure without a commit cannot be repeated."""
+    campaign, source, _ = evidence_tables.SOURCES[name]
+    assert evidence_tables.pages.commit(evidence_tables.RESULTS / f"{campaign}.md", source)
+
+
+def test_a_cell_that_names_two_numbers():
+    """A cell of a full table has one number if all faults are meant, two if some are missing."""
+    assert evidence_tables._shares([["**7** of 1,000"], ["30"], [""]], 0) == (37, 1030)
