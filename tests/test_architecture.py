@@ -113,7 +113,7 @@ def test_the_pages_name_what_they_are_about():
 @pytest.mark.parametrize("page", ["README.md", "docs/policies.md", "docs/diagnosis.md", "docs/recovery.md", "docs/backends.md"])
 def test_the_architecture_is_one_click_away(page):
     """From the README and from the pages that say how things work a link leads to the page on the code."""
-    assert re.search(r"\]\((?:docs/)?architecture\.md[)#]", text(ROOT / page))
+    assert re.search(r"\]\((?:https://[^)]*/docs/)?architecture\.md[)#]", text(ROOT / page))
 
 
 def test_the_commands_of_the_pages_are_targets_of_the_makefile():

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FIRST = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+REPOSITORY = r"https://(?:github|raw\.githubusercontent)\.com/keras-nanguard/keras-nanguard/(?:blob/)?main/"
 PAGES = [*FIRST, *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
 
 
@@ -19,6 +20,19 @@ def test_links_lead_somewhere(page):
         file = page.parent / target if target else page
         assert file.exists(), f"{page.name} links to {target}"
         assert not anchor or anchor in _anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_the_repository_name_files(page):
+    """A link to the repository by its address, which PyPI needs, names a file that is there, and a heading in it."""
+    for target, anchor in re.findall(rf"{REPOSITORY}([^)#]+)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        assert (ROOT / target).is_file(), f"{page.name} links to {target}"
+        assert not anchor or anchor in _anchors(ROOT / target), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_readme_has_no_relative_links():
+    """PyPI shows the README without the files beside it."""
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", FIRST[0].read_text(encoding="utf-8")) == []
 
 
 def _anchors(page: Path) -> set[str]:

@@ -51,8 +51,8 @@ def test_sources():
 def test_metadata():
     """Version, classifiers and the lowest Python say the same; the version is a release, and the changelog begins with it."""
     metadata = settings()["metadata"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", keras_nanguard.__version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", keras_nanguard.__version__)
     pythons = re.findall(r"Python :: (3\.\d+)", metadata["classifiers"])
     assert settings()["options"]["python_requires"] == f">={pythons[0]}" and len(pythons) >= 3
-    assert "Production/Stable" in metadata["classifiers"]
+    assert "4 - Beta" in metadata["classifiers"]  # until a release has been used on GPUs
     assert all((ROOT / name).is_file() for name in metadata["license_files"].split())
