@@ -9,11 +9,11 @@ WORKERS ?= 3
 
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-# Of thousands of modules that come with a backend few are ever imported: each is compiled when it is, once.
+# A backend has thousands of modules of which few are imported: compile each on its first import.
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-all test-jax test-torch test-slowly lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
+.PHONY: clients demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,12 +21,12 @@ $(READY): setup.cfg pyproject.toml
 	$(BIN)/python $(INSTALL) "$(TENSORFLOW)" -e ".[dev,docs,demo,yaml]"
 	@touch $@
 
-demo: $(READY)  ## train one network on broken data with and without the guard, and without what is broken
+demo: $(READY)  ## train one network on broken data with and without the guard, and on clean data
 	$(BIN)/python -m keras_nanguard demo
 
-test: $(READY)  ## everything that CI runs: the suite on TensorFlow, on JAX and on PyTorch, what is above the backends shared between them
+test: $(READY)  ## what CI runs: the tests on all backends; a test above the backends runs on one of them
 	@$(MAKE) --silent .venv-jax/.ready .venv-torch/.ready & made=$$!; \
-	{ $(MAKE) lint types && $(IN_HASTE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE) tests; }; status=$$?; \
+	{ $(MAKE) lint types && $(FAST_XLA) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE) tests; }; status=$$?; \
 	wait $$made && exit $$status
 	$(MAKE) test-jax test-torch
 
@@ -39,37 +39,38 @@ types: $(READY)
 coverage: $(READY)  ## the tests again, with coverage
 	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term -m "not slow" tests
 
-slow: $(READY)  ## every slow test: 20,000 healthy steps, and what else takes long
+slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow tests
 
-docs: $(READY)  ## the site, in docs/_build/html; a warning is an error, and nothing is fetched
+docs: $(READY)  ## build the site in docs/_build/html, offline, with warnings as errors
 	$(BIN)/python docs/reference_pages.py
+	$(BIN)/python docs/evidence_tables.py
 	$(BIN)/python docs/packages_picture.py
 	$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-pages: $(READY)  ## write what the code of each page prints into the page
+pages: $(READY)  ## run the code of each page and write its output into the page
 	$(BIN)/python docs/run_pages.py --write README.md $$(find docs -name "*.md" -not -path "*/_build/*")
 
-bench: $(READY)  ## what guarding costs
+bench: $(READY)  ## measure the cost of the guard
 	$(BIN)/python benchmarks/overhead.py
 
 test-jax: .venv-jax/.ready  ## the suite on JAX
-	$(IN_HASTE) $(ON_JAX) tests
+	$(FAST_XLA) $(ON_JAX) tests
 
 test-torch: .venv-torch/.ready  ## the suite on PyTorch
 	$(ON_TORCH) tests
 
-test-slowly:  ## the same, with XLA compiling as it does for users
-	$(MAKE) test IN_HASTE=
+test-full-xla:  ## the tests with XLA's default optimization, as users have it
+	$(MAKE) test FAST_XLA=
 
-test-all:  ## the same, with every test on every backend: before a release, and after a change above the backends
+test-all:  ## every test on every backend: before a release, and after a change above the backends
 	$(MAKE) test SHARE=
 
 SHARE = --share
 
-# XLA spends most of a test's time on a program that runs for milliseconds; compiled so, it takes less than half of it.
-IN_HASTE = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+# In tests XLA mostly compiles programs that run for milliseconds. These flags halve that time.
+FAST_XLA = XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 ON_TORCH = KERAS_BACKEND=torch .venv-torch/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
 ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(SHARE)
@@ -83,7 +84,7 @@ ON_JAX = KERAS_BACKEND=jax .venv-jax/bin/python -m pytest -n $(WORKERS) --dist w
 BACKEND_jax = "jax==0.10.*" "keras==3.15.*"
 BACKEND_torch = "torch==2.13.0" "keras==3.15.*"
 
-clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data sources: the table of docs/compatibility.md, in an environment of its own
+clients: .venv-clients/.ready  ## test tuners, model libraries, trackers and data sources; writes a table of docs/compatibility.md
 	.venv-clients/bin/python benchmarks/clients.py --write docs/compatibility.md
 
 .venv-clients/.ready: setup.cfg pyproject.toml
@@ -92,15 +93,15 @@ clients: .venv-clients/.ready  ## tuners, model libraries, trackers, data source
 	.venv-clients/bin/python $(INSTALL) "$(TENSORFLOW)" $(BACKEND_jax) $(BACKEND_torch) -e ".[dev,demo,yaml,clients]"
 	.venv-clients/bin/python -m pip freeze | grep -E "^(tensorflow.*|jax|jaxlib|torch|keras|numpy)==" > .venv-clients/constraints.txt
 	@for client in $(CLIENTS); do echo "$$client"; \
-	.venv-clients/bin/python $(INSTALL) -c .venv-clients/constraints.txt "$$client" || echo "$$client is left out: it does not install"; done
+	.venv-clients/bin/python $(INSTALL) -c .venv-clients/constraints.txt "$$client" || echo "$$client does not install"; done
 	@touch $@
 
-# Each by itself: one that does not install beside the others leaves a `-` in the table. None may change Keras or a backend.
+# Installed one by one: a client that does not install has `-` in the table. None may change Keras or a backend.
 CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
 	mlflow-skinny sqlalchemy alembic wandb
 
 MINUTES ?= 36
-fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, and the table of campaigns/results/fuzz.md
+fuzz: .venv-fuzz/.ready  ## fuzz every reader of files; writes campaigns/results/fuzz.md
 	nice -n 10 .venv-fuzz/bin/python campaigns/fuzz.py --minutes $(MINUTES) --write campaigns/results/fuzz.md
 
 .venv-fuzz/.ready: setup.cfg pyproject.toml
@@ -109,15 +110,15 @@ fuzz: .venv-fuzz/.ready  ## coverage-guided fuzzing of every reader of files, an
 	.venv-fuzz/bin/python $(INSTALL) "$(TENSORFLOW)" -e ".[yaml]" atheris tensorstore coverage
 	@touch $@
 
-matrix: .venv-release/.ready  ## the short suite on each Python, Keras and backend: the table of docs/compatibility.md
+matrix: .venv-release/.ready  ## run the short suite on each Python, Keras and backend; writes a table of docs/compatibility.md
 	.venv-release/bin/python campaigns/matrix.py --write docs/compatibility.md
 
-lowest: .venv-release/.ready  ## the whole suite in the lowest cell of that table; WHICH names another one
-	.venv-release/bin/python campaigns/matrix.py --whole $(WORKERS) --only "$(WHICH)"
+lowest: .venv-release/.ready  ## run all tests on the lowest versions; CELL names other ones
+	.venv-release/bin/python campaigns/matrix.py --whole $(WORKERS) --only "$(CELL)"
 
-WHICH ?= keras 3.6, tensorflow 2.16
+CELL ?= keras 3.6, tensorflow 2.16
 
-release: .venv-release/.ready  ## sdist and wheel, checked, and tried in empty environments
+release: .venv-release/.ready  ## build sdist and wheel, and test them in empty environments
 	rm -rf build/lib build/bdist* dist
 	.venv-release/bin/python -m build
 	.venv-release/bin/twine check --strict dist/*
@@ -128,38 +129,38 @@ release: .venv-release/.ready  ## sdist and wheel, checked, and tried in empty e
 	.venv-release/bin/python $(INSTALL) "build>=1.2" "twine>=6" "uv>=0.5"
 	@touch $@
 
-memory: $(READY) .venv-jax/.ready .venv-torch/.ready  ## plain and guarded runs under hard limits of memory; takes root, Linux and an hour
+memory: $(READY) .venv-jax/.ready .venv-torch/.ready  ## plain and guarded runs under memory limits; needs root, Linux and an hour
 	$(BIN)/python campaigns/memory.py --write
 
-crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend, full disks, damaged files; the file systems of its own size take root
+crash: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 50 kills on each backend, full disks, damaged files; needs root for its file systems
 	for backend in "tensorflow $(BIN)" "jax .venv-jax/bin" "torch .venv-torch/bin"; do set -- $$backend; \
 	KERAS_BACKEND=$$1 OMP_NUM_THREADS=1 $$2/python campaigns/crash.py kills || exit 1; done
 	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python campaigns/crash.py faults
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/crash.py write
 
-campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends: the tables of campaigns/results/campaign.md; hours, and goes on where it was cut off
+campaign: $(READY) .venv-jax/.ready .venv-torch/.ready  ## 3,000 seeded faults on three backends; takes hours, and continues after an interruption
 	$(BIN)/python campaigns/campaign.py --backend tensorflow
 	.venv-torch/bin/python campaigns/campaign.py --backend torch
 	.venv-jax/bin/python campaigns/campaign.py --backend jax
 	$(BIN)/python campaigns/campaign.py --table
 
-soak: $(READY) .venv-jax/.ready .venv-torch/.ready  ## a million steps with a fault every 997, and 500 fits in one process: hours, and the table of campaigns/results/soak.md
+soak: $(READY) .venv-jax/.ready .venv-torch/.ready  ## a million steps with a fault every 997, and 500 fits in one process; takes hours
 	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/soak.py
 	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/soak.py
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/soak.py
 	$(BIN)/python campaigns/soak.py --write campaigns/results/soak.md
 
-scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of a guard against depth, width, batch and processes: table and plot of campaigns/results/scale.md
+scale: $(READY) .venv-jax/.ready .venv-torch/.ready  ## the cost of the guard against depth, width, batch and processes
 	KERAS_BACKEND=tensorflow $(BIN)/python campaigns/scale.py
 	KERAS_BACKEND=jax .venv-jax/bin/python campaigns/scale.py
 	KERAS_BACKEND=torch .venv-torch/bin/python campaigns/scale.py
 	$(BIN)/python campaigns/scale.py --write campaigns/results/scale.md
 
-mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## small mistakes in the rules and in the transaction, and the tests that notice
+mutate: $(READY) .venv-jax/.ready .venv-torch/.ready .venv-mutate/.ready  ## mutation testing of the rules and the transaction
 	.venv-mutate/bin/python campaigns/mutate.py --make rules tensorflow jax torch
 	$(BIN)/python campaigns/mutate.py rules
-	$(IN_HASTE) $(BIN)/python campaigns/mutate.py tensorflow
-	$(IN_HASTE) .venv-jax/bin/python campaigns/mutate.py jax
+	$(FAST_XLA) $(BIN)/python campaigns/mutate.py tensorflow
+	$(FAST_XLA) .venv-jax/bin/python campaigns/mutate.py jax
 	.venv-torch/bin/python campaigns/mutate.py torch
 	$(BIN)/python campaigns/mutate.py --write campaigns/results/mutate.md
 

@@ -1,0 +1,21 @@
+"""The documentation stays short."""
+
+from __future__ import annotations
+
+from support.docs_tools import load
+
+count_words = load("count_words")
+
+LIMIT = 35_000
+"""Words of all pages together, without their code."""
+
+
+def test_all_pages_together_stay_below_the_limit():
+    """A page that is added makes room by what it replaces."""
+    assert sum(count_words.counts().values()) <= LIMIT
+
+
+def test_code_and_comments_do_not_count():
+    """Only words that a reader sees as text count, and the bars of a table are none of them."""
+    page = "# Two words\n\n<!-- a comment -->\n\n```python\nx = 1\n```\n\n| one | two |\n|---|---|\n"
+    assert count_words.words(page) == 4
