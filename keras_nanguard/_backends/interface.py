@@ -383,5 +383,8 @@ class Host(Protocol):
     def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
         """Put it back."""
 
+    def advance_generator(self) -> None:
+        """Move the generator on, so that what is drawn next differs; nothing if there is none."""
+
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Return a context in which nothing is kept for a backward pass."""

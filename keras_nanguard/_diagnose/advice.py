@@ -9,7 +9,6 @@ from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import Evidence, OptimizerFacts
 from keras_nanguard._diagnose.causes import Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
-from keras_nanguard._policy.progress import MAX_UPDATE, SGD_BEARS, bearable_factor
 
 __all__ = ["ADVICE", "advice"]
 
@@ -31,11 +30,10 @@ def _data(verdict: Conclusion, otherwise: str) -> str:
 
 
 def _rate(e: Evidence) -> str:
-    """Return a tenth of the learning rate, or of that a tenth again where the first update would still be too large."""
+    """Return a tenth of the learning rate."""
     if not e.optimizers:
         return "a tenth of it"
-    rate, bears = e.optimizers[0].learning_rate, SGD_BEARS if e.optimizers[0].name == "SGD" else 1.0
-    return f"{rate * bearable_factor(rate * e.update, 0.1, MAX_UPDATE * bears):.1g}"
+    return f"{e.optimizers[0].learning_rate * 0.1:.1g}"
 
 
 def _hint(e: Evidence) -> str:

@@ -147,8 +147,6 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         low_precision=lowest(run.model),
         first_path=next((f.path for f in incident.findings if f.path), ""),
         first=first,
-        notes=run.progress.notes if any(f.kind in ("divergence", "lasting_spike") for f in incident.findings) else (),
-        update=run.progress.update,
     )
     if report is None or report.verdict.finite:
         losses = [value for value in (*evidence.growth.losses, own[0]) if value == value]

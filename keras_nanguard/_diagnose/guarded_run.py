@@ -18,7 +18,6 @@ class GuardedRun(Protocol):
 
     directory: str | None
     history: History
-    progress: Any
     ring: Any
     recent: Any
     transaction: Any

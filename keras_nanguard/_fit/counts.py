@@ -37,6 +37,7 @@ class Counts:
         streak: how many steps in a row overflowed in this way; under a policy that refuses nothing 1 after a bad step.
         last_refused: whether the last step was refused.
         rollbacks: how often the guard rolled back to a snapshot.
+        restored: the step that the last snapshot was taken at that was restored, `None` before the first.
         epoch, epoch_start: the epoch that runs, and the step it started at.
         epoch_refused, epoch_passed: refused steps of this epoch, and batches of it that no step has seen.
         epoch_rollbacks: how often the guard had rolled back when this epoch began.
@@ -48,6 +49,7 @@ class Counts:
         self.run_again = 0
         self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
+        self.restored: int | None = None
         self._began = 0
         self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
 
@@ -68,13 +70,13 @@ class Counts:
         self.refused += steps
         self.epoch_refused += steps
 
-    def return_to(self, step: int, committed: int, again: Set[int] = frozenset(), left_out: Set[int] = frozenset()) -> None:
-        """Count from an earlier step on again: these of the refused ones since are run again, these of the committed ones left out."""
+    def return_to(self, step: int, committed: int, again: Set[int] = frozenset()) -> None:
+        """Count from an earlier step on again: these of the refused ones since are replayed."""
         self.step, self.committed = step, committed
-        self.refused += len(left_out) - len(again)
+        self.refused -= len(again)
         self.run_again += len(again)
-        here = sum(number >= self.epoch_start for number in left_out) - sum(number >= self.epoch_start for number in again)
-        self.epoch_refused = max(self.epoch_refused + here, 0)
+        here = sum(number >= self.epoch_start for number in again)
+        self.epoch_refused = max(self.epoch_refused - here, 0)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if some are to be skipped."""

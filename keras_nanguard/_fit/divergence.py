@@ -1,329 +1,344 @@
-"""A run that diverges while every number of it is finite: looked for now and then between two steps, on the host.
+"""A run that is lost although every number of it is finite: looked for rarely, acted on only with proof.
 
-One sign alone decides nothing, as a healthy run can show any of them:
+A finite loss that looks odd proves nothing: losses rise by design, in rare classes, heavy tails, growing targets,
+schedules and curricula. So levels of the loss only decide *when* to look. What counts is measured on the same
+batches, at the end of a window of one epoch (or 1000 steps if an epoch is longer):
 
-    high      the loss has settled at `rise` times its start, or has lost the share `lost` of all progress again
-    growth    a kernel has grown by the factor `growth`, from what its layer began with or usually begins with
-    dead      most kernels stand still, bit for bit, although they are trained
-    violent   the first update was a large share of the weights, and the loss was `rise` times its start soon after it
-    stalled   the second half of the steps since the last look back has brought no progress
-    rate      the same steps end at a clearly lower loss with a tenth or a hundredth of the learning rate, which is tried and undone
-    batches   the same steps end at a clearly lower loss without the few batches at which loss or gradients have jumped, tried likewise
+    objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of it
+    untrained   the present weights are not clearly better than those before the first step, or no better on
+                their batches than with the inputs of another batch (by a hundredth), or most kernels no longer change
+    no progress training goes on for the remembered batches, as the run would, and is not clearly better; with damage
+                (a kernel has grown tenfold, or most are dead) it is progress only once better than untrained
+    helps       from the first state (or the best one kept), at a tenth, a hundredth or a thousandth of the rate, the same
+                batches lead to less than half of the loss on held-out batches; with damage, a clearly lower loss
+                is enough. Of rates within a factor of two the highest is taken: a short trial favors low ones
 
-A run has diverged where the loss is high, or there has been no progress at all, while a kernel has grown or most are dead, and that
-lasts; where the start was violent; where the loss stays high for `patience` steps at large updates. The rate has to be shown to be to
-blame, where that can be tried. After a divergence, and at updates that are still large, a stall at such a rate counts as well, so that a
-rate that was not lowered far enough is lowered again. After a jump of loss or gradients it is tried how the run would have gone without
-these batches: where that is clearly better, it is a lasting spike.
+All of it is needed. What is done then is on probation: a window later the abandoned state is compared with the new
+one, again on the same batches. If the new one is not clearly better, state and rate are restored, and
+no run of this guard is acted on for finite numbers again.
+
+A run that has diverged at a higher rate has been lost before, so there the last point is enough, and the rate that was chosen is
+checked as well: training goes on from the present state at ten times and at a tenth of the rate. Ten times the rate
+is adopted if that is clearly better and still below the rate at which training diverged, a tenth if the loss is less than half.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core.incident import Finding
-from keras_nanguard._fit import another_way
-from keras_nanguard._fit.another_way import Suspicion
-from keras_nanguard._fit.kernels import Kernels, bears, predicted_update, relative_update
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.history import sizes
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core.levels import WINDOW
 from keras_nanguard._fit.run import Run
-from keras_nanguard._policy.outliers import Outliers
-from keras_nanguard._policy.progress import FALLING, NOISE, STALLED, WINDOW, Level
-from keras_nanguard._policy.settings import DivergenceCheck
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
+from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, variables as keras_variables
 
-__all__ = ["Divergence"]
+__all__ = ["Divergence", "Lost"]
 
-CHECKPOINT = 100
-"""Steps after a rollback, or after the start, at which it is asked first whether training has stalled; then after twice as many."""
+SHORTEST, LONGEST = 32, 1000
+"""Steps of a window: an epoch, but no fewer than give 8 held-out batches, and no more than this."""
 
-VIOLENT_AFTER = 45
-"""Step at which a violent start is judged: early enough for its steps to be run again, and a trial shows something by then."""
+BATCHES = 256
+"""Most remembered batches that a trial uses. The last quarter is held out."""
 
-FLAT = 0.9
-"""Share of the loss of the first step from which on there has been no progress."""
+HELD_OUT, MOST_HELD_OUT = 8, 32
+"""Fewest and most batches that states are compared on."""
 
-LEARNT = 0.05
-"""Share of the loss of the first step below which a run that makes progress goes well: any lower rate would end at a lower loss soon."""
+FACTORS = (0.1, 0.01, 0.001)
+"""Factors of the learning rate that are tried: the decades that people sweep."""
 
-SUSPECT = 0.6
-"""Share of what counts as lost from which on another way is worth a trial."""
+TENFOLD = 10.0
+"""Factor between two rates that are compared after a divergence: one decade up and one down."""
 
-EXTREME = 30.0
-"""Multiple of the start from which a level needs no time, and where a kernel has grown as well no trial."""
+HALF = 0.5
+"""Share of the loss that a trial ends below if it ends "far better"."""
 
-AFTER_DIVERGENCE = 0.5
-"""Factor of what counts as lost, and as growth, once the run has diverged before."""
+EXPLAINED = 0.01
+"""Share of the loss that depends on the inputs in a network that has learned something from them."""
 
-CLEARLY = 3.0
-"""Spreads of the present level by which it has to exceed the best one for a snapshot to be doubtful: losses of few rows scatter."""
+GROWN = 10.0
+"""Factor by which a kernel has grown if that counts as damage: an order of magnitude."""
 
-LASTING = 20
-"""Steps for which a divergence has to last."""
 
-NEAR = 16
-"""Steps between a jump and the onset of what it has led to, at most."""
-
-PAUSE = 100
-"""Steps after which another step that stands out is judged; twice as many after each."""
-
-SLOW = 0.5
-"""Share of the level at the last rollback above which progress is slow, and a higher rate worth a trial."""
-
-MEASURED_UNTIL = 10
-"""Steps up to which the relative update of the first ones can be measured: under a warmup the first rate is 0."""
+CLEARED, PROGRESS = 1.0, 0.0
+"""Results of a look that has proven nothing: the rate stays; the run is getting better by itself, so the next look is not put off."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What one look shows.
+class Lost:
+    """Proof that a run is lost, and what helps.
 
     Attributes:
-        now: the level of the loss.
-        high: whether it has settled far above its start, or most progress is lost again.
-        suspect: whether much progress is lost again.
-        flat: whether there has been no progress since the start.
-        growth, path: by how much the kernel has grown that has grown most, and which one that is.
-        grown: whether that is too much.
-        dead: the kernels that stand still.
-        notes: all of that in sentences.
+        findings: what is reported.
+        diagnosis: the cause, with the measurements as evidence.
+        values: `onset`, the step of the snapshot to restore, and `rate_factor`, what to multiply the rate by.
     """
 
-    now: Level
-    high: bool
-    suspect: bool
-    flat: bool
-    growth: float
-    path: str
-    grown: bool
-    dead: tuple[str, ...]
-    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    diagnosis: Diagnosis
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Probation:
+    """An action that has yet to show that it helped.
+
+    Attributes:
+        abandoned: the state that the action has left.
+        factors: the factor of the rate of each optimizer before it.
+    """
+
+    abandoned: State
+    factors: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One state that was trained on the batches of a trial, and its losses on the held-out ones."""
+
+    snapshot: Snapshot
+    factor: float
+    losses: list[float]
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What is reported of a divergence."""
-        found = [Finding("loss", "divergence", value=self.now.value)]
-        if self.grown:
-            found.append(Finding("weights", "divergence", self.path, value=self.growth))
-        return (*found, *(Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in self.dead))
+    def mean(self) -> float:
+        return fmean(self.losses)
 
 
 class Divergence:
-    """Looks for divergence in one fit.
+    """Looks for a lost run in one fit.
 
     Args:
-        check: `policy.checks.divergence`.
+        enabled: whether to look.
 
     Attributes:
-        doubtful: whether the last look has shown a loss that is high, or weights that have grown: the state is finite, and may be doomed.
+        due: the step of the next look; infinity until an epoch has ended.
     """
 
-    def __init__(self, check: DivergenceCheck):
-        self.check = check
-        self.doubtful = False
-        self._kernels, self._outliers = Kernels(), Outliers()
-        self._asked = self._reported = False
-        self._judged, self._pause, self._again = -1, PAUSE, 0
-        self.start_over()
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+        self.due: float = LONGEST if enabled else math.inf
+        self._since = 0
+        self._wait, self._cleared = 1, math.inf
+        self._skipped = 0
+        self._probation: _Probation | None = None
+        self._rollbacks = 0
 
-    def start_over(self) -> None:
-        """Compare with nothing that was seen before a rollback."""
-        self._kernels.start_over()
-        self._outliers.start_over()
-        self._suspect_since: int | None = None
-        self._shown_since: Level | None = None
-        self._checkpoint = CHECKPOINT
-        self._suspicion: Suspicion | None = None
-        self._higher: Level | None = None
-        self.doubtful = False
+    def begin_epoch(self, step: int) -> None:
+        """Look once more after the next step if the epoch that has ended was long enough."""
+        if self._enabled and step - self._since >= SHORTEST:
+            self.due = step + 1
 
     @np.errstate(all="ignore")
-    def look(self, run: Run) -> list[Finding]:
-        """Return what shows that a run has diverged; nothing where it has not, or where another way has to be tried first."""
-        progress = run.progress
-        if math.isnan(progress.update) and 0 < run.counts.committed <= MEASURED_UNTIL and not run.counts.rollbacks:
-            progress.update = relative_update(run)
-        if progress.start is None:
-            progress.start = next((m.loss for m in run.history.first(run.step)), None)
-        now = progress.note(run.history.last(WINDOW))
-        if now is None or not self._can_tell(run):
-            return []
-        self._note_outliers(run)
-        look = self._look(run, now)
-        best = progress.best or now
-        self.doubtful = look.grown or (look.high and now.value - best.value >= CLEARLY * now.spread)
-        signs = (self._shown, self._violent, self._stalled, self._lasting, self._outlier)
-        suspicion = next((found for sign in signs if (found := sign(run, look)) is not None), None)
-        if suspicion is None or suspicion.jumped or not suspicion.sure:
-            self._suspicion = suspicion
-            return []
-        return self._blamed(run, suspicion)
-
-    def _can_tell(self, run: Run) -> bool:
-        """Whether divergence is looked for: of several processes each sees a loss of its own, and they have to decide the same."""
-        return self.check.enabled and not run.progress.signed and processes.count() == 1
-
-    def _note_outliers(self, run: Run) -> None:
-        """Look at the steps since the last look for those that stand out."""
-        self._outliers.add(run.history.since(self._outliers.seen + 1))
-
-    def tried(self, run: Run) -> list[Finding]:
-        """Try another way where the last look has asked for it, and return what that shows. The variables hold the state."""
-        suspicion, self._suspicion = self._suspicion, None
-        higher, self._higher = self._higher, None
-        shown = another_way.tried(run, suspicion, self.check) if suspicion is not None else None
-        if shown is not None:
-            return self._blamed(run, shown)
-        if higher is not None:
-            another_way.raise_rate(run, higher, self.check)
-        if suspicion is None:
-            return []
-        self._shown_since = None
-        if suspicion.reported and run.policy.checks.trend.enabled and not self._reported:
-            self._reported = True
-            return [Finding("loss", "spike", value=suspicion.now.value)]
-        return []
-
-    @staticmethod
-    def _blamed(run: Run, suspicion: Suspicion) -> list[Finding]:
-        progress = run.progress
-        progress.begins_at, progress.left_out, progress.notes = suspicion.onset, suspicion.without, suspicion.notes
-        progress.shown = suspicion.factor
-        return list(suspicion.findings)
-
-    def _look(self, run: Run, now: Level) -> _Look:
-        progress, check = run.progress, self.check
-        factor = AFTER_DIVERGENCE if run.recovery.diverged else 1.0
-        best, start = progress.best or now, progress.start or math.inf
-        risen = now.value >= check.rise * start
-        lost = progress.lost(now) if now.value - best.value >= NOISE * best.spread else 0.0
-        high, suspect = risen or lost >= check.lost * factor, risen or lost >= SUSPECT * check.lost
-        flat = now.value >= FLAT * start
-        growth, path = self._kernels.growth(run) if high or suspect or flat else (1.0, "")
-        grown = growth >= check.growth * factor
-        dead = self._kernels.dead(run) if high or growth >= check.growth else ()
-        lowest = f", and had been {best.value:.3g}" if best.value < FLAT * start else ""
-        notes = [f"The loss has settled at {now.value:.3g}; it began at {start:.3g}{lowest}."]
-        if grown:
-            notes.append(f"{path} has grown {growth:.3g}-fold since the start.")
-        if dead:
-            notes.append(f"{len(dead)} kernels no longer change, bit for bit, {dead[0]} among them.")
-        return _Look(now, high, suspect, flat, growth, path, grown, dead, tuple(notes))
-
-    def _shown(self, run: Run, look: _Look) -> Suspicion | None:
-        """Loss and weights together show a divergence that lasts, where the loss does not fall by itself; an explosion need not last."""
-        first, progress = self._shown_since, run.progress
-        if not ((look.high and (look.grown or look.dead)) or (look.flat and look.grown)):
-            self._shown_since = None
+    def look(self, run: Run) -> Lost | None:
+        """Return the proof that a run is lost, `None` as a rule. Restores what an action in vain has changed."""
+        if run.step < self.due:
             return None
-        extreme = look.now.value >= EXTREME * (progress.start or math.inf)
-        if not extreme:
-            if first is None or look.now.value < FALLING * first.value:
-                self._shown_since = look.now
-                return None
-            if look.now.step - first.step < LASTING:
-                return None
-        onset = progress.onset(run.history.series)
-        jumped = self._outliers.since(onset - NEAR)
-        onset = self._kernels.before_growth(run, onset, self.check.growth) if look.grown else onset
-        return _suspicion(look, onset, otherwise=True, sure=extreme and look.grown, jumped=jumped)
-
-    def _violent(self, run: Run, look: _Look) -> Suspicion | None:
-        """The first updates of the fit were a large share of the weights, and the loss was the worse for them.
-
-        It is asked once, when the loss no longer falls fast by itself.
-        """
-        progress, update = run.progress, predicted_update(run)
-        if self._asked or progress.start is None or look.now.step + 1 < VIOLENT_AFTER or progress.falling:
+        began, self._since, self.due = self._since, run.step, run.step + LONGEST
+        if run.counts.rollbacks != self._rollbacks and self._probation is None:
+            self._rollbacks, self._wait, self._skipped = run.counts.rollbacks, 1, 0
+        if processes.count() > 1 or not self._is_objective(run):
             return None
-        self._asked = True
-        worst = max((m.loss for m in run.history.first(run.step)), default=0.0)
-        large = self.check.first_update * bears(run.train_state().optimizers)
-        if run.recovery.diverged or progress.since or worst < self.check.rise * progress.start or not update >= large:
+        if self._probation is not None:
+            self._end_probation(run)
             return None
-        note = f"The first update was as large as {update:.0%} of the weights, and the loss rose to {worst:.3g} after it."
-        return _suspicion(look, 0, note, otherwise=look.high)
-
-    def _stalled(self, run: Run, look: _Look) -> Suspicion | None:
-        """A rate has brought no progress for as long as it has been in use, or only a little; or its updates are large all the same."""
-        progress, diverged = run.progress, run.recovery.diverged
-        if look.now.step + 1 - progress.since < self._checkpoint:
+        level = median([loss for _, loss in run.history.last(WINDOW)] or [math.nan])
+        if not self._suspect(run, began, level):
             return None
-        self._checkpoint *= 2
-        slow = diverged and look.now.value > SLOW * progress.level_at_rollback
-        self._higher = look.now if slow else None
-        halves, update = progress.halves(look.now), predicted_update(run)
-        if halves is None:
-            return None
-        stalled = halves[1] > STALLED * halves[0] and update >= (self.check.update if diverged else 1.0)
-        large = update >= self.check.update * (1.0 if diverged else bears(run.train_state().optimizers))
-        well = look.now.value <= LEARNT * (progress.start or math.inf) and halves[1] <= STALLED * halves[0]
-        if not (stalled or slow or (large and (diverged or not well))):
-            return None
-        hardly = "not" if halves[1] >= halves[0] else "hardly"
-        note = f"Since step {progress.since + 1} the loss has {hardly} fallen: its lowest levels were {halves[0]:.3g} and {halves[1]:.3g}."
-        if not stalled and not slow:
-            note = f"The first update would be as large as {update:.0%} of the weights at this rate."
-        growth, path = self._kernels.growth(run)
-        if not stalled or diverged or growth < self.check.growth:
-            onset = (progress.restored or 0) if diverged else 0
-            return Suspicion(look.now, onset, look.findings[:1], (note,), otherwise=stalled and diverged)
-        found = (look.findings[0], Finding("weights", "divergence", path, value=growth))
-        return Suspicion(look.now, 0, found, (note,), sure=True)
+        found = self._found(run)
+        if isinstance(found, Lost):
+            return found
+        self._skipped, self._cleared = 0, level
+        if found == CLEARED:
+            self._wait *= 2
+        elif found != PROGRESS:
+            self._adjust(run, found)
+        return None
 
-    def _lasting(self, run: Run, look: _Look) -> Suspicion | None:
-        """The loss stays high for `patience` steps, at large updates or since it has jumped; asked again after twice as long."""
-        progress, start = run.progress, run.progress.start or math.inf
-        onset = progress.onset(run.history.series) if look.suspect else 0
-        jumped = self._jumped(run, onset) if look.suspect else ()
-        settled = look.now.value >= self.check.settled * start
-        known = bool(jumped) or settled or predicted_update(run) >= self.check.update
-        if progress.falling or not look.suspect or not known:
-            self._suspect_since = None
-            return None
-        since = self._suspect_since = run.step if self._suspect_since is None else self._suspect_since
-        if run.step - since < self.check.patience:
-            return None
-        self._suspect_since = run.step + run.step - since  # twice as long until the next trial
-        return _suspicion(look, onset, jumped=jumped, reported=settled)
+    def acted(self, run: Run, done: bool) -> None:
+        """Begin the probation of what was done about the last proof, if anything was."""
+        if not done:
+            self._probation, self._enabled = None, False
+        self._rollbacks = run.counts.rollbacks
 
-    def _outlier(self, run: Run, look: _Look) -> Suspicion | None:
-        """One step stood out, `patience` steps ago; each is judged once, and after one that was harmless less often."""
-        latest = next((step for step in reversed(self._outliers.steps) if step + self.check.patience <= run.step), -1)
-        if latest <= self._judged or run.step < self._again or run.recovery.clips:
-            return None
-        self._judged, self._again, self._pause = latest, run.step + self._pause, 2 * self._pause
-        note = f"Loss or gradient norm of step {latest + 1} were far beyond those of all steps before."
-        return Suspicion(look.now, latest, (), (note,), jumped=self._outliers.since(latest - NEAR))
+    def _is_objective(self, run: Run) -> bool:
+        """Whether a lower loss is what the run is about."""
+        own = keras_fitting.trains_by_compiled_loss(run.model)
+        positive = all(loss > 0.0 for _, loss in run.history.series)
+        return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
-    def _jumped(self, run: Run, onset: int) -> tuple[int, ...]:
-        """Return the steps at which loss or gradients have jumped, from shortly before an onset on."""
-        near = self._outliers.since(onset - NEAR)
-        return near or ((onset,) if run.progress.jumps_at(onset, run.history.series) else ())
+    def _suspect(self, run: Run, began: int, level: float) -> bool:
+        """Whether a look is worth its time. Decides nothing else; after a look in vain it waits twice as long."""
+        losses = [loss for step, loss, _ in run.history.since(began)]
+        middle = len(losses) // 2
+        if middle < HELD_OUT:
+            return False
+        start = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+        falls = median(losses[middle:]) < 0.9 * median(losses[:middle])
+        if level < HALF * start and falls:
+            return False
+        self._skipped += 1
+        return self._skipped >= self._wait or level > 2.0 * self._cleared
 
-    def explained(self, run: Run, findings: Sequence[Finding], loss: float) -> Sequence[Finding]:
-        """Return findings of an explosion with what explains them: a few batches, where the steps go on as before without them.
+    def _found(self, run: Run) -> Lost | float:
+        """Return proof that the run is lost, or what to multiply the rate by, or `CLEARED`, or `PROGRESS`."""
+        batches = run.recent.last(BATCHES, run.transaction.batch)
+        held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
+        batches = batches[: len(batches) - len(held_out)]
+        first = run.ring.start
+        if len(batches) < HELD_OUT or first is None or not run.ring.at_hand(first):
+            return CLEARED
+        with trial(run) as trying:
+            return CLEARED if trying is None else self._tried(run, trying, batches, held_out, first)
 
-        Not where they do better at a lower rate: then it was the rate.
-        """
-        self._note_outliers(run)
-        jumped, best = self._outliers.since(run.step - NEAR), run.progress.best
-        if not jumped or best is None or not self._can_tell(run):
-            return findings
-        enough = best.value + NOISE * best.spread
-        since = [loss for step, loss, _ in run.history.since(jumped[-1] + 1)]
-        if since and median(since) <= enough:
-            return findings  # it is over
-        note = f"The loss has exploded after step {jumped[0] + 1}, which stood out from all steps before."
-        suspicion = Suspicion(Level(run.step, loss, 0.0), jumped[0], (), (note,), jumped=jumped, enough=enough)
-        shown = another_way.tried(run, suspicion, self.check)
-        return [*self._blamed(run, shown), *findings] if shown is not None and shown.without else findings
+    def _tried(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], first: Snapshot) -> Lost | float:
+        """Carry out the trials; see the head of this module."""
+        untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), held_out))
+        present = trying.losses(trying.present, held_out)
+        further = trying.trained(trying.present, batches)
+        dead = _dead(run, trying, further)
+        before = run.recovery.diverged
+        if not before and not dead and _has_learned(trying, trying.present, present, untrained.losses, held_out):
+            return CLEARED
+        goes_on = trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
+        growth, path = _growth(run, trying, first)
+        damaged = bool(dead) or growth >= GROWN
+        aim = untrained.losses if damaged else present
+        if not before and not dead and clearly_lower(goes_on, present) and clearly_lower(goes_on, aim):
+            return PROGRESS
+        best = self._best_arm(run, trying, batches, held_out, untrained)
+        if best is None:
+            return CLEARED
+        least = min(fmean(present), fmean(goes_on), math.inf if before else untrained.mean)
+        far = best.mean <= HALF * least
+        clear = all(clearly_lower(best.losses, other) for other in (present, goes_on, untrained.losses))
+        if not (clear and (far or damaged)):
+            return _better_rate(run, trying, batches, held_out, goes_on) if before else CLEARED
+        self._probation = _Probation(trying.present, {id(r): r.factor for r in run.recovery.rates.values()})
+        return _lost(run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead)
+
+    def _best_arm(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], untrained: _Arm) -> _Arm | None:
+        """Return the lower rate that ends best, from the first state or from the best one that is kept."""
+        origin, kept = untrained, run.ring.with_least_loss()
+        if kept is not None and run.ring.at_hand(kept):
+            state = trying.state_of(kept)
+            arm = _Arm(kept, 1.0, trying.losses(state, held_out))
+            origin = arm if _has_learned(trying, state, arm.losses, untrained.losses, held_out) else origin
+        arms = []
+        for factor in FACTORS:
+            end = trying.trained(trying.state_of(origin.snapshot), batches, factor)
+            if end is not None:
+                arms.append(_Arm(origin.snapshot, factor, trying.losses(end, held_out)))
+        lowest = min((arm.mean for arm in arms), default=math.inf)
+        return next((arm for arm in arms if HALF * arm.mean <= lowest < math.inf), None)
+
+    def _adjust(self, run: Run, factor: float) -> None:
+        """Multiply the rate of a run that has diverged before."""
+        for optimizer in run.train_state().optimizers:
+            rate = run.recovery.rate(optimizer)
+            before = rate.value
+            rate.restore(rate.factor * factor)
+            run.say(f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, at which the last batches are learned better.")
+
+    def _end_probation(self, run: Run) -> None:
+        """Compare with the abandoned state; restore it if the action has not helped."""
+        probation, self._probation = self._probation, None
+        batches = run.recent.last(MOST_HELD_OUT, run.transaction.batch)
+        if probation is None or len(batches) < HELD_OUT:
+            return
+        with trial(run) as trying:
+            if trying is None:
+                return
+            present, abandoned = (trying.losses(s, batches) for s in (trying.present, probation.abandoned))
+        if clearly_lower(present, abandoned):
+            return
+        self._enabled = False
+        for variable in run.train_state().kept:
+            keras_variables.write(variable, probation.abandoned[id(variable)])
+        for rate in run.recovery.rates.values():
+            rate.restore(probation.factors.get(id(rate), 1.0))
+        run.recent.restart(run.step)
+        run.say("NanGuard: the lower learning rate has not helped. State and rate are restored as they were.")
 
 
-def _suspicion(look: _Look, onset: int, *notes: str, **more: Any) -> Suspicion:
-    return Suspicion(look.now, onset, look.findings, (*notes, *look.notes), **more)
+def _better_rate(run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], goes_on: Sequence[float]) -> float:
+    """Return what to multiply the rate by from the present state on, `CLEARED` if it is fine."""
+    lowered = min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
+    for factor in (TENFOLD, 1 / TENFOLD):
+        if factor > 1.0 and lowered * factor > FACTORS[0] * (1 + 1e-6):
+            continue  # training has diverged at that rate
+        end = trying.trained(trying.present, batches, factor)
+        losses = trying.losses(end, held_out) if end is not None else [math.inf] * len(held_out)
+        enough = fmean(goes_on) * (1.0 if factor > 1.0 else HALF)
+        if clearly_lower(losses, goes_on) and fmean(losses) <= enough:
+            return factor
+    return CLEARED
+
+
+def _has_learned(
+    trying: Trial, state: State, losses: Sequence[float], untrained: Sequence[float], held_out: Sequence[Any]
+) -> bool:
+    """Whether a state of these losses is better than untrained, and its outputs depend on the inputs as the targets do."""
+    if not clearly_lower(losses, untrained):
+        return False
+    pairs = zip(losses, held_out, [*held_out[1:], held_out[0]])
+    known = [(loss, found) for loss, args, other in pairs if (found := with_inputs_of(args, other)) is not None]
+    if 2 * len(known) < len(held_out):
+        return True
+    own, exchanged = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
+    return clearly_lower(own, exchanged) and fmean(own) <= (1.0 - EXPLAINED) * fmean(exchanged)
+
+
+def _dead(run: Run, trying: Trial, further: State | None) -> tuple[str, ...]:
+    """Return the kernels that no step of the trial has changed, bit for bit, if most of them are such."""
+    kernels = _kernels(run)
+    if further is None or len(kernels) < 2:
+        return ()
+    same = [v for v in kernels if np.array_equal(trying.present[id(v)], further[id(v)])]
+    return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
+
+
+def _growth(run: Run, trying: Trial, first: Snapshot) -> tuple[float, str]:
+    """Return by how much the kernel has grown that has grown most since the first step, and its path."""
+    start = trying.state_of(first)
+    found = [(_gain(trying.present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path)) for v in _kernels(run)]
+    return max(found, default=(1.0, ""))
+
+
+def _kernels(run: Run) -> list[Any]:
+    """Return the trainable weights of more than one dimension."""
+    return [v for v in run.train_state().trainable if len(v.shape) > 1 and finiteness.is_float(v.dtype)]
+
+
+def _gain(kernel: np.ndarray[Any, Any]) -> float:
+    """Return by how much a kernel enlarges independent inputs: its norm by the root of its outputs; about 1 as initialized."""
+    return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
+
+
+def _lost(run: Run, present: list[float], untrained: _Arm, best: _Arm, grown: tuple[float, str], dead: tuple[str, ...]) -> Lost:
+    """Return a proof in findings and sentences."""
+    now, (growth, path) = fmean(present), grown
+    found = [Finding("loss", "divergence", value=now)]
+    notes = [
+        f"On the last {len(present)} batches the loss is {now:.3g}, and {untrained.mean:.3g} with the weights before the first step.",
+        f"From the state after {best.snapshot.step} steps, {best.factor:g} times the learning rate leads to {best.mean:.3g}.",
+    ]
+    if path:
+        found.append(Finding("weights", "divergence", path, value=growth))
+        notes.append(f"{path} has grown {growth:.3g}-fold since the first step.")
+    if dead:
+        found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
+        notes.append(f"{len(dead)} kernels no longer change, bit for bit, {dead[0]} among them.")
+    rates = [keras_optimizers.learning_rate(o) * best.factor for o in run.train_state().optimizers]
+    advice = (f"Lower the learning rate (try {rates[0]:.1g}), or use a warmup.",)
+    diagnosis = Diagnosis("divergence", path, (), tuple(notes), advice, 0.9)
+    return Lost(tuple(found), diagnosis, {"onset": best.snapshot.step, "rate_factor": best.factor})

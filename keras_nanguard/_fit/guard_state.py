@@ -27,8 +27,7 @@ SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
 """Settings of an optimizer that an action may change for the time of a fit."""
 
 RATE = frozenset({"factor", "lowest", "rate", "absolute"})
-CLIP = frozenset({"deviations", "smoothing", "mean", "variance"})
-"""What `Rate.to_dict`, which may add a `limit`, and `AdaptiveClip.to_dict` return."""
+"""What `Rate.to_dict` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class GuardState:
         lowered: steps and good steps since the rate was last lowered.
         scale_bounds: floor and ceiling that the loss scale is kept between.
         recalibration: batches to come and batches seen of an estimate of BatchNorm statistics.
-        clips: how the gradients of each optimizer are clipped, as `AdaptiveClip.to_dict()`; `None` for one left alone.
     """
 
     ledger: Mapping[str, Any]
@@ -55,14 +53,12 @@ class GuardState:
     lowered: tuple[int, int] | None = None
     scale_bounds: tuple[float, float] | None = None
     recalibration: tuple[int, int] | None = None
-    clips: tuple[Mapping[str, Any] | None, ...] = ()
 
     @classmethod
     def of(cls, recovery: Recovery) -> GuardState:
         """Return where a run stands."""
         optimizers = recovery.state.train_state().optimizers
         rates = [recovery.rates.get(id(optimizer)) for optimizer in optimizers]
-        clips = [recovery.clips.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in recovery.changed}
         counts, pending = recovery.counts, recovery.pending
         estimate, at = pending.recalibration, pending.lowered_at
@@ -75,7 +71,6 @@ class GuardState:
             lowered=None if at is None else (counts.step - at, counts.committed - pending.lowered_good),
             scale_bounds=pending.scale_bounds,
             recalibration=None if estimate is None else (estimate.left, estimate.seen),
-            clips=tuple(clip.to_dict() if clip is not None else None for clip in clips) if recovery.clips else (),
         )
 
     def apply(self, recovery: Recovery, *, write: bool) -> None:
@@ -94,9 +89,6 @@ class GuardState:
                 recovery.rate(optimizer).resume(done, write)
             for name, value in settings.items():
                 recovery.change(next(t for t in (keras_optimizers.inner(optimizer), optimizer) if hasattr(t, name)), name, value)
-        for optimizer, clip in zip(optimizers, self.clips):
-            if clip is not None and keras_optimizers.can_clip(optimizer):
-                recovery.clip(optimizer, clip["deviations"], clip["smoothing"]).resume(clip)
         pending = recovery.pending
         pending.recovery, pending.scale_bounds = self.recovery, self.scale_bounds
         if self.lowered is not None:
@@ -116,7 +108,6 @@ class GuardState:
             FileFormatError: if it is of another format, or a field is missing, unknown or of another kind.
         """
         names = {entry.name for entry in fields(cls)}
-        data = {"clips": (), **data} if isinstance(data, Mapping) else data
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
@@ -143,10 +134,9 @@ class GuardState:
                 raise ValueError(f"{sorted(unknown)[0]} is no setting that an action changes")
             if not all(_fits(name, value) for name, value in settings.items()):
                 raise ValueError("a setting is no number")
-        for names, records in ((RATE, self.rates), (CLIP, self.clips)):
-            for record in records:
-                if record is not None and not ({*record, "limit"} == names | {"limit"} and all(map(_fits, record, record.values()))):
-                    raise ValueError(f"there is something else than {', '.join(sorted(names))}")
+        for record in self.rates:
+            if record is not None and not (set(record) == RATE and all(map(_fits, record, record.values()))):
+                raise ValueError(f"there is something else than {', '.join(sorted(RATE))}")
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -154,11 +144,11 @@ def _fits(name: str, value: Any) -> bool:
     if name == "absolute":
         return isinstance(value, bool)
     if value is None:
-        return name in ("rate", "limit", *SETTINGS)
+        return name in ("rate", *SETTINGS)
     return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST.get(name, 0.0) <= value <= sys.float_info.max
 
 
-_LEAST = {**dict.fromkeys(("factor", "lowest", "limit"), sys.float_info.min), "mean": -sys.float_info.max}
+_LEAST = dict.fromkeys(("factor", "lowest"), sys.float_info.min)
 
 
 def _changed(optimizer: Any, touched: set[tuple[int, str]]) -> Iterator[tuple[str, Any]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.levels import WINDOW, level_of, onset
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded
+from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.sightings import in_batch, values
+from keras_nanguard._fit.sightings import in_batch, values as measurements
 from keras_nanguard._policy.policy import decide
-from keras_nanguard._policy.progress import WINDOW, level_of
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 __all__ = ["Incidents"]
@@ -21,7 +22,12 @@ __all__ = ["Incidents"]
 
 def _has_onset(incident: Incident) -> bool:
     """Whether an incident is about what began earlier than it was noticed."""
-    return "divergence" in incident.causes or any(f.kind == "lasting_spike" for f in incident.findings)
+    return "divergence" in incident.causes
+
+
+def _goes_back(incident: Incident) -> bool:
+    """Whether a rollback has moved the random generators, or set them back so that steps are replayed."""
+    return any(o.action == "rollback" and o.status == "done" for o in incident.outcomes)
 
 
 def _of_data(incident: Incident) -> bool:
@@ -39,7 +45,6 @@ class Incidents:
         run: the run.
         report: called with each complete incident, in the order in which they were raised.
         explain: finds the diagnosis of an incident.
-        explained: returns findings with what explains them, given the loss of their step; see `Monitors.explained`.
     """
 
     def __init__(
@@ -47,10 +52,10 @@ class Incidents:
         run: Run,
         report: Callable[[Incident], None],
         explain: Explains,
-        explained: Callable[[Run, Sequence[Finding], float], Sequence[Finding]],
     ):
-        self._run, self._report_now, self._explain, self._explained = run, report, explain, explained
+        self._run, self._report_now, self._explain = run, report, explain
         self._waiting: list[Incident] = []
+        self._last_refused = -2
         self._diverged: tuple[int, int] | None = None  # the counts of steps and rollbacks at which a step was refused for a divergence
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
@@ -70,9 +75,11 @@ class Incidents:
         if verdict.scale > run.policy.checks.loss_scale.max_value:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
-        findings = list(self._explained(run, findings, verdict.loss))
         state = (run.counts.committed, run.counts.rollbacks)
+        in_a_row, self._last_refused = run.step - 1 == self._last_refused, run.step
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
+        if in_a_row and not _of_data(incident) and not _goes_back(incident):
+            draw_anew(run)  # else the next step draws the noise that may be to blame once more
         if _has_onset(incident):
             self._diverged = state
         elif self._diverged != state or _of_data(incident):  # else it is still the state that is wrong, whatever the cause is called
@@ -90,7 +97,7 @@ class Incidents:
         """Raise the incident of a step that has committed."""
         run = self._run
         report = Report(verdict, (), (), run.transaction.batch(run.step, run.transaction.given))
-        self.raise_incident(run.step, self._explained(run, findings, verdict.loss), report=report, verdict=verdict)
+        self.raise_incident(run.step, findings, report=report, verdict=verdict)
 
     def poisoned(self, verdict: Verdict) -> bool:
         """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
@@ -109,9 +116,16 @@ class Incidents:
         findings = [*in_batch(report, run.model), *(report.findings() if report else ()), *run.scan("weights")]
         self.raise_incident(run.step, findings or Report(verdict, (), ()).findings(), report=report, verdict=verdict)
 
-    def between_steps(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
-        """Raise the incident of what shows between two steps; it counts as that of the step before."""
-        self.raise_incident(max(self._run.step - 1, 0), findings, diagnosis=diagnosis, act=act)
+    def between_steps(
+        self,
+        findings: Sequence[Finding],
+        diagnosis: Diagnosis | None = None,
+        act: bool = True,
+        values: Mapping[str, float] | None = None,
+    ) -> Incident:
+        """Raise the incident of what shows between two steps, and return it; it counts as that of the step before."""
+        step = max(self._run.step - 1, 0)
+        return self.raise_incident(step, findings, diagnosis=diagnosis, act=act, values=values)
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step that is about its data, before it goes on to the user."""
@@ -130,6 +144,7 @@ class Incidents:
         verdict: Verdict | None = None,
         diagnosis: Diagnosis | None = None,
         act: bool = True,
+        values: Mapping[str, float] | None = None,
     ) -> Incident:
         """Make the incident of one step, let the policy decide about it, do that, report it, and return it.
 
@@ -141,9 +156,11 @@ class Incidents:
             verdict: the verdict on it, where there is one.
             diagnosis: its diagnosis, where it is known already.
             act: whether to do anything about it but to report it.
+            values: numbers that the incident carries besides the measured ones.
         """
         run, counts = self._run, self._run.counts
-        measured = values(verdict, run.train_state().optimizers) if verdict is not None else {}
+        measured = measurements(verdict, run.train_state().optimizers) if verdict is not None else {}
+        measured |= values or {}
         if refused and "learning_rate" in measured:
             run.recorder.rate(measured["learning_rate"])
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
@@ -152,7 +169,7 @@ class Incidents:
         incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
         run.bad_rows.note(incident, report)
         if _has_onset(incident):
-            incident = incident.with_(values={**measured, "onset": run.progress.onset(run.history.series)})
+            incident = incident.with_(values={"onset": onset(run.history.series), **measured})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
         if not act:
             self._report(incident)
@@ -168,7 +185,6 @@ class Incidents:
         run.ring.note()
         incident = incident.with_(outcomes=outcomes)
         self._report(incident)
-        run.progress.begins_at, run.progress.left_out, run.progress.notes, run.progress.shown = None, frozenset(), (), 1.0
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident

@@ -28,14 +28,12 @@ class Rate:
     Attributes:
         factor: what the guard multiplies the rate by now.
         lowest: the smallest factor since the rate was last what it would have been.
-        limit: the rate is never above this again, as it diverged at a higher one; infinity where it never did.
         given: stands in for the factor of a schedule while a step that is a pure function is traced.
     """
 
     def __init__(self, optimizer: Any):
         self.optimizer = keras_optimizers.inner(optimizer)
         self.factor = self.lowest = 1.0
-        self.limit = math.inf
         self._left: float | None = None  # the plain rate as the guard has left it
         self._absolute = False  # another callback computes the plain rate anew, it does not scale what it finds
         self._scale: Any = None
@@ -52,26 +50,29 @@ class Rate:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
 
-    def limit_to(self, limit: float) -> bool:
-        """Never let the rate exceed this again; returns whether the step has to be compiled anew."""
-        self.limit = min(self.limit, limit)
-        if self.plain or self._scale is not None or limit == math.inf:
-            return False
-        self._install()
-        return True
-
     @property
     def adjustable(self) -> bool:
         """Whether the compiled step reads what is done to the rate."""
         return self.plain or self._scale is not None
 
+    def make_adjustable(self) -> bool:
+        """Let the compiled step read what is done to the rate; returns whether it has to be compiled anew."""
+        if self.adjustable:
+            return False
+        self._install()
+        return True
+
+    def restore(self, factor: float) -> None:
+        """Let the factor be what it was before the rate was lowered."""
+        self.hold()
+        self._set(factor)
+
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:
-        """Multiply the rate, and the limit with it, inside the context."""
-        before = self.factor, self.lowest, self.limit, self._left, self._absolute
+        """Multiply the rate inside the context."""
+        before = self.factor, self.lowest, self._left, self._absolute
         variable = keras_optimizers.rate_variable(self.optimizer)
         restore = keras_variables.restorer(self._scale if variable is None else variable)
-        self.limit *= min(factor, 1.0)
         if self.plain:
             self._assign(self.value * factor)
         else:
@@ -80,7 +81,7 @@ class Rate:
         try:
             yield
         finally:
-            self.factor, self.lowest, self.limit, self._left, self._absolute = before
+            self.factor, self.lowest, self._left, self._absolute = before
             restore()
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
@@ -96,13 +97,11 @@ class Rate:
     def raise_to(self, factor: float) -> None:
         """Bring the factor back up to this value, at most 1."""
         self.hold()
-        highest = self.limit * self.factor / self.value if self.limit < math.inf and self.value > 0.0 else 1.0
-        self._set(max(min(factor, highest, 1.0), self.factor))
+        self._set(max(min(factor, 1.0), self.factor))
 
     def give_back(self) -> None:
-        """Let the rate be what it would be without the guard, wherever training has diverged: nothing is trained with it here."""
+        """Let the rate be what it would be without the guard."""
         self.hold()
-        self.limit = math.inf
         self._set(1.0)
 
     def _set(self, factor: float) -> bool:
@@ -138,8 +137,6 @@ class Rate:
         that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
         shows which it is: the geometric mean of the lowered and of the old level lies between the two.
         """
-        if self.limit < math.inf:
-            self._bound()
         if self._left is None or not self.plain or self.factor >= 1:
             return
         found = self.value
@@ -147,12 +144,6 @@ class Rate:
             return
         self._absolute |= found > self._left / math.sqrt(self.factor)
         self._assign(found * self.factor if self._absolute else found)
-
-    def _bound(self) -> None:
-        """Keep the rate below the limit where a schedule or another callback has raised it since."""
-        value = self.value
-        if value > self.limit * (1.0 + 1e-6):
-            self._set(self.factor * self.limit / value)
 
     def release(self) -> None:
         """Take the scaling off the optimizer; a plain rate stays where it is."""
@@ -164,8 +155,7 @@ class Rate:
     def to_dict(self) -> dict[str, Any]:
         """Return what has been done to the rate, as plain JSON values."""
         rate = self.value if self.plain else None
-        limit = self.limit if self.limit < math.inf else None
-        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute, "limit": limit}
+        return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
 
     def resume(self, done: Mapping[str, Any], write: bool) -> None:
         """Go on from what `to_dict` returned.
@@ -176,10 +166,8 @@ class Rate:
                 chosen anew, and nothing that was done to it before matters any more.
         """
         factor, rate = float(done["factor"]), done["rate"]
-        self.limit = math.inf if done.get("limit") is None else float(done["limit"])
         if self.plain != (rate is not None):
             return
-        self.limit_to(self.limit)
         if self.plain and write:
             self._assign(rate)
         elif self.plain and not math.isclose(self.value, rate, rel_tol=1e-6):

@@ -12,12 +12,10 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
-from keras_nanguard._fit.kernels import bears
 from keras_nanguard._fit.pending_recovery import initial_statistics, learning
 from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._policy.progress import bearable_factor
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -30,15 +28,6 @@ _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_
 Answer = tuple[str, str]
 """`("done" | "skipped", detail)`."""
 
-ROSE = 0.5
-"""Share of the rate at which training diverged below which the rate at a snapshot is one from before a schedule has raised it."""
-
-FEWEST_NORMS, FIRST_NORMS = 8, 128
-"""Number of steps whose gradient norms it takes to know what is usual, and the number that are used."""
-
-_LEAST_FACTOR = 1e-4
-"""Factor below which a rate is not lowered at once, whatever is predicted."""
-
 
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
     """Do every action of the incident's decision; returns what came of each.
@@ -47,7 +36,6 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
     """
     outcomes = []
     assert incident.decision is not None
-    run.recovery.note_rates()
     for action in incident.decision.actions:
         name = action["action"]
         parameters = {key: value for key, value in action.items() if key != "action"}
@@ -80,15 +68,9 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     retrace = False
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rate(optimizer)
-        before, at = rate.value, run.recovery.noted.get(id(optimizer), rate.value)
-        limit = p.get("safe", 1.0) * at if _diverged(incident) else math.inf
-        if run.progress.restored != 0 and before < ROSE * at and before <= limit * (1 + 1e-6) < rate.limit:
-            retrace |= rate.limit_to(limit)
-            changed.append(f"{optimizer.name}: at most {limit:.3g} from here on, as training diverged at {at:.3g}")
-            continue
-        factor = min(_factor(run, optimizer, before, p), limit / before if before > 0.0 else math.inf)
+        factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
         before, after, anew = rate.lower(factor, p.get("min_lr", 0.0))
-        retrace |= rate.limit_to(limit) or anew
+        retrace |= anew
         if after < before:
             changed.append(f"{optimizer.name}: {before:.3g} -> {after:.3g}")
     if retrace:
@@ -97,19 +79,12 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
     recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") and not run.recovery.diverged else None
     run.recovery.pending.lowered(recovery)
+    run.recovery.diverged |= _diverged(incident)
     return "done", "learning rate of " + ", ".join(changed)
 
 
 def _diverged(incident: Incident) -> bool:
     return "divergence" in incident.causes or any(f.kind == "divergence" for f in incident.findings)
-
-
-def _factor(run: Run, optimizer: Any, rate: float, p: Mapping[str, Any]) -> float:
-    """Return the factor by which a rate is lowered: repeated where the first update from the start would still be too large."""
-    factor, largest = min(float(p["factor"]), run.progress.shown), p.get("max_update")
-    if largest is None or run.progress.restored != 0:
-        return factor
-    return bearable_factor(run.progress.update * rate, factor, largest * bears([optimizer]), _LEAST_FACTOR)
 
 
 def _before_update(incident: Incident) -> bool:
@@ -118,8 +93,6 @@ def _before_update(incident: Incident) -> bool:
 
 
 def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    if p.get("deviations") is not None:
-        return _clip_adaptively(run, int(incident.values.get("onset", incident.step)), p["deviations"], p["smoothing"])
     changed, reasons = [], []
     for optimizer in run.train_state().optimizers:
         inner = keras_optimizers.inner(optimizer)
@@ -136,21 +109,6 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
     if changed:
         run.state.access.rebuild()
     return ("done", ", ".join([*changed, *reasons])) if changed else ("skipped", ", ".join(reasons) or "there is no optimizer")
-
-
-def _clip_adaptively(run: Run, onset: int, deviations: float, smoothing: float) -> Answer:
-    optimizers = run.train_state().optimizers
-    if len(optimizers) != 1 or not keras_optimizers.can_clip(optimizers[0]):
-        return "skipped", "clipping needs one optimizer of Keras that updates in each step: a step measures one gradient norm for all"
-    measured = run.history.last_measured(FIRST_NORMS, onset) or run.history.before(onset)
-    norms = [m.norm for m in measured if 0.0 < m.norm < math.inf]
-    if len(norms) < FEWEST_NORMS:
-        return "skipped", f"only {times(len(norms), 'step')} have been measured, and it takes {FEWEST_NORMS} to know what is usual"
-    clip = run.recovery.clip(optimizers[0], deviations, smoothing)
-    clip.learn(norms)
-    run.checks_fully = True
-    run.state.access.rebuild()
-    return "done", f"{optimizers[0].name}: gradients are clipped at a global norm of {clip.limit:.3g} at present"
 
 
 def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:

@@ -7,7 +7,7 @@ are remembered never take more than a fixed number of bytes. Which state they go
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,11 @@ class Rerun:
         snapshot: that snapshot.
         batches: the arguments of each step since then, `None` for one that is to be skipped.
         refused: those that are run again and had been refused.
-        left_out: those that are skipped and had not been.
     """
 
     snapshot: Snapshot
     batches: tuple[Any, ...]
     refused: frozenset[int] = frozenset()
-    left_out: frozenset[int] = frozenset()
 
 
 class Recent:
@@ -71,16 +69,13 @@ class Recent:
         if self._entries and self._entries[-1][0] == step:
             self._entries[-1] = (step, None)
 
-    def rerun(
-        self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any], without: Set[int] = frozenset()
-    ) -> Rerun | None:
+    def rerun(self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]) -> Rerun | None:
         """Return the steps from a snapshot up to this one, to be run again; `None` where they are not all known.
 
         Args:
             snapshot: the state to run them from.
             step: the last of them.
             batch: as below.
-            without: the steps that are to be skipped.
         """
         known = {number: (given if given is None else batch(number, given), given is None) for number, given in self._entries}
         numbers = range(snapshot.step, step + 1)
@@ -89,10 +84,9 @@ class Recent:
         found = [known.get(number, (None, True)) for number in numbers]
         if any(args is None and not skipped for args, skipped in found):
             return None
-        run = [args is not None and number not in without for number, (args, _) in zip(numbers, found)]
-        again = frozenset(number for number, runs in zip(numbers, run) if runs and number in self._refused)
-        left_out = frozenset(number for number in numbers if number in without and number not in self._refused)
-        return Rerun(snapshot, tuple(args if runs else None for (args, _), runs in zip(found, run)), again, left_out)
+        batches = tuple(args for args, _ in found)
+        again = (number for number, args in zip(numbers, batches) if args is not None and number in self._refused)
+        return Rerun(snapshot, batches, frozenset(again))
 
     def push(self, step: int, given: Any) -> None:
         """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.recorded import rolled_back
@@ -15,13 +18,10 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 
-__all__ = ["moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
+__all__ = ["draw_anew", "moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
 
 MOST_RERUNS = 32
 """How often one rollback may lead to the next while steps are run again."""
-
-MOSTLY = 0.25
-"""Share of all progress that may be lost again in a state that is restored in place of the one before the first step."""
 
 _SEED_STEP = 7919
 """How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
@@ -40,16 +40,30 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
     if most progress had been made there: a long run does not begin anew.
     """
     run.ring.promote(run.counts.committed)
-    onset, progress = int(incident.values.get("onset", incident.step)), run.progress
-    of_batches = any(f.kind == "lasting_spike" for f in incident.findings)  # shown to end well from this very snapshot
-    if progress.restored is not None and not progress.improved and not of_batches:
-        onset = min(onset, max(progress.restored - 1, 0))
+    onset, restored = int(incident.values.get("onset", incident.step)), run.counts.restored
+    if restored is not None and "rate_factor" not in incident.values and not _improved_since(run, restored):
+        onset = min(onset, max(restored - 1, 0))
     snapshot = run.ring.before(onset)
-    if snapshot is not None and not snapshot.step and not of_batches and not _at_hand_since(run, snapshot, incident):
+    if snapshot is not None and not snapshot.step and not _at_hand_since(run, snapshot, incident):
         kept = run.ring.with_least_loss()
-        if kept is not None and kept.level is not None and progress.lost(kept.level) < MOSTLY and run.ring.restorable(kept):
+        if kept is not None and _is_progress(run, kept) and run.ring.restorable(kept):
             return kept
     return snapshot if snapshot is not None and run.ring.restorable(snapshot) else run.ring.newest()
+
+
+def _improved_since(run: Run, restored: int) -> bool:
+    """Whether the loss has been lower after the last rollback than ever before it."""
+    before = [loss for step, loss in run.history.series if step < restored]
+    before += [m.loss for m in run.history.first(run.step)]
+    since = [loss for step, loss in run.history.series if step >= restored]
+    found = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
+    return found is not None and found.value < min(before, default=math.inf)
+
+
+def _is_progress(run: Run, snapshot: Snapshot) -> bool:
+    """Whether the loss was clearly lower at a snapshot than in the first steps."""
+    first = [m.loss for m in run.history.first(run.step)]
+    return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < min(first, default=math.inf)
 
 
 def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
@@ -67,7 +81,7 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
     ends = incident.decision is not None and incident.decision.terminal
     if not incident.refused and (ends or any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)):
         run.recent.blame(incident.step)  # it is this step that was bad, and not the state that it came to
-    return run.recent.rerun(snapshot, incident.step, run.transaction.batch, run.progress.left_out)
+    return run.recent.rerun(snapshot, incident.step, run.transaction.batch)
 
 
 def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
@@ -82,15 +96,20 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
-        without = f", {len(rerun.left_out)} of them left out" if rerun.left_out else ""
-        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again{without}"
+        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
     if p.get("reseed", True):
-        for seed in keras_variables.seeds(run.train_state().other):
-            moved = keras_variables.read(seed)
-            moved[..., -1] += np.asarray(_SEED_STEP * run.counts.rollbacks, moved.dtype)
-            keras_variables.write(seed, moved)
+        draw_anew(run, run.counts.rollbacks)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
+
+
+def draw_anew(run: Run, times: int = 1) -> None:
+    """Move every random generator of the model on, so that the next step does not draw the same numbers."""
+    for seed in keras_variables.seeds(run.train_state().other):
+        moved = keras_variables.read(seed)
+        moved[..., -1] += np.asarray(_SEED_STEP * times, moved.dtype)
+        keras_variables.write(seed, moved)
+    current.host().advance_generator()
 
 
 def moment(snapshot: Snapshot) -> str:
@@ -121,8 +140,7 @@ def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | 
         snapshot.write(train_state.kept)
         snapshot.draw_again()
     rolled_back(run, snapshot, undone, rerun)
-    run.trend.discard_pending()
     run.history.undo(snapshot.step)
-    run.progress.rolled_back(snapshot.step, since)
+    run.counts.restored = snapshot.step
     run.recovery.pending.start_over()
     return undone

@@ -13,12 +13,10 @@ from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.recent_batches import Recent, Rerun
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.sightings import bad_state
-from keras_nanguard._fit.snapshots import Ring, Snapshot
+from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.progress import Level, Progress
-from keras_nanguard._policy.trend import Trend
 from keras_nanguard._recording.recorder import Recorder
 
 __all__ = ["Run"]
@@ -41,8 +39,7 @@ class Run:
         state: the train state of the model.
         counts: the counters.
         recovery: what the policy has changed.
-        history, trend, progress, recent, ring: what is remembered of the steps so far: what they measured, the course of that, how
-            far training has come, their batches, and snapshots.
+        history, recent, ring: what is remembered of the steps so far: what they measured, their batches, and snapshots.
         short_of_memory: what there was no room for, as far as it was said.
         transaction: the guarded step; `None` before it is made.
         rerun: the steps that a rollback has undone and that are to be run again.
@@ -70,7 +67,7 @@ class Run:
         self.policy, self.functions, self.directory, self.say = policy, functions or {}, directory, say
         self.state, self.counts = LiveState(model, optimizers), Counts()
         self.recovery = Recovery(self.state, self.counts)
-        self.history, self.trend, self.progress, self.recent = History(), Trend(policy.checks.trend), Progress(), Recent()
+        self.history, self.recent = History(), Recent()
         kept = policy.snapshot
         self.ring = Ring(kept.keep, kept.good_after)
         if directory is not None and kept.storage == "disk":
@@ -114,13 +111,6 @@ class Run:
 
     def run_again(self) -> None:
         """Run the steps again that a rollback has undone, where they are to be."""
-
-    def try_again(self, snapshot: Snapshot, factor: float = 1.0, without: Set[int] = frozenset()) -> Level | None:
-        """Return the level of the loss that the steps since a snapshot end at in another way, and change nothing.
-
-        `None` where they cannot be run again, or do not end.
-        """
-        return None
 
     def train_state(self) -> TrainState:
         """Return the train state of the last trace, whose variables hold or read as the values of this moment."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import inf, isfinite, nan, sqrt
+from math import inf, isfinite, nan
 from typing import Any
 
 from keras_nanguard._backends import processes
@@ -19,6 +19,7 @@ from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import recorded
 from keras_nanguard._fit.bad_rows import BadRows
+from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.epoch_logs import Logs
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.incidents import Incidents
@@ -34,9 +35,6 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.records import REFUSED
 
 __all__ = ["Session"]
-
-BOUNDED_EVERY = 10
-"""Steps between two looks at the rate of a schedule that has a limit, where a look takes the state out of the step."""
 
 
 class Session(RunsAgain):
@@ -86,7 +84,8 @@ class Session(RunsAgain):
             bad_rows=bad_rows,
         )
         self.monitors, self.logs = Monitors(policy.checks), Logs(model)
-        self.incidents = Incidents(self, report, explain, self.monitors.explained)
+        self.divergence = Divergence(policy.checks.divergence.enabled)
+        self.incidents = Incidents(self, report, explain)
         self.callbacks_deferred = self.finished = self._rate_changed = False
         self.resuming: Resumed | None = None
         self.guard_state: GuardState | None = None
@@ -135,6 +134,7 @@ class Session(RunsAgain):
         """Count batches and refused steps from here; after the next step the learning rate is noted."""
         self.counts.begin_epoch(epoch)
         self.recorder.place(self.counts.step, epoch, self.counts.epoch_start)
+        self.divergence.begin_epoch(self.counts.step)
         self._rate_changed, self._due = True, min(self._due, self.counts.step + 1)
 
     def note_rate(self) -> None:
@@ -147,12 +147,11 @@ class Session(RunsAgain):
     def needs_variables(self, written: bool) -> bool:
         """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
         estimating = self.recovery.pending.recalibration is not None
-        bounded = self.recovery.bounded and self.counts.step % BOUNDED_EVERY == 0
-        return not self.began or estimating or bounded or (written and bool(self.recovery.rates))
+        return not self.began or estimating or (written and bool(self.recovery.rates))
 
     def adjustments(self) -> dict[int, Any]:
         """Return the numbers that the guard changes and a step reads, and that are no variables, by `id` of what reads them."""
-        return self.recovery.adjustments() if self.recovery.rates or self.recovery.clips else {}
+        return self.recovery.adjustments() if self.recovery.rates else {}
 
     def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
         """Return a context in which they are read from what is given, which a compiled step takes as an argument."""
@@ -249,11 +248,8 @@ class Session(RunsAgain):
         self.history.push(step, loss, gradients, scale)
         self.recorder.push(step, loss, gradients, scale)
         self.recent.push(step, self.transaction.given)
-        findings = self.trend.push(step, loss, sqrt(2.0 * gradients) / scale)
-        if findings:
-            self.incidents.committed(verdict, findings)
         counts.step = step = step + 1
-        if self.monitors.measured(statistics, weights + slots):
+        if self.monitors.measured(statistics):
             self._due = self.monitors.due = step
         if step >= self._due and last:
             self._keep()
@@ -264,7 +260,7 @@ class Session(RunsAgain):
         for variable, value in self.state.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
-        if not verdict.refused and self.monitors.measured(verdict.statistics, verdict.weights + verdict.slots):
+        if not verdict.refused and self.monitors.measured(verdict.statistics):
             self._due = self.monitors.due = self.counts.step
         if self.transaction.counted:
             self._after_many(verdict)
@@ -317,15 +313,10 @@ class Session(RunsAgain):
         self.recorder.push(step, verdict.loss, verdict.gradients, verdict.scale)
         self.recent.push(step, self.transaction.given)
         self.counts.streak = 0
-        for clip in self.recovery.clips.values():
-            clip.push(verdict.gradient_norm)
         if last and self.recovery.pending.active:
             before = recorded.rate_factor(self)
             self.recovery.pending.after_good_step()
             recorded.returned(self, before)
-        findings = self.trend.push(step, verdict.loss, verdict.gradient_norm)
-        if findings:
-            self.incidents.committed(verdict, findings)
 
     def _return_to(self, plan: Rerun) -> None:
         """Count from a snapshot on again."""
@@ -349,18 +340,27 @@ class Session(RunsAgain):
                 if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
                     recorded.note_rate(self)
                 findings = self.monitors.look(self)
-            findings = self.monitors.tried(self) or findings
             if findings:
                 self.incidents.between_steps(findings)
-                step, committed = self.counts.step, self.counts.committed
+        if step >= self.divergence.due and not self.running_again and not self.stopped:
+            self._look_for_divergence()
+        step, committed = self.counts.step, self.counts.committed
         self.ring.promote(committed)
         if step >= self._snapshot_due and not self.stopped:
             self._snapshot_due = step + self.policy.snapshot.every
-            if take_snapshot(self, self.monitors.doubtful):
+            if take_snapshot(self):
                 self.incidents.between_steps(self.scan("weights"))
-        self._due = min(self._snapshot_due, self.monitors.due, step + self.ring.next_proof(committed))
+        next_proof = step + self.ring.next_proof(committed)
+        self._due = min(self._snapshot_due, self.monitors.due, self.divergence.due, next_proof)
         if self.layer_looks.half:
             self._due = step + 1
+
+    def _look_for_divergence(self) -> None:
+        lost = self.divergence.look(self)
+        if lost is not None:
+            incident = self.incidents.between_steps(lost.findings, lost.diagnosis, values=lost.values)
+            done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
+            self.divergence.acted(self, "rollback" in done)
 
     def _look_at_layers(self) -> None:
         if self.layer_looks.due(self.counts.step):

@@ -13,7 +13,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["HUGE", "bad_state", "in_batch", "out_of_range", "values"]
+__all__ = ["HUGE", "bad_state", "in_batch", "out_of_range_statistics", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
@@ -41,10 +41,10 @@ def bad_state(
     return findings
 
 
-def out_of_range(train_state: TrainState, policy: Any) -> list[Finding]:
-    """Read the whole state; returns a finding, under its own site, for each variable that is finite and beyond its limit."""
-    finite = [(own, v) for own, v in _of_state(train_state) if finiteness.is_finite(keras_variables.view(v))]
-    return [finding for own, variable in finite for finding in _beyond_limit(own, own, variable, policy)]
+def out_of_range_statistics(train_state: TrainState, policy: Any) -> list[Finding]:
+    """Return a finding for each moving statistic that is finite and beyond its limit."""
+    finite = [v for v in train_state.statistics if finiteness.is_finite(keras_variables.view(v))]
+    return [f for v in finite for f in _beyond_limit("statistics", "statistics", v, policy)]
 
 
 def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:

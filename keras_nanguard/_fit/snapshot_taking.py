@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from keras_nanguard._core import memory
+from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._fit import recorded
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._policy.progress import WINDOW, level_of
 
 __all__ = ["take_first", "take_snapshot"]
 
@@ -24,20 +24,15 @@ def take_first(run: Run) -> str:
     return _taken(run, take)
 
 
-def take_snapshot(run: Run, doubtful: bool) -> str:
-    """Take a snapshot of the state of this moment; returns the same.
-
-    Args:
-        run: the run.
-        doubtful: whether the state may be doomed although it is finite.
-    """
+def take_snapshot(run: Run) -> str:
+    """Take a snapshot of the state of this moment; returns the same."""
 
     def take() -> str:
         with run.state.access.variables_readable() if run.ring.only_reads else nullcontext():
             train_state = run.train_state()
             run.history.start(run.ring.snapshots, train_state.trainable)
             level, at = level_of(run.history.last(WINDOW)), (run.step, run.counts.committed)
-            bad = run.ring.take(train_state.kept, *at, tolerated=run.tolerated, doubtful=doubtful, level=level)
+            bad = run.ring.take(train_state.kept, *at, tolerated=run.tolerated, level=level)
             taken = next((snapshot for snapshot in run.ring.snapshots if snapshot.step == run.step), None)
             if taken is not None:
                 taken.metrics = {id(variable): keras_variables.read(variable) for variable in train_state.metrics}

@@ -1,8 +1,7 @@
 """A ring of verified states in host memory.
 
 A snapshot is taken only of a state that is finite when it is read, and counts as *verified* only once good steps have
-followed it: a state can be finite and doomed. One that is taken where the loss was high, or weights had grown, is doubtful, and
-needs more of them: enough for a divergence to be found. Copies are made into buffers that are used again, so that the ring never
+followed it: a state can be finite and doomed. Copies are made into buffers that are used again, so that the ring never
 takes more than `keep` copies of the train state, and that before the first step, and asks the system for memory only once. Before it
 does, it looks at how much is free: where another copy does not fit, an older one gives its buffers, and where there is none, nothing is
 kept (`Ring.lacks`).
@@ -20,14 +19,14 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness, memory
+from keras_nanguard._core.levels import Level
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._policy.progress import NOISE, Level
 
 STEP_TAKES = 3
 """Times the train state that the first step may take besides: gradients, and what its program needs. It is not known yet."""
 
-DOUBTFUL = 20
-"""Times as many good steps have to follow a snapshot that is doubtful."""
+NOISE = 1.5
+"""Spreads by which two levels of the loss differ if they can be told apart."""
 
 _BLOCK = 1 << 20
 """Entries that are compared at a time."""
@@ -110,20 +109,17 @@ class Ring:
         good: int,
         verified: bool = False,
         tolerated: Container[int] = (),
-        doubtful: bool = False,
         level: Level | None = None,
     ) -> str:
         """Copy the state; returns `""`, or the path of the first variable that is not finite, and then keeps nothing.
 
-        Variables whose `id` is in `tolerated` may be infinite. While one snapshot that is doubtful waits for its proof, no other
-        such takes its place: neither would ever be verified. Where there is no room for a copy, `lacks` says so.
+        Variables whose `id` is in `tolerated` may be infinite. If memory has no room for a copy, `lacks` is its size.
         """
         self.promote(good)
-        proof, variables = self.good_after * (DOUBTFUL if doubtful else 1), list(variables)
-        waits = doubtful and any(s.proof > self.good_after and not s.verified for s in self.snapshots)
-        self.lacks = 0.0 if waits else self._missing(variables, step, level)
+        proof, variables = self.good_after, list(variables)
+        self.lacks = self._missing(variables, step, level)
         values: Iterable[tuple[Any, np.ndarray[Any, Any]]] = ((v, keras_variables.view(v)) for v in variables)
-        values = values if waits or self.lacks else list(values)
+        values = values if self.lacks else list(values)
         bad = first_bad(values, tolerated)
         if isinstance(values, list) and not bad:
             try:

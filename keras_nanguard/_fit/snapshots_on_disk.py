@@ -28,6 +28,7 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.levels import Level
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files.stored import READ_FAULTS
 from keras_nanguard._fit.guard_state import GuardState
@@ -38,7 +39,6 @@ from keras_nanguard._fit.snapshots import Ring, Snapshot, compact, left_as_they_
 from keras_nanguard._keras import optimizers as keras_optimizers, saving as keras_saving, variables as keras_variables
 from keras_nanguard._keras.overrides import without_warnings
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.progress import Level
 from keras_nanguard._version import __version__
 
 __all__ = ["DiskRing", "build_optimizers", "load", "signature", "variables_of"]

@@ -78,6 +78,23 @@ def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     return (compiled_as(model) or object(), *train_state.optimizers, *rates, *sorted(train_state.everything, key=id))
 
 
+def trains_by_compiled_loss(model: Any) -> bool:
+    """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
+    own = type(model)
+    return (
+        isinstance(model, keras.Model)
+        and not _overridden(own, "train_step")
+        and not _overridden(own, "compute_loss")
+        and getattr(model, "_compile_loss", None) is not None
+    )
+
+
+def _overridden(own: type, name: str) -> bool:
+    """Whether a class of the user's own, not of Keras or this library, defines a method."""
+    definer = next(base for base in own.__mro__ if name in vars(base))
+    return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
+
+
 def compiled_as(model: Any) -> Any:
     """Return an object that identifies the last call of `compile`, `None` if it was never called."""
     return getattr(model, "_compile_config", None)

@@ -60,24 +60,15 @@ def _checks(policy: Policy) -> Iterator[str]:
     limits = [f"{name} {site.max_abs:g}" for name, site in named if name in LIMITED and site.max_abs]
     if limits:
         yield f"Largest magnitudes allowed: {', '.join(limits)}."
-    scale, trend = policy.checks.loss_scale, policy.checks.trend
+    scale = policy.checks.loss_scale
     if scale.enabled:
         yield (
             f"The loss scale is valid from {scale.min_value:g} to {scale.max_value:g}; "
             f"dynamic scaling may handle {_times(scale.patience, 'overflow')} in a row."
         )
-    if trend.enabled:
-        yield (
-            f"Loss or gradient norm {trend.spike_factor:g} times its level is a spike, and {trend.explosion_factor:g} "
-            f"times its start over {_times(trend.patience, 'step')} an explosion."
-        )
     found = policy.checks.divergence
     if found.enabled:
-        yield (
-            f"A loss settled at {found.rise:g} times its start, or with {found.lost:.0%} of its progress lost, is a divergence where a "
-            f"kernel has grown {found.growth:g}-fold, or most stand still, or a lower rate is shown to do better after "
-            f"{_times(found.patience, 'step')}."
-        )
+        yield "A run that stays finite is lost if it is no better than untrained, makes no progress, and a lower rate does far better."
 
 
 def _snapshots(policy: Policy) -> Iterator[str]:

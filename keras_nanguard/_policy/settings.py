@@ -24,7 +24,6 @@ __all__ = [
     "SiteCheck",
     "Snapshot",
     "StatisticsCheck",
-    "TrendCheck",
     "matches_path",
 ]
 
@@ -89,52 +88,14 @@ class LossScaleCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class TrendCheck:
-    """How loss and gradient norm of healthy steps are monitored for jumps and growth (see `Trend`).
-
-    Attributes:
-        enabled: whether they are monitored.
-        spike_factor: a jump to this multiple of the robust level is a spike.
-        explosion_factor: growth to this multiple of the initial level is an explosion.
-        patience: steps in a row for which the growth has to last.
-        warmup: values to collect before a jump by less than a factor of a thousand is reported as a spike.
-    """
-
-    enabled: bool = field(default=True, metadata=spec("whether loss and gradient norm are monitored"))
-    spike_factor: float = field(default=1e4, metadata=spec("a jump to this multiple of the robust level", ge=2))
-    explosion_factor: float = field(default=1e6, metadata=spec("growth to this multiple of the initial level", ge=10))
-    patience: int = field(default=3, metadata=spec("steps in a row for which growth lasts", unit="steps", ge=1, le=1000))
-    warmup: int = field(default=20, metadata=spec("values collected before the first spike below 1e3", unit="steps", ge=5, le=1000))
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, slots=True)
 class DivergenceCheck:
-    """How a run is recognised that diverges while every number of it is finite (see `Divergence`).
+    """Whether a lost run is looked for while every number of it is finite (see `Divergence`).
 
     Attributes:
         enabled: whether it is looked for.
-        rise: a loss that has settled at this multiple of its start is high.
-        lost: so is one that has lost this share of all progress again.
-        growth: a kernel that has grown by this factor has grown too much.
-        patience: steps for which the loss has to stay high where nothing else shows a divergence.
-        update: an update this large, as a share of the weights, may be too large.
-        first_update: first updates this large replace the weights rather than train them. SGD may take four times as much.
-        better: share of the loss below which the same steps have to end in a trial for what was changed to be to blame.
-        settled: a loss that has settled at this multiple of its start is reported, whatever else shows.
     """
 
     enabled: bool = field(default=True, metadata=spec("whether divergence is looked for"))
-    rise: float = field(default=2.0, metadata=spec("a loss settled at this multiple of its start is high", gt=1))
-    lost: float = field(default=0.5, metadata=spec("share of progress that is lost again", gt=0, le=1))
-    growth: float = field(default=10.0, metadata=spec("growth of a kernel that is too much", gt=1))
-    patience: int = field(default=50, metadata=spec("steps for which a high loss lasts", unit="steps", ge=1))
-    update: float = field(default=0.1, metadata=spec("update that may be too large, as a share of the weights", gt=0))
-    first_update: float = field(default=0.4, metadata=spec("first update that is too large, as a share of the weights", gt=0))
-    better: float = field(default=0.8, metadata=spec("share of the loss that a trial has to end below", gt=0, lt=1))
-    settled: float = field(default=100.0, metadata=spec("a loss settled at this multiple of its start is reported", gt=1))
 
     def __post_init__(self) -> None:
         check(self)
@@ -156,7 +117,6 @@ class Checks:
     metrics: SiteCheck = SiteCheck()
     validation: SiteCheck = SiteCheck()
     predictions: SiteCheck = SiteCheck()
-    trend: TrendCheck = TrendCheck()
     divergence: DivergenceCheck = DivergenceCheck()
 
     @classmethod
@@ -170,7 +130,7 @@ class Checks:
         return {name: table for name, table in tables.items() if table != {}}
 
 
-SWITCHED = ("gradients", "statistics", "loss_scale", "trend", "divergence")
+SWITCHED = ("gradients", "statistics", "loss_scale", "divergence")
 """Checks that can be disabled: those between two steps. Whether a step is refused depends on none of them."""
 
 LIMITED = ("weights", "statistics", "slots")

@@ -144,11 +144,10 @@ def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
     assert run("recover", [bad(1, "state", refused=False)])[0][-1] == "rollback"
 
 
-@pytest.mark.parametrize("kind", ["explosion", "divergence"])
-def test_divergence_is_met_while_it_is_finite(kind):
-    """Growth by orders of magnitude, or a run that has left its course: back and slower, six times in 5000 steps, then stop."""
+def test_divergence_is_met_while_it_is_finite():
+    """A run that is proven to be lost: back and slower, six times in 5000 steps, then stop."""
     steps = (50, 300, 500, 700, 900, 1100, 1300)
-    reported = run("recover", [bad(step, "loss", kind=kind, refused=False, value=1e8) for step in steps])
+    reported = run("recover", [bad(step, "loss", kind="divergence", refused=False, value=1e8) for step in steps])
     assert reported == [["warn", "rollback", "lower_lr"]] * 6 + [["stop"]]
 
 
@@ -187,7 +186,7 @@ def test_stop_and_raise_end_at_the_first_real_incident(preset):
     for incident in [
         bad(7),
         bad(7, "weights", refused=False),
-        bad(7, kind="explosion", refused=False),
+        bad(7, kind="divergence", refused=False),
         bad(7, "slots"),
     ]:
         assert run(preset, [incident]) == [[ending]]
@@ -221,15 +220,6 @@ def test_tune_ends_a_hopeless_trial():
     assert run("tune", [bad(step, "inputs", cause="input_nonfinite") for step in range(5)])[-1] == ["warn", "skip"]
     endings = [a for rule in policy.rules for rung in rule.ladder for a in rung.do if a.terminal]
     assert endings and all(action.failed and not action.restore for action in endings)
-
-
-def test_long_run_goes_back_and_past_the_data():
-    """`long-run` stores snapshots on disk, rolls back by about 100 steps and skips the next batches."""
-    policy, ledger = Policy.from_any("long-run"), Ledger()
-    assert (policy.snapshot.storage, policy.snapshot.every) == ("disk", 100)
-    decision, _ = decide(policy, ledger, bad(500, "loss", kind="spike", refused=False))
-    (rollback,) = [action for action in decision.actions if action["action"] == "rollback"]
-    assert rollback["skip_batches"] == 200 and decision.actions[-1]["deviations"] == 3.0
 
 
 def test_rules_that_fire_together_give_one_decision():

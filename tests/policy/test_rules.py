@@ -147,14 +147,13 @@ def test_limits_per_layer_lie_over_the_checks():
 def test_checks_survive_a_file_with_every_field_changed():
     """Every site and every field of it, at a non-default value, comes back the same."""
     site = {"enabled": False, "max_abs": 3.0}
-    document = {name: site for name in Checks.__dataclass_fields__ if name not in ("loss_scale", "trend", "divergence")}
+    document = {name: site for name in Checks.__dataclass_fields__ if name not in ("loss_scale", "divergence")}
     document["statistics"] = {**site, "stuck_after": 7}
     document["loss_scale"] = {"enabled": False, "min_value": 2.0, "max_value": 4.0, "patience": 1}
-    trend = {"enabled": False, "spike_factor": 10.0, "explosion_factor": 100.0, "patience": 2, "warmup": 9}
-    document["divergence"] = {"enabled": False, "rise": 3.0, "lost": 0.25, "growth": 9.0, "patience": 7}
+    document["divergence"] = {"enabled": False}
     snapshot = {"every": 7, "keep": 3, "storage": "disk", "good_after": 4}
-    policy = Policy.from_any("recover", checks={**document, "trend": trend}, snapshot=snapshot, title="t", refuse=False)
-    assert policy.to_dict()["checks"] == {**document, "trend": trend}
+    policy = Policy.from_any("recover", checks=document, snapshot=snapshot, title="t", refuse=False)
+    assert policy.to_dict()["checks"] == {**document, "divergence": False}
     assert policy.to_dict()["snapshot"] == snapshot
     assert Policy.from_any(policy.to_dict()) == policy
 

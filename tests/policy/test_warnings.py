@@ -120,7 +120,7 @@ def test_rules_that_end_training_together():
 def test_what_is_changed_while_training_ends():
     """A change that an ending always puts aside is never done, though its rule fires."""
     (line,) = reported("stop", when="refused", do="rollback", limit={"times": 1})
-    assert line == "Rule 'mine': rollback is never done, as rule 'first' ends training whenever this one fires."
+    assert line == "Rule 'mine': rollback is never done, as rule 'refused' ends training whenever this one fires."
     assert reported("stop", when="refused", do="warn") == ()
     assert reported("stop", when="refused", do="raise_error") == ()
 
@@ -180,7 +180,6 @@ def test_settings_that_contradict_what_a_rule_does():
 @pytest.mark.parametrize(
     ("checks", "fields", "line"),
     [
-        ({"trend": False}, {"kind": "spike", "on": "loss"}, "checks.trend is disabled"),
         ({"statistics": {"stuck_after": 0}}, {"kind": "stuck", "on": "statistics"}, "checks.statistics is disabled"),
         ({"loss_scale": False}, {"on": "loss_scale", "when": "committed"}, "checks.loss_scale is disabled"),
     ],
@@ -193,7 +192,7 @@ def test_a_rule_for_what_is_not_looked_at(checks, fields, line):
 
 def test_settings_that_nothing_reads():
     """A check that is disabled and done all the same, and a limit that nothing is compared with, are reported."""
-    checks = {"slots": False, "loss": {"max_abs": 3.0}, "weights": {"max_abs": 3.0}, "trend": False}
+    checks = {"slots": False, "loss": {"max_abs": 3.0}, "weights": {"max_abs": 3.0}}
     layers = {"dense*": {"weights": False, "gradients": {"max_abs": 3.0}}}
     assert warnings_about(Policy.from_any("recover", checks=checks, layers=layers)) == (
         "checks.loss.max_abs has no effect: only weights, statistics, slots are compared with a limit.",

@@ -19,12 +19,12 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError
+from keras_nanguard._core.levels import Level
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
-from keras_nanguard._fit.snapshots import DOUBTFUL, Ring
+from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.progress import Level
 
 DISK = {"storage": "disk", "every": 5, "good_after": 2}
 
@@ -142,42 +142,6 @@ class TestLeastLoss:
     )
     def test_which(self, levels, steps):
         assert self.kept(*levels) == steps
-
-
-class TestDoubtful:
-    """A state from a bad stretch is finite, and is not what a rollback goes to."""
-
-    def test_takes_longer_to_prove(self):
-        ring, v = Ring(2, 5), variable(1.0)
-        ring.take([v], 0, 0, verified=True)
-        ring.take([v], 10, 10, doubtful=True)
-        ring.promote(20)
-        assert ring.newest().step == 0 and ring.next_proof(20) == DOUBTFUL * 5 - 10
-        ring.promote(10 + DOUBTFUL * 5)
-        assert ring.newest().step == 10
-
-    def test_a_long_bad_stretch_is_verified_in_the_end(self):
-        """Each new one does not put off the proof of the one that waits."""
-        ring, v = Ring(2, 5), variable(1.0)
-        ring.take([v], 0, 0, verified=True)
-        newest = []
-        for step in range(10, 1000, 10):
-            ring.take([v], step, step, doubtful=True)
-            newest.append(ring.newest().step)
-        lag = [step - snapshot for step, snapshot in zip(range(10, 1000, 10), newest)]
-        assert max(lag[20:]) <= 2 * DOUBTFUL * 5 + 20
-
-    def test_in_a_fit(self):
-        """While the loss stays far above its start nothing is verified, long after a sound state would be."""
-        keras.utils.set_random_seed(0)
-        x = np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(1e-5), "mse")
-        guard = NanGuard("recover", verbose=0, snapshot={"every": 20, "good_after": 2}, checks={"divergence": {"lost": 1.0, "rise": 2.0}})
-        y = np.concatenate([np.zeros((16, 1)), np.full((48, 1), 50.0)]).astype("float32")
-        model.fit(np.tile(x, (8, 1)), np.repeat(y, 8, 0), batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-        assert guard.session.ring.newest().step == 20 and guard.session.step == 64
-        assert [event.step for event in guard.recording.events if event.kind == "snapshot"] == [20, 40], "the next one was not kept"
 
 
 def lstm():

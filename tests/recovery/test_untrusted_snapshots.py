@@ -19,10 +19,9 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
 from keras_nanguard._policy.ledger import Ledger
 
-RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False, "limit": None}
-CLIP = {"deviations": 2.0, "smoothing": 0.9, "mean": -1.0, "variance": 0.5}
+RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
-GOOD = GuardState(Ledger().to_dict(), (RATE, None), SETTINGS, 3, (5, 6), clips=(CLIP,)).to_dict()
+GOOD = GuardState(Ledger().to_dict(), (RATE, None), SETTINGS, 3, (5, 6)).to_dict()
 
 COURSES = {
     "an attribute of the optimizer": {"settings": [{"apply": 5}]},
@@ -37,7 +36,6 @@ COURSES = {
     "a factor of 0": {"rates": [{**RATE, "lowest": 0}]},
     "an endless rate": {"rates": [{**RATE, "rate": float("inf")}]},
     "a mark that is a number": {"rates": [{**RATE, "absolute": 1}]},
-    "a clip that is a rate": {"clips": [RATE]},
     "three numbers for two": {"recovery": [1, 2, 3]},
     "texts for numbers": {"lowered": ["a", "b"]},
     "rollbacks of many digits": {"rollbacks": 10**100},
@@ -58,7 +56,7 @@ def test_a_course_sets_only_what_an_action_can_have_set(name):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, RATE, CLIP, "rate"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from([10**400, RATE, "rate"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.sampled_from(sorted(RATE)), inner, max_size=3),
     max_leaves=6,
 )

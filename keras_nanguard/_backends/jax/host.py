@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["SPREADS_ARRAYS", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+__all__ = ["SPREADS_ARRAYS", "advance_generator", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
 
 SPREADS_ARRAYS = True
 """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
@@ -34,6 +34,10 @@ def generator_state() -> np.ndarray[Any, Any] | None:
 
 def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     """Put it back; a state of another backend says nothing here."""
+
+
+def advance_generator() -> None:
+    """Do nothing: JAX has no generator that belongs to no variable."""
 
 
 def without_gradients() -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-__all__ = ["SPREADS_ARRAYS", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+__all__ = ["SPREADS_ARRAYS", "advance_generator", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
 SPREADS_ARRAYS = False
 """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
@@ -37,6 +37,11 @@ def generator_state() -> np.ndarray[Any, Any] | None:
 def set_generator_state(state: np.ndarray[Any, Any]) -> None:
     """Put it back; a state of another backend says nothing here."""
     torch.set_rng_state(torch.from_numpy(np.array(state)))
+
+
+def advance_generator() -> None:
+    """Move the generator of the process on."""
+    torch.rand(1)
 
 
 def without_gradients() -> AbstractContextManager[Any]:

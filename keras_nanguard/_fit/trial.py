@@ -1,0 +1,169 @@
+"""Paired trials: steps that are run on remembered batches from a chosen state, and undone.
+
+A trial compares states on the *same* batches, so nothing depends on how hard another batch, epoch or task was.
+It uses the compiled train step, so it works wherever a step can be replayed. Everything is restored at
+the end: state, metrics, random generators, learning rates.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import fmean, stdev
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_nanguard._backends import current
+from keras_nanguard._core import memory
+from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot, size_of
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["State", "Trial", "clearly_lower", "trial", "with_inputs_of"]
+
+State = Mapping[int, np.ndarray[Any, Any]]
+"""The values of the train state, by `id` of the variable."""
+
+STANDARD_ERRORS = 3.0
+"""Standard errors by which the mean of paired differences exceeds 0 if a difference is not chance: one in
+a thousand for a normal distribution."""
+
+
+class Trial:
+    """Runs steps of one run whose effects are undone at the end of the `trial` that returned it.
+
+    Attributes:
+        present: the state that the run is in.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._variables = run.train_state().kept
+        self._seeds = keras_variables.seeds(self._variables)
+        self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
+
+    def state_of(self, snapshot: Snapshot) -> State:
+        """Return the state of a snapshot; variables that it lacks keep their present values."""
+        found = {id(v): snapshot.value(v) for v in self._variables}
+        return {**self.present, **{key: value for key, value in found.items() if value is not None}}
+
+    def losses(self, state: State, batches: Sequence[Any]) -> list[float]:
+        """Return the loss of each batch in a state, infinity if it is not finite.
+
+        All states are compared with the random numbers of the present one.
+        """
+        found = []
+        for args in batches:
+            self._load(state)
+            for seed in self._seeds:
+                keras_variables.write(seed, self.present[id(seed)])
+            loss = self._step(args)
+            found.append(loss if math.isfinite(loss) else math.inf)
+        return found
+
+    def trained(self, state: State, batches: Sequence[Any], factor: float = 1.0) -> State | None:
+        """Return the state after training on batches from a state, `None` if a step was refused.
+
+        Args:
+            state: the state to start from.
+            batches: the arguments of each step.
+            factor: multiplies every learning rate.
+        """
+        self._load(state)
+        with ExitStack() as rates:
+            for optimizer in self._run.train_state().optimizers if factor != 1.0 else ():
+                rates.enter_context(self._run.recovery.rate(optimizer).tried(factor))
+            if not all(math.isfinite(self._step(args)) for args in batches):
+                return None
+        return {id(v): keras_variables.read(v) for v in self._variables}
+
+    def _load(self, state: State) -> None:
+        self._run.state.access.sync_variables()
+        for variable in self._variables:
+            keras_variables.write(variable, state[id(variable)])
+
+    def _step(self, args: Any) -> float:
+        """Run one step; return its loss, infinity if it was refused."""
+        access = self._run.state.access
+        verdict = access.run_again(args)
+        access.sync_variables()
+        return verdict.loss if verdict.finite and not verdict.refused else math.inf
+
+
+def with_inputs_of(args: Sequence[Any], other: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the arguments of a step on one batch with the inputs of another.
+
+    `None` unless both are batches of inputs and targets whose inputs have the same shapes.
+    """
+    data, inputs = args[0], other[0]
+    if not isinstance(data, (tuple, list)) or len(data) < 2 or len(args) != 1 or data[1] is None:
+        return None
+    shapes = [[tuple(x.shape) for x in keras.tree.flatten(batch[0])] for batch in (data, inputs)]
+    return (type(data)([inputs[0], *data[1:]]),) if shapes[0] == shapes[1] else None
+
+
+@contextmanager
+def trial(run: Run) -> Iterator[Trial | None]:
+    """Return a context with a `Trial`, at the end of which all is as it was.
+
+    It is `None` if steps cannot be replayed, or if memory has no room for a copy of the state.
+    """
+    access, train_state = run.state.access, run.train_state()
+    if not access.can_run_again or not run.policy.refuse or not _room(run):
+        yield None
+        return
+    for optimizer in train_state.optimizers:
+        if run.recovery.rate(optimizer).make_adjustable():
+            access.rebuild()
+    with ExitStack() as ending:
+        held = [o.held() for o in train_state.optimizers if hasattr(o, "held")]
+        for restore in (access.held(), *_generators(), *held):
+            ending.callback(restore)
+        past_keras = (*train_state.unlisted, *run.transaction.untracked.values())
+        everything = [*train_state.everything, *train_state.metrics, *past_keras]
+        for variable in keras_variables.unique(everything):
+            ending.callback(keras_variables.restorer(variable))
+        yield Trial(run)
+        run.transaction.report_queue.take()
+        access.sync_variables()
+
+
+def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether losses are lower than others of the same batches, by a paired test on their means."""
+    if math.inf in losses:
+        return False
+    if math.inf in others:
+        return True
+    differences = [b - a for a, b in zip(losses, others, strict=True)]
+    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return fmean(differences) > STANDARD_ERRORS * error
+
+
+def _room(run: Run) -> bool:
+    """Whether memory has room for two copies of the state; a line says once that it has not."""
+    train_state = run.train_state()
+    everything = [*train_state.everything, *train_state.metrics]
+    size = 2 * size_of(v for v in everything if keras_variables.on_host(v))
+    if memory.room_for(size):
+        return True
+    if "trials" not in run.short_of_memory:
+        run.short_of_memory.add("trials")
+        room = memory.readable(size)
+        run.say(f"NanGuard: no learning rate is tried: that needs {room} of free memory.")
+    return False
+
+
+def _generators() -> list[Callable[[], Any]]:
+    """Return functions that restore the random generators of the process."""
+    of_backend, of_python, of_numpy = current.host().generator_state(), random.getstate(), np.random.get_state()
+    restores: list[Callable[[], Any]] = [
+        lambda: random.setstate(of_python),
+        lambda: np.random.set_state(of_numpy),
+    ]
+    if of_backend is not None:
+        restores.append(lambda: current.host().set_generator_state(of_backend))
+    return restores
