@@ -11,7 +11,7 @@ batches, at the end of a window of one epoch (or 1000 steps if an epoch is longe
                 (a kernel has grown tenfold, or most are dead) it is progress only once better than untrained
     helps       from the first state (or the best one kept), at a tenth, a hundredth or a thousandth of the rate, the same
                 batches lead to less than half of the loss on held-out batches; with damage, a clearly lower loss
-                is enough. Of rates within a factor of two the highest is taken: a short trial favors low ones
+                is enough
 
 All of it is needed. What is done then is on probation: a window later the abandoned state is compared with the new
 one, again on the same batches. If the new one is not clearly better, state and rate are restored, and
@@ -49,6 +49,12 @@ SHORTEST, LONGEST = 32, 1000
 
 BATCHES = 256
 """Most remembered batches that a trial uses. The last quarter is held out."""
+
+TRIAL = 128
+"""Fewest steps of a trial. Fewer batches are repeated: after a few steps a rate that is too low may still look best."""
+
+FALLS = 0.9
+"""Share of the median loss of a window below which the next one has made progress, so that a look can wait."""
 
 HELD_OUT, MOST_HELD_OUT = 8, 32
 """Fewest and most batches that states are compared on."""
@@ -129,7 +135,7 @@ class Divergence:
         self.due: float = LONGEST if enabled else math.inf
         self._since = 0
         self._wait, self._cleared = 1, math.inf
-        self._skipped = 0
+        self._skipped, self._previous = 0, math.inf
         self._probation: _Probation | None = None
         self._rollbacks = 0
 
@@ -179,12 +185,11 @@ class Divergence:
     def _suspect(self, run: Run, began: int, level: float) -> bool:
         """Whether a look is worth its time. Decides nothing else; after a look in vain it waits twice as long."""
         losses = [loss for step, loss, _ in run.history.since(began)]
-        middle = len(losses) // 2
-        if middle < HELD_OUT:
+        if len(losses) < WINDOW:
             return False
         start = min((m.loss for m in run.history.first(run.step)), default=math.inf)
-        falls = median(losses[middle:]) < 0.9 * median(losses[:middle])
-        if level < HALF * start and falls:
+        before, self._previous = self._previous, median(losses)
+        if level < HALF * start and self._previous < FALLS * before:
             return False
         self._skipped += 1
         return self._skipped >= self._wait or level > 2.0 * self._cleared
@@ -194,8 +199,9 @@ class Divergence:
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
         batches = batches[: len(batches) - len(held_out)]
+        batches, few = batches * max(math.ceil(TRIAL / max(len(batches), 1)), 1), len(batches) < HELD_OUT
         first = run.ring.start
-        if len(batches) < HELD_OUT or first is None or not run.ring.at_hand(first):
+        if few or first is None or not run.ring.at_hand(first):
             return CLEARED
         with trial(run) as trying:
             return CLEARED if trying is None else self._tried(run, trying, batches, held_out, first)
@@ -238,8 +244,7 @@ class Divergence:
             end = trying.trained(trying.state_of(origin.snapshot), batches, factor)
             if end is not None:
                 arms.append(_Arm(origin.snapshot, factor, trying.losses(end, held_out)))
-        lowest = min((arm.mean for arm in arms), default=math.inf)
-        return next((arm for arm in arms if HALF * arm.mean <= lowest < math.inf), None)
+        return min(arms, key=lambda arm: arm.mean, default=None)
 
     def _adjust(self, run: Run, factor: float) -> None:
         """Multiply the rate of a run that has diverged before."""
