@@ -275,16 +275,9 @@ EXPLAINED: tuple[Explained, ...] = (
     ),
     Explained(
         "_backends/jax/execution.py",
-        "StepTrace._verdict",
-        "halted = False if self.halt is None else self.halt",
-        ("halted = True if self.halt is None else self.halt",),
-        "Nobody reads it of a step that none before it can halt.",
-    ),
-    Explained(
-        "_backends/jax/execution.py",
         "StepTrace._one",
-        "slots = [array for v, array in updated if id(v) in watched and reductions.can_be_bad(array)]",
-        ("slots = [array for v, array in updated if id(v) in watched or reductions.can_be_bad(array)]",),
+        "slots = [a for v, a in updated if id(v) in watched and reductions.can_be_bad(a)]",
+        ("slots = [a for v, a in updated if id(v) in watched or reductions.can_be_bad(a)]",),
         "Beside slots there are a rate and a scale: a bad scale refuses the step, and a bad rate makes bad weights.",
     ),
     Explained(
@@ -294,15 +287,15 @@ EXPLAINED: tuple[Explained, ...] = (
         ("if scale is None and counter is None:",),
         "A state has both of an optimizer, or neither.",
     ),
-    Explained("_backends/jax/execution.py", "DeferredUpdates._update", "update_sums = [jnp.zeros((), self.kind)] * 2", (), PAIRS),
+    Explained("_backends/jax/execution.py", "DeferredUpdates._update", "sums = [jnp.zeros((), self.dtype)] * 2", (), PAIRS),
     Explained(
         "_backends/jax/execution.py",
         "DeferredUpdates._update",
-        "update_sums = [a + b for a, b in zip(update_sums, one)]",
-        ("update_sums = [a - b for a, b in zip(update_sums, one)]",),
+        "sums = [a + b for a, b in zip(sums, one)]",
+        ("sums = [a - b for a, b in zip(sums, one)]",),
         ABSORBED_HERE,
     ),
-    Explained("_backends/jax/execution.py", "ImmediateUpdates._update_sums", "sums = [jnp.zeros((), self.kind)] * 2", (), PAIRS),
+    Explained("_backends/jax/execution.py", "ImmediateUpdates._update_sums", "sums = [jnp.zeros((), self.dtype)] * 2", (), PAIRS),
     Explained(
         "_backends/jax/execution.py",
         "ImmediateUpdates._update_sums",
@@ -313,26 +306,16 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained(
         "_backends/jax/execution.py",
         "ImmediateUpdates._update_sums",
-        "return sums[0] + reductions.exact(watched.values(), self.kind), sums[1]",
-        ("return sums[0] - reductions.exact(watched.values(), self.kind), sums[1]",),
+        "return sums[0] + reductions.total(watched.values(), self.dtype), sums[1]",
+        ("return sums[0] - reductions.total(watched.values(), self.dtype), sums[1]",),
         ABSORBED_HERE,
     ),
     Explained(
         "_backends/jax/execution.py",
         "ImmediateUpdates._update_sums",
-        "weights = [watched.pop(i) for i in self._known(keras_optimizers.trained_by(optimizer)) if i in watched]",
+        "weights = [watched.pop(i) for i in trained if i in watched]",
         (),
         WITH_THE_REST,
-    ),
-    Explained(
-        "_backends/jax/execution.py",
-        "_is_bad",
-        "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= 0)",
-        (
-            "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale < 0)",
-            "return verdict.refused | ~jnp.all(jnp.isfinite(sums)) | (verdict.scale <= (-1))",
-        ),
-        "Such a step is refused. One that is only looked at has NaN gradients by a scale of 0, and no scale is between 0 and -1.",
     ),
     Explained(
         "_backends/torch/execution.py",

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from keras_nanguard._backends import processes
-from keras_nanguard._backends.current import attachment, waits_for_steps
+from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.interface import Attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
@@ -83,6 +83,9 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     ```
     """
 
+    async_safe = True
+    """Keras may call callbacks for a batch in another thread: all is done right after the step."""
+
     def __init__(
         self,
         policy: Preset | str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover",
@@ -124,15 +127,6 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     @verbose.setter
     def verbose(self, verbose: int) -> None:
         self._reporter.verbose = verbose
-
-    @property
-    def async_safe(self) -> bool:
-        """Whether Keras may call callbacks for a batch in another thread.
-
-        Not where each verdict is waited for anyway: that thread has nothing to wait for then, and handing it every batch
-        costs more than the callbacks do.
-        """
-        return not waits_for_steps()
 
     # Installing and uninstalling
 
@@ -276,9 +270,6 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
             if self._attachment is not None:
                 self._attachment.prepare()
             self.session.restore()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing: all is done right after the step. Keras looks at whether this is here; see `async_safe`."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""

@@ -60,13 +60,6 @@ class _Epochs(keras.callbacks.Callback):
         super().__init__()
         self.guard: NanGuard = model.nanguard
 
-    @property
-    def async_safe(self) -> bool:
-        return self.guard.async_safe
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
-
     def _is_in_charge(self) -> bool:
         return self.guard.session is not None and not _has_callback(self.model)
 
@@ -77,6 +70,10 @@ class _Epochs(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._is_in_charge():
             self.guard.on_epoch_begin(epoch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._is_in_charge():
+            self.guard.on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._is_in_charge():

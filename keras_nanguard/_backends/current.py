@@ -11,7 +11,10 @@ import keras
 from keras_nanguard._backends import interface
 from keras_nanguard._core.errors import GuardError, expected
 
-__all__ = ["BACKENDS", "adapted", "attachment", "compiled_replay", "faults", "host", "loop_step", "name", "replay", "waits_for_steps"]
+__all__ = [
+    *("BACKENDS", "adapted", "attachment", "compiled_replay", "faults", "host", "loop_step", "name"),
+    *("replay", "state_passes_through_step"),
+]
 
 BACKENDS = ("tensorflow", "jax", "torch")
 """Each of them is a package beside this module, with the modules that `interface` declares."""
@@ -53,10 +56,10 @@ def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     return found
 
 
-def waits_for_steps() -> bool:
-    """Whether the host waits for each guarded step anyway."""
-    waits: bool = _module("attach").ModelAttachment.waits()
-    return waits
+def state_passes_through_step() -> bool:
+    """Return whether a hand-written step takes and returns the state of its optimizers."""
+    found: bool = _module("attach").STATE_PASSES_THROUGH_STEP
+    return found
 
 
 def replay() -> interface.Replay:

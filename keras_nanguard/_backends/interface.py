@@ -243,10 +243,6 @@ class Attachment(Protocol):
     session: GuardedSession
     in_use: Callable[[], bool]
 
-    @staticmethod
-    def waits() -> bool:
-        """Whether the host waits for each guarded step anyway."""
-
     def attach(self) -> None:
         """Stand in for the model's own train function until `detach`."""
 
@@ -287,6 +283,9 @@ class Attaching(Protocol):
 
     LoopStep: Any
     """`LoopStep(function, session)`."""
+
+    STATE_PASSES_THROUGH_STEP: bool
+    """Whether a hand-written step takes and returns the state of its optimizers, whatever those are."""
 
     def adapted(self, model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'."""

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from keras_nanguard._backends.current import adapted, loop_step
+from keras_nanguard._backends.current import adapted, loop_step, state_passes_through_step
 from keras_nanguard._core.errors import GuardError, GuardInUseError, expected, require_keras_3
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.reporter import Reporter
@@ -44,8 +44,8 @@ class LoopMixin:
         Args:
             model: any `keras.Model` or `keras.Layer` that holds the weights, compiled or not; on PyTorch any
                 `torch.nn.Module`, too.
-            *optimizers: the optimizers that the loop uses; those of the model where none is given. On PyTorch those of
-                `torch.optim`, too.
+            *optimizers: the optimizers of Keras that the loop uses; by default those of the model. On PyTorch also those of
+                `torch.optim`. On JAX none is needed for an optimizer of optax: its state passes through the step.
 
         Raises:
             GuardError: if there is no optimizer, if one of them is something else (a list of them), or if the model or an optimizer
@@ -70,15 +70,15 @@ class LoopMixin:
         require_keras_3(model, *optimizers)
         model, optimizers = adapted(model, optimizers)
         optimizers = optimizers or tuple(keras_optimizers.find_optimizers(model))
-        if not optimizers:
+        if not optimizers and not state_passes_through_step():
             raise GuardError(
                 "Expected at least one optimizer. Received: none, and the model has none. "
                 "Write guard.watch(model, optimizer)."
             )
         for given in optimizers:
             if not hasattr(given, "built"):
-                remedy = "Write each by itself: guard.watch(model, first, second)."
-                raise GuardError(expected("an optimizer", f"an object of type {type(given).__name__}", remedy))
+                received = f"an object of type {type(given).__name__}"
+                raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
         self.session = self._session(model, optimizers)
         self._reporter.begin(self.session.directory)
         self._print_policy_warnings()
@@ -136,3 +136,12 @@ class LoopMixin:
     def stopped(self) -> bool:
         """Whether the policy has ended training; a loop of your own has to look."""
         return self.session is not None and self.session.stopped
+
+
+def _remedy(given: Any) -> str:
+    """Return what to write in place of something that is not an optimizer of Keras."""
+    if isinstance(given, (list, set)) or type(given) is tuple:
+        return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
+    if state_passes_through_step():
+        return "Write guard.watch(model), and pass the state of the optimizer through guard.step."
+    return "Pass an optimizer of keras.optimizers, or on PyTorch one of torch.optim."

@@ -10,17 +10,14 @@ Names private to Keras that are used here, because there is no public way:
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state itself.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so has a method for each.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
-- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter`` and ``_current_iterator``, ``x`` and
-  ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no reference to them.
-- ``ArrayDataAdapter._shuffle``: with ``"batch"`` it draws random numbers for each batch, otherwise for an epoch. From Keras 3.16 on its
-  ``get_jax_iterator`` takes ``super_batch``.
+- ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``, ``x`` and ``y`` of `fit`, and the
+  ``_distributed_dataset`` of TensorFlow's: callbacks get no reference to them.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +33,7 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
-    *("as_built", "begin_at", "built_in", "compiled_as", "may_look_ahead", "on_making", "print_message"),
+    *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
     *("running_arrays", "running_data", "running_spec", "savers", "write_text"),
 ]
 
@@ -183,19 +180,6 @@ def running_arrays() -> tuple[Any, Any]:
             return (frame.f_locals.get("x"), frame.f_locals.get("y")) if on_arrays else (None, None)
         frame = frame.f_back
     return None, None
-
-
-def may_look_ahead(iterator: Any) -> bool:
-    """Whether this is the iterator of the innermost running `fit` over arrays in memory, so that taking a batch early changes nothing else.
-
-    Not with `shuffle="batch"`, which draws random numbers with each batch, nor where it gives the batches of an execution in one stack.
-    """
-    epochs = _epoch_iterator("fit")
-    if not _is_on_arrays(epochs) or getattr(epochs.data_adapter, "_shuffle", "batch") == "batch":
-        return False
-    if epochs.steps_per_execution > 1 and "super_batch" in inspect.signature(epochs.data_adapter.get_jax_iterator).parameters:
-        return False
-    return getattr(epochs, "_current_iterator", None) is iterator
 
 
 def _is_on_arrays(epochs: Any) -> bool:

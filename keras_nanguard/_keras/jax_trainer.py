@@ -37,11 +37,10 @@ class TrainerState:
 
     Args:
         model: the model that `fit` trains.
-        values: returns the arrays of a state as a flat list, for reading.
     """
 
-    def __init__(self, model: Any, values: Callable[[Any], list[Any]] = jax.tree_util.tree_leaves):
-        self.model, self._values = model, values
+    def __init__(self, model: Any):
+        self.model = model
         self.state: Any = None
         self.synced = self.reading = False
         self._ids: list[int] | None = None
@@ -53,8 +52,9 @@ class TrainerState:
         self.hold(state)
 
     def hold(self, state: Any) -> None:
-        """Store the present state."""
+        """Store the present state, also where Keras looks for it when `fit` is cut short."""
         self.state, self.synced = state, False
+        self.model._jax_state = dict(zip(_PARTS, state))
 
     def sync_variables(self) -> None:
         """Write the present state to the variables."""
@@ -76,10 +76,16 @@ class TrainerState:
         self.reading = True
         try:
             with keras.StatelessScope() as scope:
-                scope.state_mapping.update(zip(self._ids, self._values(self.state)))
+                scope.state_mapping.update(zip(self._ids, jax.tree_util.tree_leaves(self.state)))
                 yield
         finally:
             self.reading = False
+
+    def now(self) -> Any:
+        """Return the present state for reading, from wherever it is."""
+        if not self.model._jax_state_synced:
+            return self.state
+        return tuple([v.value for v in part] for part in by_part(self.model))
 
     def take(self) -> Any:
         """Return the present state as the next step takes it."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
 from keras.src.backend.common import global_state, masking
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import io_utils
 from support import zoo
 
@@ -99,54 +97,6 @@ def test_arrays_of_a_fit():
     assert seen[0][0] is x and seen[0][1] is y
     model.fit(((x, y) for _ in range(1)), verbose=0, callbacks=[Probe()])
     assert seen[1] == (None, None) and fitting.running_arrays() == (None, None)
-
-
-@pytest.mark.requires_backend("jax", reason="the train function of JAX takes an iterator")
-@pytest.mark.parametrize(("shuffle", "ahead"), [(True, True), (False, True), ("batch", False)])
-def test_what_may_be_looked_at(shuffle, ahead):
-    """The `_current_iterator` of a fit over arrays, unless `_shuffle` of its data adapter draws an order for each batch."""
-    found, model = [], keras.Sequential([keras.Input((1,)), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    make, x, y = model.make_train_function, np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
-
-    def making(force=False):
-        make(force)
-        function = model.train_function
-
-        def run(state, iterator):
-            found.append((fitting.may_look_ahead(iterator), fitting.may_look_ahead(iter(()))))
-            return function(state, iterator)
-
-        model.train_function = run
-
-    model.make_train_function = making
-    model.fit(x, y, shuffle=shuffle, verbose=0)
-    assert set(found) == {(ahead and not zoo.OLD, False)}  # Keras 3.6 gives a step a list of batches: there is nothing ahead
-    found.clear()
-    model.fit((batch for batch in [(x, y)]), verbose=0)
-    model.train_on_batch(x, y)
-    assert set(found) == {(False, False)}
-
-
-@LISTS
-@pytest.mark.requires_backend("jax", reason="the iterator of JAX")
-def test_batches_in_stacks(monkeypatch):
-    """From Keras 3.16 on the iterator of JAX gives the batches of an execution in one stack, where the data adapter takes `super_batch`."""
-    found = []
-
-    class Probe(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            epochs = fitting._epoch_iterator("fit")
-            found.append(fitting.may_look_ahead(epochs._current_iterator))
-
-    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
-    real = ArrayDataAdapter.get_jax_iterator
-    ways = [real] if "super_batch" in inspect.signature(real).parameters else [real, lambda self, super_batch=None: real(self)]
-    for way, steps in itertools.product(ways, (1, 2)):
-        model.compile("sgd", "mse", steps_per_execution=steps)
-        monkeypatch.setattr(ArrayDataAdapter, "get_jax_iterator", way)
-        model.fit(np.ones((8, 1), "float32"), np.zeros((8, 1), "float32"), batch_size=4, verbose=0, callbacks=[Probe()])
-    assert found == [*([True, True, True] if len(ways) == 2 else []), True, True, False]
 
 
 def test_writer_of_tensorboard():

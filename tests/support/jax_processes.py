@@ -25,7 +25,6 @@ import numpy as np
 from keras import distribution, layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.jax.step import pinned
 from keras_nanguard.testing import inject
 
 BATCH, STEPS = 16, 24
@@ -43,12 +42,19 @@ class Die(keras.callbacks.Callback):
             os._exit(9)
 
 
+class Waits(keras.callbacks.Callback):
+    """Is called for each batch, so that each verdict is read before."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
 def data(what):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((STEPS, BATCH, 8)).astype("float32")
     y = x.sum(2, keepdims=True)
     kept = [i for i in range(STEPS) if what not in ("plain", "without") or i not in BAD]
-    if what in ("bad", "ahead", "endless"):
+    if what in ("bad", "waited", "endless"):
         for batch, row in BAD.items() if what != "endless" else ((b, 3) for b in range(STEPS)):
             x[batch, row, 2] = np.nan
     mine = slice(RANK * BATCH // 2, (RANK + 1) * BATCH // 2)
@@ -94,9 +100,9 @@ def reported(what):
     on_disk = what in ("killed", "resumed", "whole")
     folder = os.path.join(DIRECTORY, "killed" if what == "resumed" else what)
     guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
-    callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else [])]
+    callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else []), *([Waits()] if what == "waited" else [])]
     fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
-    with fault, pinned(deferred=what == "ahead"):
+    with fault:
         history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
     return {
         "loss": history.history["loss"],

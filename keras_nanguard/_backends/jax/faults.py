@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_nanguard._backends.jax.packed import unpacked
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import fitting as keras_fitting
@@ -99,7 +98,7 @@ class Hook(FaultHook):
         wanted = {id(v) for v in self._in_state()}
         if not now:
             return state
-        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
+        leaves, tree = jax.tree_util.tree_flatten(state)
         held = variables(self.model)
         for i, variable in enumerate(held):
             if id(variable) in wanted:

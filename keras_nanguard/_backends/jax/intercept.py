@@ -6,17 +6,23 @@ step and leaves the optimizer's class, config and variables as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import keras
 
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["Intercept", "Retrace", "Update", "primal"]
+__all__ = ["Gate", "Intercept", "Retrace", "Update", "calls_host", "primal"]
+
+
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+"""What an optimizer of Keras writes its variables with."""
 
 
 class Retrace(Exception):
@@ -41,6 +47,58 @@ class Update:
     def paths(self) -> list[str]:
         """Keras paths of the weights, in the order of the gradients."""
         return [v.path for v in keras_optimizers.trained_by(self.optimizer)]
+
+
+class Gate(Overrides):
+    """Context in which what an optimizer writes takes effect only if the step commits.
+
+    Old or new is selected where a variable is assigned, and what the optimizer reads of it later is
+    the selected array. So each update is one pass over memory and in place, as without a guard.
+    To select when all updates have run takes the old and the new arrays side by side.
+
+    A `LossScaleOptimizer` has a conditional around its update already, which takes the verdict as
+    its condition.
+
+    Args:
+        record: the update.
+        may_commit: whether the step commits.
+    """
+
+    def __init__(self, record: Update, may_commit: Any):
+        super().__init__()
+        optimizer, self._may_commit = record.optimizer, may_commit
+        self._trained, self._variables = keras_optimizers.trained_by(optimizer), optimizer.variables
+        self._assigned: dict[int, Any] = {}
+        self._scales = {id(v) for v in keras_optimizers.scales_of(optimizer)}
+        if self._scales:
+            self.set(optimizer, "check_finite", lambda grads: may_commit)
+            return
+        given = zip((*self._trained, *self._variables), (*record.weights, *record.slots))
+        self._old = {id(variable): value for variable, value in given}
+        stock, own = keras.optimizers.Optimizer, type(optimizer)
+        if any(getattr(own, name) is not getattr(stock, name) for name in _ASSIGNMENTS):
+            return  # its own way to assign stays as it is; all is selected at the end
+        self.set(optimizer, "assign", self._assign)
+        self.set(optimizer, "assign_add", lambda v, value: self._assign(v, v + value))
+        self.set(optimizer, "assign_sub", lambda v, value: self._assign(v, v - value))
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def selected(self, weights: Sequence[Any], slots: Sequence[Any]) -> set[int]:
+        """Return the `id` of each result that is the old value if the step is refused."""
+        if not self._scales:
+            return {id(array) for array in (*weights, *slots) if id(array) in self._assigned}
+        others = (a for v, a in zip(self._variables, slots) if id(v) not in self._scales)
+        return {id(array) for array in (*weights, *others)}
+
+    def _assign(self, variable: Any, value: Any) -> None:
+        old = self._old.get(id(variable))
+        if old is not None:
+            new = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+            value = jnp.where(self._may_commit, new, old)
+            self._assigned[id(value)] = value
+        variable.assign(value)
 
 
 class Intercept:
@@ -129,3 +187,16 @@ def primal(value: Any, trace: Any) -> Any:
             return value
         value = getattr(value, "primal", None)
     return value
+
+
+def calls_host(jaxpr: Any) -> bool:
+    """Return whether a program, or one within it, calls the host, as `jax.debug.print` does."""
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            return True
+        values = equation.params.values()
+        parts = [p for v in values for p in (v if isinstance(v, (list, tuple)) else (v,))]
+        inner = [getattr(part, "jaxpr", part) for part in parts]  # of a closed one
+        if any(calls_host(part) for part in inner if hasattr(part, "eqns")):
+            return True
+    return False

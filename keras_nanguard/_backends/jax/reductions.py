@@ -1,4 +1,7 @@
-"""The sums of `keras_nanguard._core.finiteness` in JAX: one pass over each array, which XLA fuses with what made the array."""
+"""The sums of a verdict in JAX: one pass over each array, which XLA fuses with the computation of the array.
+
+No sum overflows before its entries do: a sum is not finite if and only if one of its entries is NaN or infinite.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,51 @@ import jax
 import jax.numpy as jnp
 
 from keras_nanguard._backends.shared.proof import reading_of
-from keras_nanguard._backends.shared.rules import PART, Operations, SlotReading, bounded_sum, full_read_is_due
+from keras_nanguard._backends.shared.rules import (
+    MOST,
+    PART,
+    Operations,
+    SlotReading,
+    bounded_sum,
+    full_read_is_due,
+)
 
-__all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+__all__ = [
+    "OPERATIONS",
+    "add",
+    "all_finite",
+    "can_be_bad",
+    "cond",
+    "counts",
+    "kind",
+    "select",
+    "squares",
+    "total",
+    "update_sums",
+]
 
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
 """What the rules of the transaction need."""
 
 LARGE = 1 << 16
-"""Elements from which an array is read where it stands rather than joined with others."""
+"""Elements from which an array is read by itself rather than joined with others."""
+
+
+def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """Return the result of one of two functions, of which only that one runs.
+
+    In an eager step that is plain Python: `jax.lax.cond` would compile both branches in each step.
+    """
+    if isinstance(condition, jax.core.Tracer):
+        return jax.lax.cond(condition, then, otherwise)
+    return then() if bool(condition) else otherwise()
+
+
+def select(condition: Any, one: Any, other: Any) -> Any:
+    """Return one of two arrays of the same dtype; in an eager step no array is computed for it."""
+    if isinstance(condition, jax.core.Tracer):
+        return jnp.where(condition, one, other)
+    return one if bool(condition) else other
 
 
 def can_be_bad(array: Any) -> bool:
@@ -28,7 +67,7 @@ def can_be_bad(array: Any) -> bool:
 
 
 def kind(arrays: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 if the state has some, else float32."""
     wide = any(getattr(a, "dtype", None) == jnp.float64 for a in arrays)
     return jnp.float64 if wide else jnp.float32
 
@@ -39,14 +78,26 @@ def _real(array: Any) -> Any:
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.float32)
 
 
-def add(scalars: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of arrays as a scalar of this dtype, 0 where there is none."""
-    sums = [jnp.sum(_real(jnp.asarray(scalar))).astype(dtype) for scalar in scalars]
+def all_finite(arrays: Iterable[Any]) -> Any:
+    """Return whether every entry of these arrays is finite."""
+    found = [jnp.all(jnp.isfinite(array)) for array in arrays if can_be_bad(array)]
+    return jnp.all(jnp.stack(found)) if found else jnp.ones((), bool)
+
+
+def _sum(arrays: Iterable[Any], dtype: Any) -> Any:
+    sums = [jnp.sum(array).astype(dtype) for array in arrays]
     return functools.reduce(jnp.add, sums) if sums else jnp.zeros((), dtype)
 
 
+def add(scalars: Sequence[Any], dtype: Any) -> Any:
+    """Return the sum of a few small arrays (losses), 0 for none; a sum that overflows is `finfo.max`."""
+    arrays = [_real(jnp.asarray(scalar)) for scalar in scalars]
+    found, largest = _sum(arrays, dtype), jnp.finfo(dtype).max
+    return jnp.where(all_finite(arrays), jnp.clip(found, -largest, largest), found)
+
+
 def _grouped(arrays: Iterable[Any]) -> list[Any]:
-    """Return the arrays that can be bad, with the small ones joined: reading one is as fast as reading any of them."""
+    """Return the arrays that can be bad; the small ones are joined, because one pass is faster."""
     large: list[Any] = []
     small: list[Any] = []
     for array in map(_real, filter(can_be_bad, arrays)):
@@ -54,56 +105,70 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
     if len(small) < 2 or len({array.dtype for array in small}) > 1:
         return [*large, *small]
     joined = jnp.concatenate([jnp.ravel(array) for array in small])
-    return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself, and then the sums
+    return [*large, jax.lax.optimization_barrier(joined)]  # or XLA sums up each by itself
 
 
-def squares(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return half the sum of the squares of all entries."""
-    return 0.5 * add([jnp.square(array) for array in _grouped(arrays)], dtype)
+def squares(arrays: Sequence[Any], dtype: Any) -> Any:
+    """Return half the sum of the squares of all entries, at most `rules.MOST`.
+
+    A sum that is not finite is followed by a test of each entry: the square of 1e20 overflows in
+    float32, though 1e20 does not.
+    """
+    found = 0.5 * _sum([jnp.square(array) for array in _grouped(arrays)], dtype)
+    bounded = jnp.minimum(found, MOST)  # NaN passes through
+
+    def exact() -> Any:
+        return jnp.where(all_finite(arrays), bounded, found)
+
+    return cond(jnp.isfinite(found), lambda: bounded, exact)
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return a number that is finite where all entries are (unless their sum overflows), and is not where one is not."""
-    return add(_grouped(arrays), dtype)
-
-
-def exact(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return their sum, bounded, where all entries are finite, and NaN where one is not: the sum of small parts cannot overflow."""
-    part = add([array * PART for array in _grouped(arrays)], dtype)
+    """Return the sum of all entries, at most `rules.MOST` in magnitude; NaN if one is not finite."""
+    part = _sum([array * PART for array in _grouped(arrays)], dtype)
     return bounded_sum(OPERATIONS, part)
 
 
-def counts(arrays: Sequence[Any], dtype: Any) -> Any:
-    """Return an array `(len(arrays), 2)`: NaN entries and infinite entries of each."""
+def counts(arrays: Sequence[Any]) -> Any:
+    """Return an int32 array `(len(arrays), 2)`: NaN entries and infinite entries of each."""
     if not arrays:
-        return jnp.zeros((0, 2), dtype)
-    return jnp.stack([_count(array) for array in arrays]).astype(dtype)
+        return jnp.zeros((0, 2), jnp.int32)
+    return jnp.stack([_count(array) for array in arrays])
 
 
 def _count(array: Any) -> Any:
     if not can_be_bad(array):
         return jnp.zeros((2,), jnp.int32)
-    return jnp.stack([jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)])
+    bad = jnp.isnan(array).sum(dtype=jnp.int32), jnp.isinf(array).sum(dtype=jnp.int32)
+    return jnp.stack(bad)
 
 
 def update_sums(
-    optimizer: Any, weights: Sequence[Any], slots: Sequence[Any], turn: Any, gradients: Any, dtype: Any, total: Callable[..., Any]
+    optimizer: Any,
+    weights: Sequence[Any],
+    slots: Sequence[Any],
+    iteration: Any,
+    gradients: Any,
+    dtype: Any,
 ) -> tuple[Any, Any]:
-    """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`; `SlotReading` says when slots are read.
+    """Return the sums over updated weights and slots of one optimizer, as `(weights, slots)`.
+
+    `SlotReading` says when slots are read.
 
     Args:
         optimizer: the outermost optimizer.
         weights: the updated weights.
         slots: the updated slots that can be bad.
-        turn: the number of this update, `None` where it is not known.
+        iteration: the number of this update, `None` if it is not known.
         gradients: half the sum of squares of the gradients.
         dtype: of the sums.
-        total: how to sum, `total` or `exact`.
     """
-    reading = reading_of(optimizer, [(s.size, s.dtype.itemsize) for s in slots], counted=turn is not None)
+    sizes = [(s.size, s.dtype.itemsize) for s in slots]
+    reading = reading_of(optimizer, sizes, counted=iteration is not None)
     if reading is SlotReading.WITH_WEIGHTS:
         return total([*weights, *slots], dtype), jnp.zeros((), dtype)
     if reading is SlotReading.EVERY_STEP:
         return total(weights, dtype), total(slots, dtype)
-    due = full_read_is_due(OPERATIONS, turn, gradients)
-    return total(weights, dtype), jax.lax.cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))
+    due = full_read_is_due(OPERATIONS, iteration, gradients)
+    read = cond(due, lambda: total(slots, dtype), lambda: jnp.zeros((), dtype))
+    return total(weights, dtype), read

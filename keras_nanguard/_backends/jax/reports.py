@@ -1,7 +1,8 @@
-"""The batch of a refused step on JAX: a reference, as the host keeps the arguments of each step until it has read the verdict on it."""
+"""The report of a bad step on JAX: its verdict, its counts by place, and its batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,21 @@ __all__ = ["ReportQueue"]
 
 
 class ReportQueue:
-    """Hands out the report of the last step, where something was wrong with it.
+    """Hands out the report of the last step, if it was bad."""
 
-    Attributes:
-        places: `(site, path, size)` of each pair of counts in the trace that runs now.
-    """
+    places: tuple[tuple[Any, ...], ...] = ()
 
     def __init__(self) -> None:
-        self.places: tuple[tuple[str, str, int], ...] = ()
-        self._last: tuple[Any, Any, Any] | None = None
+        self._last: tuple[Verdict, Callable[[], Any], Any] | None = None
 
-    def put(self, verdict: Verdict, counts: Any, args: tuple[Any, ...]) -> None:
-        """Note the last step: its verdict, its counts of NaN and Inf (or what returns them, or `None`), and its arguments."""
+    def put(self, verdict: Verdict, counts: Callable[[], Any], args: tuple[Any, ...]) -> None:
+        """File the last step.
+
+        Args:
+            verdict: its verdict.
+            counts: returns `(site, path, nan, inf, size)` of each place, if the report is taken.
+            args: its arguments.
+        """
         self._last = verdict, counts, args
 
     def forget(self) -> None:
@@ -31,15 +35,13 @@ class ReportQueue:
         self._last = None
 
     def take(self) -> list[Report]:
-        """Return and forget what was noted, if the step was bad."""
+        """Return and forget what was filed, if the step was bad."""
         last, self._last = self._last, None
         if last is None:
             return []
         verdict, counts, args = last
         if verdict.finite and not verdict.refused:
             return []
-        counts = counts() if callable(counts) else counts
-        if counts is None:
-            return [Report(verdict, (), (), args)]
-        whole = np.column_stack([np.reshape(np.asarray(counts), (-1, 2)), [size for _, _, size in self.places]])
-        return [Report(verdict, tuple((site, path) for site, path, _ in self.places), whole.astype(np.int64), args)]
+        rows = counts()
+        numbers = np.array([row[2:] for row in rows], np.int64).reshape(-1, 3)
+        return [Report(verdict, tuple(row[:2] for row in rows), numbers, args)]

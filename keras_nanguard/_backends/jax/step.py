@@ -4,144 +4,67 @@ In outline::
 
     body      the user's step; what its optimizers would write is deferred, placeholders stand for it
     verdict   loss, gradients and written statistics finite, loss scale valid
-    commit:   the updates run; weights and slots are read once
-    refuse:   weights and slots stay, the loss scale learns, bad entries are counted
-    both:     the small state (statistics, seeds, metrics) is selected, new or old
+    update    the updates run; each assignment selects new or old by the verdict
+    the rest  small state (statistics, seeds, metrics) is selected, new or old; a loss scale learns
+    sums      weights and slots are read once
 
-A step is a function from state to state, so refusing it is returning the state it was given. There are several ways to do that,
-each a class: `strategies` and `two_programs` hold them, `execution` holds what is traced, `choose` is the table that says which of
-them runs a step. It is asked when the first state is known, and once more where the trace shows that the updates cannot be
-deferred (`Retrace`): the step uses what it has updated, like a GAN whose generator step uses the updated discriminator.
+A step is a function from state to state. It refuses by itself, so the host need not wait for its
+verdict before it starts the next step. A flag on the device halts that step, whatever its batch,
+if something was wrong with the one before. Then the host handles the bad step, and runs the halted
+one again.
 
-On an accelerator the step refuses by itself, whatever its size. Where it is asked for (`defers`), the next one may be started there
-before the verdict is read (`start`, `finish`). A flag on the accelerator says whether something is wrong (`Started.halt`). The next
-step then refuses, too, whatever its batch is like. So the host finds the state that the bad step left, and runs the next one again.
+If a step uses what it has updated, like a GAN whose generator step uses the updated discriminator,
+its trace shows it (`Retrace`). Then the updates run at once, and old or new is selected at the end
+(`execution.ImmediateUpdates`). An eager step does the same, in Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.jax.execution import ImmediateUpdates
-from keras_nanguard._backends.jax.intercept import Retrace
-from keras_nanguard._backends.jax.packed import can_pack, unpacked
+from keras_nanguard._backends.jax.execution import DeferredUpdates, ImmediateUpdates, StepTrace
+from keras_nanguard._backends.jax.intercept import Retrace, calls_host
 from keras_nanguard._backends.jax.reports import ReportQueue
-from keras_nanguard._backends.jax.strategies import (
-    AlternatingBuffers,
-    Conditional,
-    HostSelects,
-    LooksAhead,
-    PackedState,
-    SelectedAtTheEnd,
-    Started,
-    Strategy,
-)
-from keras_nanguard._backends.jax.two_programs import JudgesFirst, TwoPrograms
-from keras_nanguard._core import memory
-from keras_nanguard._core.verdict import FIELDS, Verdict
+from keras_nanguard._backends.shared.batch_memory import owned
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["DEFER", "Conditions", "Transaction", "choose", "defers", "on_accelerator", "pinned"]
-
-DEFER = "KERAS_NANGUARD_DEFERRED_VERDICT"
-"""The variable of the environment that asks for deferred verdicts with `1`."""
-
-TINY = 1 << 18
-"""Bytes of state up to which a compiled step takes no longer than the work of the host around it."""
-
-SMALL = 1 << 22
-"""Bytes of state up to which a compiled step is not given its state to write over."""
-
-ANY = math.inf
-
-_pinned: Any = None
-_accelerator = _deferred = False
+__all__ = ["StepResult", "Transaction"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Conditions:
-    """What the choice of a strategy depends on.
+@dataclass(slots=True)
+class StepResult:
+    """What a guarded step returns. Its arrays may not be computed yet.
 
     Attributes:
-        owns_state: whether nobody else holds the state, so that it may be written over or packed.
-        jit: whether the step is compiled.
-        accelerator: whether it runs elsewhere than on the processor that the host needs for itself.
-        distributed: whether the arrays are placed on several devices.
-        refuse: whether the policy refuses bad steps.
-        deferrable: whether the updates can be deferred until the verdict.
-        size: bytes of state.
-        packable: whether the state is made of few plain arrays, in one place.
-        short: whether there is no room for the gradients beside the state.
+        state: the state to continue with.
+        outputs: what the body returns beside it.
+        vector: the numbers of the verdict, in the order of `core.verdict.FIELDS`.
+        halt: whether the next step has to be refused because of this one, on the device.
+        scales: the loss scales that the step ran with.
+        given: the state that it was given; `None` if that was donated.
+        factors: the factors that it was given.
+        args: its other arguments, as they were.
+        verdict: its verdict, once the host has read it.
     """
 
-    owns_state: bool
-    jit: bool
-    accelerator: bool
-    distributed: bool
-    refuse: bool
-    deferrable: bool = True
-    size: float = 0
-    packable: bool = False
-    short: bool = False
-
-
-def choose(c: Conditions) -> type[Strategy]:
-    """Return the strategy for a step: the first row that fits."""
-    may_defer, in_place = c.refuse and c.deferrable, c.owns_state and (c.distributed or (c.jit and c.accelerator))
-    may_pin = _pinned is not None and (may_defer or _pinned not in (TwoPrograms, JudgesFirst, Conditional))
-    rows: tuple[tuple[type[Strategy], float, bool], ...] = (
-        # strategy           bytes   where
-        (LooksAhead,         TINY,   not c.owns_state and c.jit and not c.accelerator),  # a loop may go on from any of its states
-        (HostSelects,        ANY,    not c.owns_state),
-        (Conditional,        ANY,    in_place and may_defer),  # nobody waits for the host, and arrays stay where they lie
-        (SelectedAtTheEnd,   ANY,    in_place),
-        (HostSelects,        ANY,    not c.jit),
-        (_pinned,            ANY,    may_pin),  # from here on one CPU, compiled
-        (PackedState,        TINY,   c.packable),
-        (LooksAhead,         TINY,   True),
-        (HostSelects,        SMALL,  True),
-        (JudgesFirst,        ANY,    may_defer and c.short),
-        (TwoPrograms,        ANY,    may_defer),
-        (AlternatingBuffers, ANY,    True),
-    )  # fmt: skip
-    return next(strategy for strategy, largest, fits in rows if fits and c.size <= largest)
-
-
-@contextlib.contextmanager
-def pinned(strategy: Any = None, *, accelerator: bool = False, deferred: bool = False) -> Iterator[None]:
-    """Run steps on one device by this strategy, whatever the size of their state; for tests and benchmarks.
-
-    Args:
-        strategy: the class; `None` leaves the choice as it is.
-        accelerator: take the processor for an accelerator.
-        deferred: take it for one, and defer verdicts.
-    """
-    global _pinned, _accelerator, _deferred
-    before = _pinned, _accelerator, _deferred
-    _pinned, _accelerator, _deferred = strategy, accelerator or deferred, deferred
-    try:
-        yield
-    finally:
-        _pinned, _accelerator, _deferred = before
-
-
-def on_accelerator() -> bool:
-    """Whether steps run elsewhere than on the processor that the host needs for itself."""
-    return _accelerator or bool(jax.default_backend() != "cpu")
-
-
-def defers() -> bool:
-    """Whether a step may be started before the verdict on the one before is read: on an accelerator, where that is asked for."""
-    return on_accelerator() and (_deferred or os.environ.get(DEFER) == "1")
+    state: Any
+    outputs: Any
+    vector: Any
+    halt: Any
+    scales: Any
+    given: Any
+    factors: Any
+    args: tuple[Any, ...]
+    verdict: Any = None
 
 
 class Transaction:
@@ -150,21 +73,21 @@ class Transaction:
     Args:
         body: the step.
         train_state: callable that returns the `TrainState` at the time of tracing.
-        variables: callable that returns the Keras variable of each array of the flattened state (`None` for one that
-            has none).
-        outputs: what the outputs say of the loss, and what takes their place on a refusal.
+        variables: callable that returns the Keras variable of each array of the flattened state
+            (`None` for one that has none).
+        outputs: what the outputs tell of the loss, and what replaces them on a refusal.
         model: the model whose `compute_loss` returns the loss, or `None`.
-        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are reported all the same.
+        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are
+            reported all the same.
         jit: compile the step.
-        owns_state: whether nobody else holds the state. So it may be written over, and may come back packed.
-        shardings: where the arrays of the state lie; `None` where they are on one device.
+        owns_state: whether nobody else holds the state. So it may be overwritten.
+        shardings: where the arrays of the state are; `None` if they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
-        say: prints a line.
 
     Attributes:
-        strategy: what runs the steps; `None` before the first state is known.
-        deferred: whether a step may be started before the verdict on the one before is read.
-        given: the arguments of the last step.
+        given: the arguments of the last step whose verdict was read.
+        unpublished: what the program has returned, until the caller holds the new state. A signal
+            handler that raises finds it here.
     """
 
     counted = False
@@ -175,11 +98,6 @@ class Transaction:
 
     untracked: dict[int, Any] = {}
     """A pure step writes nothing but what it returns."""
-
-    strategy: Any = None
-
-    following: Callable[[], tuple[Any, ...] | None] = staticmethod(lambda: None)
-    """Returns the arguments that the next step will have, if nothing comes between; `None` where they are not known."""
 
     def __init__(
         self,
@@ -194,81 +112,36 @@ class Transaction:
         owns_state: bool = False,
         shardings: Any = None,
         scaling: Callable[[dict[int, Any]], Any] = lambda factors: contextlib.nullcontext(),
-        say: Callable[[str], None] = lambda line: None,
     ):
-        self.body, self.train_state, self.variables, self.model = body, train_state, variables, model
-        self.outputs, self.refuse, self.jit, self.shardings, self.scaling = outputs, refuse, jit, shardings, scaling
-        self.conditions = Conditions(owns_state, jit, on_accelerator(), shardings is not None, refuse)
-        self.deferred = outputs.apart = owns_state and jit and defers()
-        self.say = say
+        self.body, self.train_state, self.variables = body, train_state, variables
+        self.outputs, self.model, self.scaling = outputs, model, scaling
+        self.refuse, self.jit, self.shardings = refuse, jit, shardings
+        self.donates = owns_state and jit and refuse
         self.tolerated: set[int] = set()
         self.report_queue = ReportQueue()
-        self.vector_head = len(FIELDS)
-        self._last: Any = None
+        self.unpublished: list[Any] = []
         self.given: Any = None
-        self._counts = self.program(self._count)
+        self._last: Any = None
+        self._places: dict[Any, Any] = {}
+        self._compile(ImmediateUpdates if not (jit and refuse) else DeferredUpdates)
 
-    @property
-    def keeps_undo(self) -> bool:
-        """Whether the updates cannot be deferred."""
-        return not self.conditions.deferrable
+    def _compile(self, updates: type[StepTrace]) -> None:
+        """Make the programs, which are compiled when they are called first."""
+        first = next(iter(jax.tree_util.tree_leaves(self.shardings)), None)
+        options: dict[str, Any] = {"donate_argnums": 1} if self.donates else {}
+        everywhere = None
+        if first is not None:
+            whole = jax.sharding.PartitionSpec()
+            everywhere = jax.sharding.NamedSharding(first.mesh, whole)
+            options["out_shardings"] = (self.shardings, None, *[everywhere] * 3)
+        self._updates = updates
+        self._go = _scalar(False, everywhere)
+        self._calls_host: bool | None = None
+        self._program = self._program_of(self._complete, **options)
+        self._counts = self._program_of(self._count)
 
-    def __call__(self, state: Any, factors: dict[int, Any], *args: Any) -> tuple[Any, Any, Verdict]:
-        """Run the step, and wait for its verdict.
-
-        Args:
-            state: a pytree of arrays.
-            factors: the numbers that the guard changes and a step reads, and that are no variables; see `Session.adjustments`.
-            *args: what else the body takes.
-
-        Returns:
-            the state to go on with, the outputs, and the verdict.
-        """
-        self.adopt(state)
-        done: tuple[Any, Any, Verdict] = self._attempt(lambda strategy: strategy.run(state, factors, args))
-        return done
-
-    def start(self, state: Any, factors: dict[int, Any], *args: Any, after: Started | None = None) -> tuple[Any, Started]:
-        """Start a step that refuses by itself, and does so if the step `after` which it comes has gone wrong.
-
-        The other arguments are as above. Returns the state to go on with, and what `finish` needs.
-        """
-        self.adopt(state)
-        started: tuple[Any, Started] = self._attempt(lambda strategy: strategy.start(state, factors, args, after))
-        return started
-
-    def finish(self, started: Started) -> Verdict:
-        """Wait for the verdict on a step that was started, and return it."""
-        verdict: Verdict = self.strategy.finish(started)
-        return verdict
-
-    def adopt(self, state: Any) -> None:
-        """Choose the strategy, if that was not done yet, and have a state to replay."""
-        if self._last is None:
-            self._last = state
-        if self.strategy is None:
-            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(state))
-            self._switch(size=size, packable=can_pack(state), short=not self._fits_gradients())
-            if isinstance(self.strategy, JudgesFirst):
-                self.say(memory.gradients_twice(self.train_state().gradient_bytes))
-
-    def _attempt(self, run: Callable[[Any], Any]) -> Any:
-        """Run the strategy; another one where its trace shows that the updates cannot be deferred, before anything has happened."""
-        try:
-            return run(self.strategy)
-        except Retrace:
-            self._switch(deferrable=False)
-        return run(self.strategy)
-
-    def _switch(self, **conditions: Any) -> None:
-        """Choose the strategy anew, under other conditions."""
-        self.conditions = dataclasses.replace(self.conditions, **conditions)
-        self.strategy = choose(self.conditions)(self)
-
-    # What the strategies have in common
-
-    def program(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return a function of a step as a program, with one more argument before all others: the factors of the learning rates."""
+    def _program_of(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Return a function as a program with one more argument: the factors of learning rates."""
 
         @functools.wraps(function)
         def scaled(factors: dict[int, Any], *args: Any) -> Any:
@@ -277,47 +150,138 @@ class Transaction:
 
         return jax.jit(scaled, **options) if self.jit else scaled
 
-    def hold(self, state: Any, args: tuple[Any, ...]) -> None:
-        """Keep what the step that computes was given, and release the one before it."""
-        self._last = state
-        self.report_queue.forget()
-        self.given = args
+    def _complete(self, state: Any, halt: Any, *args: Any) -> tuple[Any, ...]:
+        return self._updates(self, state, args, halt).complete()
 
-    def read(self, vector: Any, outputs: Any) -> tuple[Verdict, Any, Any]:
-        """Wait for the vector of a step; returns the verdict, the outputs, some of which are in the vector, and what else is in it."""
-        polls = self.strategy.max_polls
-        while polls and not vector.is_ready():
-            polls -= 1
-        array = np.asarray(vector)
-        numbers = array[: self.vector_head].tolist()
-        return Verdict.of(numbers[: len(FIELDS)]), self.outputs.split(outputs, numbers[len(FIELDS) :]), array[self.vector_head :]
+    @property
+    def keeps_undo(self) -> bool:
+        """Whether the updates cannot be deferred."""
+        return self._updates is ImmediateUpdates
 
-    def with_learned(self, state: Any, learned: dict[int, Any]) -> Any:
-        """Return the old state with the learned loss scale."""
-        leaves, tree = jax.tree_util.tree_flatten(unpacked(state))
-        for place, value in learned.items():
-            leaves[place] = value
-        return jax.tree_util.tree_unflatten(tree, leaves)
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a step may be started before the verdict on the one before is read.
 
-    def count(self, factors: dict[int, Any], state: Any, *args: Any) -> Any:
-        """Return the counts of bad entries of a step, `None` where there is no room for its gradients once more."""
-        return self._counts(factors, state, *args) if self._fits_gradients() else None
+        Not if its logs are those of a refused step, and not if it calls the host, which would
+        notice a step that runs in vain.
+        """
+        return self.donates and self.outputs.lasting and self._calls_host is False
 
-    def _fits_gradients(self) -> bool:
-        """Whether there is room in the memory of the host for the gradients of a step; on an accelerator they need none there."""
-        return on_accelerator() or memory.room_for(self.train_state().gradient_bytes)
+    # Running a step
+
+    def __call__(self, state: Any, factors: Mapping[int, Any], *args: Any) -> StepResult:
+        """Run the step, and wait for its verdict; the arguments are those of `start`."""
+        result = self.start(state, factors, *args)
+        if self.finish(result, result.state):
+            return result
+        return self(result.state, factors, *args)
+
+    def start(
+        self, state: Any, factors: Any, *args: Any, after: StepResult | None = None
+    ) -> StepResult:
+        """Start the step.
+
+        Args:
+            state: a pytree of arrays.
+            factors: the numbers that the guard changes and a step reads, and that are no variables;
+                see `Session.adjustments`.
+            *args: what else the body takes.
+            after: the step before, whose verdict has not been read yet.
+        """
+        self.adopt(state)
+        halt = self._go if after is None else after.halt
+        new, outputs, vector, halt, scales = self._run(factors, state, halt, *args)
+        given = None if self.donates else state
+        own = jax.tree_util.tree_map(owned, args)
+        return StepResult(new, outputs, vector, halt, scales, given, factors, own)
+
+    def finish(self, result: StepResult, state: Any) -> bool:
+        """Wait for the verdict on a step that was started.
+
+        Args:
+            result: the step.
+            state: the state of this moment: the one that the step left, or the same as it left a
+                step that it has halted.
+
+        Returns:
+            whether it has a verdict now. If not, run it again, from the state of this moment: its
+            numbers are finite, but so large that only its update can show what comes of them. From
+            then on steps read their updates before they commit.
+        """
+        verdict = Verdict.of(np.asarray(result.vector).tolist())
+        undecided = verdict.refused and verdict.finite and not verdict.halted
+        if undecided and not self.keeps_undo:
+            self._compile(ImmediateUpdates)
+            return False
+        result.verdict = verdict
+        self.given, self._last = result.args, state if result.given is None else result.given
+        self.report_queue.put(verdict, functools.partial(self._rows, result, state), result.args)
+        return True
+
+    def adopt(self, state: Any) -> None:
+        """Have a state to replay, if there was no step yet."""
+        if self._last is None:
+            self._last = state
+
+    def published(self) -> None:
+        """Take note that the caller holds the new state."""
+        self.unpublished.clear()
+
+    def _run(self, *args: Any) -> Any:
+        """Call the program; once more if its trace shows that the updates cannot be deferred.
+
+        No byte code runs between the program, which donates the state, and the list that takes
+        the new one: a signal handler that raises cannot come in between.
+        """
+        self.unpublished.clear()
+        each = [[argument] for argument in args]
+        try:
+            self._look_for_calls(args)
+            self.unpublished.extend(map(self._program, *each))
+        except Retrace:
+            self._compile(ImmediateUpdates)
+            self._look_for_calls(args)
+            self.unpublished.extend(map(self._program, *each))
+        return self.unpublished[0]
+
+    def _look_for_calls(self, args: Sequence[Any]) -> None:
+        if self._calls_host is None and self.donates:
+            traced = getattr(self._program, "trace", None)  # JAX keeps the trace for the call
+            self._calls_host = traced is None or calls_host(traced(*args).jaxpr.jaxpr)
+
+    # What is bad in a refused step
 
     def _count(self, state: Any, *args: Any) -> Any:
-        """Count bad entries: the step once more, from the same state, so with the same numbers."""
-        return ImmediateUpdates(self, state, args).counted()
+        trace = self._updates(self, state, args, jnp.zeros((), bool))
+        counts, self._places[_signature(args)] = trace.counts()
+        return counts
+
+    def _rows(self, result: StepResult, state: Any) -> list[tuple[Any, ...]]:
+        """Return `(site, path, nan, inf, size)` of what a bad step computed.
+
+        It runs once more, from the state that it was given, and nothing of it is kept. A step that
+        has committed is not run again if its state was donated.
+        """
+        if result.given is None and not result.verdict.refused:
+            return []
+        leaves, tree = jax.tree_util.tree_flatten(state if result.given is None else result.given)
+        place = {id(v): i for i, v in enumerate(self.variables()) if v is not None}
+        scales = [place[id(s)] for s, _ in self.train_state().scales if id(s) in place]
+        for i, scale in zip(scales, result.scales):
+            leaves[i] = scale
+        counts = self._counts(result.factors, tree.unflatten(leaves), *result.args)
+        places = self._places[_signature(result.args)]
+        numbers = np.asarray(counts).tolist()
+        return [(site, path, *pair, size) for (site, path, size), pair in zip(places, numbers)]
 
     # What a diagnosis asks of it
 
     def _of_variables(self) -> tuple[Any, list[Any]]:
         """Return the state of this moment as the variables hold it, and the variables."""
-        leaves, tree = jax.tree_util.tree_flatten(unpacked(self._last))
+        leaves, tree = jax.tree_util.tree_flatten(self._last)
         owners = list(self.variables())
-        return tree.unflatten([leaf if variable is None else variable.value for variable, leaf in zip(owners, leaves)]), owners
+        pairs = zip(owners, leaves)
+        return tree.unflatten([a if v is None else v.value for v, a in pairs]), owners
 
     def replayed(self, *args: Any) -> Any:
         """Run the body as a step that reads and writes the variables; returns its outputs."""
@@ -329,13 +293,17 @@ class Transaction:
         return outputs
 
     def judged(self, *args: Any) -> Verdict:
-        """Run the step as it is compiled, from what the variables hold, and forget it; returns the verdict."""
-        state, _ = self._of_variables()
-        return self._judge.judge(state, args)
+        """Run the step as it is compiled, from what the variables hold, and forget it.
 
-    @functools.cached_property
-    def _judge(self) -> HostSelects:
-        return self.strategy if isinstance(self.strategy, HostSelects) else HostSelects(self)
+        Returns:
+            the verdict.
+        """
+        state, _ = self._of_variables()
+        if self.donates:
+            state = jax.tree_util.tree_map(jnp.copy, state)
+        vector = self._run({}, state, self._go, *args)[2]
+        self.unpublished.clear()
+        return Verdict.of(np.asarray(vector).tolist())
 
     # What the session asks of it
 
@@ -345,28 +313,45 @@ class Transaction:
 
     def release_run(self) -> None:
         """Release the run that is over, its state and its last batch."""
-        self.train_state, self.scaling = (lambda: TrainState.of(self.model)), (lambda factors: contextlib.nullcontext())
+        self.train_state = lambda: TrainState.of(self.model)
+        self.scaling = lambda factors: contextlib.nullcontext()
         self._last = self.given = None
-        self.following = Transaction.following
+        self.unpublished.clear()
         self.report_queue.forget()
-        if self.strategy is not None:
-            self.strategy.release_run()
 
-    def rebind(self, train_state: Callable[[], TrainState], scaling: Callable[[dict[int, Any]], Any]) -> None:
-        """Go to work for another run on the same model, as if made for it; the arguments are as above."""
+    def rebind(
+        self,
+        train_state: Callable[[], TrainState],
+        scaling: Callable[[dict[int, Any]], Any],
+    ) -> None:
+        """Work for another run on the same model, as if made for it."""
         self.train_state, self.scaling, self.reused = train_state, scaling, True
 
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction around the same body has found out."""
-        self.conditions = dataclasses.replace(self.conditions, deferrable=other.conditions.deferrable)
         self.tolerated = other.tolerated
+        if other.keeps_undo and not self.keeps_undo:
+            self._compile(ImmediateUpdates)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Let these variables be infinite."""
         self.tolerated |= {id(v) for v in variables}
 
     def resume(self) -> None:
-        """Go on after the host has healed the state; here no step runs on a bad one."""
+        """Continue after the host has healed the state; here no step runs on a bad one."""
 
     def recount(self, step: int) -> None:
         """Let the next step be this number; here none is counted."""
+
+
+def _signature(args: Any) -> tuple[Any, ...]:
+    """Return the shapes of a batch, by which its trace is known again."""
+    return tuple(np.shape(leaf) for leaf in jax.tree_util.tree_leaves(args))
+
+
+def _scalar(value: bool, place: Any) -> Any:
+    """Return a truth value as an array in this place."""
+    array = np.asarray(value)
+    if place is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback((), place, lambda _: array)

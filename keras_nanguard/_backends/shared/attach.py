@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides, variables as keras_variables
 
-__all__ = ["Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
+__all__ = ["STATE_PASSES_THROUGH_STEP", "Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
+
+STATE_PASSES_THROUGH_STEP = False
+"""Whether a hand-written step takes and returns the state of its optimizers."""
 
 _NAMES = ("make_train_function", "train_step")
 
@@ -83,11 +87,6 @@ class Attachment(StateAccess):
         self._before: dict[str, Any] = {}
         self._cached: tuple[Any, Any] = None, None
         session.attach(self)
-
-    @staticmethod
-    def waits() -> bool:
-        """Whether the host waits for each guarded step anyway, so that nothing computes while callbacks run."""
-        return False
 
     def attach(self) -> None:
         """Stand in for the model's own train function until `detach`."""
@@ -200,10 +199,17 @@ class Attachment(StateAccess):
             raise
         except BaseException as error:
             self._changed = True
-            self._rescue()
-            self.session.raised(error)
-            self.detach()
+            self._clean_up(error)
             raise
+
+    def _clean_up(self, error: BaseException) -> None:
+        """Release the model after an error; what fails in that does not replace the error."""
+        with contextlib.suppress(Exception):
+            self._rescue()
+        with contextlib.suppress(Exception):
+            self.session.raised(error)
+        with contextlib.suppress(Exception):
+            self.detach()
 
     def _call(self, *args: Any) -> Any:
         """Do what the train function does, with guarded steps; takes what Keras gives it, and returns what Keras wants of it."""

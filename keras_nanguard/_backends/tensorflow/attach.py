@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import attach
-from keras_nanguard._backends.shared.attach import adapted
+from keras_nanguard._backends.shared.attach import STATE_PASSES_THROUGH_STEP, adapted
 from keras_nanguard._backends.shared.batch_memory import held
 from keras_nanguard._backends.tensorflow import faults, from_iterator, mirrored as mirrored_step, step
 from keras_nanguard._backends.tensorflow.execution import Retrace
@@ -19,7 +19,7 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides as instance_overrides
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["LoopStep", "ModelAttachment", "adapted"]
+__all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
 
 
 UNKNOWN = 8

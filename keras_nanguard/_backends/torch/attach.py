@@ -11,6 +11,7 @@ import torch
 
 from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.shared import attach
+from keras_nanguard._backends.shared.attach import STATE_PASSES_THROUGH_STEP
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.compiled_step import uncompiled
 from keras_nanguard._backends.torch.modules import adapted
@@ -21,7 +22,7 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.spread_arrays import waiting_for
 
-__all__ = ["LoopStep", "ModelAttachment", "adapted"]
+__all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
 
 
 class ModelAttachment(attach.Attachment):

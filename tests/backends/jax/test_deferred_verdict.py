@@ -1,17 +1,18 @@
-"""On an accelerator the next step may start before the host knows of the one before; a processor is taken for one here."""
+"""In `fit` the next step is started before the host reads the verdict on the one before."""
 
 from __future__ import annotations
 
 import contextlib
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard._backends.jax.step import DEFER, pinned
-from keras_nanguard._backends.jax.strategies import Conditional
+from keras_nanguard._backends.jax.step import Transaction
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._diagnose.explain_step import Explainer
 from keras_nanguard._fit.session import Session
@@ -22,28 +23,22 @@ PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
 
 
 @pytest.fixture
-def deferred():
-    """Let steps start ahead of verdicts."""
-    with pinned(deferred=True):
-        yield
-
-
-@pytest.fixture
 def order(monkeypatch):
     """What was started, and what was read, by number of step, in that order."""
-    found, numbers = [], {}
-    start, finish = Conditional.start, Conditional.finish
+    found, kept = [], []
+    start, finish = Transaction.start, Transaction.finish
 
     def started(self, *args, **more):
-        state, step = start(self, *args, **more)
-        numbers[id(step.vector)] = len(numbers)
-        kept.append(step.vector)
-        found.append(("start", numbers[id(step.vector)]))
-        return state, step
+        kept.append(start(self, *args, **more))
+        found.append(("start", len(kept) - 1))
+        return kept[-1]
 
-    kept = []  # so that no number is that of two
-    monkeypatch.setattr(Conditional, "start", started)
-    monkeypatch.setattr(Conditional, "finish", lambda self, step: (found.append(("read", numbers[id(step.vector)])), finish(self, step))[1])
+    def finished(self, result, state):
+        found.append(("read", next(n for n, step in enumerate(kept) if step is result)))
+        return finish(self, result, state)
+
+    monkeypatch.setattr(Transaction, "start", started)
+    monkeypatch.setattr(Transaction, "finish", finished)
     return found
 
 
@@ -52,25 +47,14 @@ def ahead(order):
     return [n for place, (what, n) in enumerate(order) if what == "read" and ("start", n + 1) in order[:place]]
 
 
-def test_nobody_waits(deferred, order):
+def test_nobody_waits(order):
     """A step is read when the next one has been started; but for the ends of an epoch, and where the state is looked at."""
     guard = NanGuard(verbose=0, snapshot={"every": 8, "good_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
     ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
     assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored | layers
-    assert guard.session.transaction.strategy.program._cache_size() <= 1, "steps are compiled once"
-
-
-@pytest.mark.parametrize("asked", ["", "0", "1"])
-def test_only_where_it_is_asked_for(order, monkeypatch, asked):
-    """By default an accelerator waits for each verdict, too."""
-    monkeypatch.setenv(DEFER, asked)
-    with pinned(accelerator=True):
-        guard = NanGuard(verbose=0)
-        zoo.run(zoo.plain, zoo.regression(), guard=guard)
-    assert isinstance(guard.session.transaction.strategy, Conditional)
-    assert bool(ahead(order)) == (asked == "1")
+    assert guard.session.transaction._program._cache_size() <= 1, "steps are compiled once"
 
 
 class Looking(keras.callbacks.Callback):
@@ -81,7 +65,7 @@ class Looking(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
-def test_waited_for(deferred, order, how):
+def test_waited_for(order, how):
     """Where something acts between two steps, or shows what a step gave, the verdict comes first."""
     data = zoo.regression()
     if how == "train_on_batch":
@@ -134,7 +118,7 @@ BAD = {
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
-def test_the_same_without_the_bad_batches(deferred, where, steps):
+def test_the_same_without_the_bad_batches(where, steps):
     """Nothing of a bad batch, nor of the start of the step after it, is in the state, in the logs, or in what was counted."""
     bad = BAD[where]
     build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
@@ -147,7 +131,7 @@ def test_the_same_without_the_bad_batches(deferred, where, steps):
     assert run.steps == [*bad, *(whole + n for n in bad)]
     assert [(i.epoch, i.batch) for i in run.guard.incidents] == [(e, n) for e in (0, 1) for n in bad]
     assert run.guard.session.step == 2 * whole and run.guard.session.refused == 2 * len(bad)
-    assert run.guard.session.transaction.strategy.program._cache_size() <= 1
+    assert run.guard.session.transaction._program._cache_size() <= 1
 
 
 ACTIONS = {
@@ -159,16 +143,24 @@ ACTIONS = {
 }
 
 
+class Waits(keras.callbacks.Callback):
+    """Is called for each batch, so that each verdict is read before."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
 def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
-    """Compare a run that goes ahead of its verdicts with one that waits for each; returns both, and how many steps the first started
+    """Compare a run that is ahead of its verdicts with one that waits for each; returns both, and how many steps the first started
     in vain.
     """
     runs, starts = [], []
-    for deferred in (True, False):
+    for callbacks in ([], [Waits()]):
         keras.utils.set_random_seed(0)
         model = zoo.plain(keras.optimizers.Adam(0.01), rounded=True)
-        with inside(model), pinned(Conditional, deferred=deferred):
-            runs.append(zoo.run(lambda model=model: model, data, guard=NanGuard(policy, verbose=0, diagnose=False)))
+        with inside(model):
+            guard = NanGuard(policy, verbose=0, diagnose=False)
+            runs.append(zoo.run(lambda model=model: model, data, guard=guard, callbacks=callbacks))
             starts.append(sum(what == "start" for what, _ in order))
     one, other = runs
     assert list(map(_all, one.guard.incidents)) == list(map(_all, other.guard.incidents)) != []
@@ -181,53 +173,42 @@ def _all(incident):
     return incident.step, incident.epoch, incident.batch, incident.sites, [(o.action, o.status) for o in incident.outcomes]
 
 
-@pytest.mark.parametrize(("action", "site"), [*((a, "gradients") for a in ACTIONS), ("rollback", "loss"), ("reset slots", "weights")])
+@pytest.mark.parametrize(("action", "site"), [*((a, "x") for a in ACTIONS), ("rollback", "y"), ("reset slots", "weights")])
 def test_the_same_as_with_waiting(order, action, site):
     """What the policy does comes between the bad step and the one after it, though that was started already."""
     policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}]}
-    one, other, in_vain = both(order, policy, zoo.regression(), lambda model: inject(model, site=site, step=5, count=2))
+    data, inside = zoo.regression(), lambda model: contextlib.nullcontext()
+    if site == "weights":
+        inside = lambda model: inject(model, site=site, step=5, count=2)  # noqa: E731
+    else:
+        data = data.with_poison((5, 6), where=site)
+    one, other, in_vain = both(order, policy, data, inside)
     assert zoo.differences(one, other, 1e-5) == []
     assert one.guard.session.step == other.guard.session.step
     assert in_vain or site == "weights", "who spoils weights hands the step another state"
 
 
-@pytest.mark.parametrize("action", ["rollback", "stop"])
-def test_a_step_that_is_judged_after_it_has_committed(order, action):
-    """A spike is reported by the host; where it puts another state in place, the step that was started runs again from that one."""
-    data = zoo.regression()
-    data.y[6 * zoo.BATCH : 7 * zoo.BATCH] *= 1e4
-    rule = {"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}
-    policy = {**PATIENT, "checks": {"trend": {"spike_factor": 100.0, "warmup": 5}}, "rules": [rule]}
-    one, other, in_vain = both(order, policy, data)
-    assert one.steps[0] == 6 and not one.guard.incidents[0].refused
-    if action == "stop":
-        assert (one.guard.session.step, other.guard.session.step) == (8, 7), "one more step had been started"
-        assert [len(run.guard.incidents) for run in (one, other)] == [1, 1]
-        return
-    assert [d for d in zoo.differences(one, other, 1e-5) if not d.startswith(("loss/", "mean_absolute_error/", "history"))] == []
-    assert one.guard.session.step == other.guard.session.step
-    assert in_vain == 2, "once in each epoch"
-
-
 def test_an_epoch_of_bad_steps(order):
-    """Its logs are those that they are with waiting: the loss that the last step computed."""
+    """Its logs are those that they are with waiting."""
     policy = {**PATIENT, "rules": [{"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}]}
-    every = lambda model: inject(model, site="gradients", step=0, count=2 * BATCHES)  # noqa: E731
-    one, other, in_vain = both(order, policy, zoo.regression(), every)
-    assert zoo.differences(one, other, 1e-5) == [] and in_vain == 0
-    assert 0 < one.history["loss"][0] < 100
+    data = zoo.regression()
+    data.x[:] = np.nan
+    one, other, _ = both(order, policy, data)
+    assert zoo.differences(one, other, 1e-5) == []
+    assert np.isfinite(one.history["loss"]).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_overflows_in_a_row(deferred, count):
+def test_overflows_in_a_row(count):
     """Each halves the loss scale once, though the step after it was started, and refused, before it ran."""
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
-    model, guard = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0)
-    with inject(model, site="gradients", kind="inf", step=5, count=count):
-        model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
-    assert guard.session.overflows == count and guard.incidents == []
-    assert float(np.asarray(optimizer.dynamic_scale.value)) == 64.0 / 2**count
+    model, guard, data = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0), zoo.regression()
+    data.y[5 * zoo.BATCH : (5 + count) * zoo.BATCH] = 6e4  # finite, and so is the loss
+    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    overflows = guard.session.overflows
+    assert overflows >= count and guard.session.step == BATCHES
+    assert float(np.asarray(optimizer.dynamic_scale.value)) == 64.0 / 2**overflows
 
 
 class First(keras.callbacks.Callback):
@@ -245,7 +226,7 @@ class First(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["callback", "model"])
-def test_an_epoch_ends_with_all_of_its_steps(deferred, order, for_good):
+def test_an_epoch_ends_with_all_of_its_steps(order, for_good):
     """What the last batch of an epoch did is known when the epoch ends, whoever asks, and when a validation runs."""
     data, first = zoo.poison(zoo.regression(), BATCHES - 1), First()
     keras.utils.set_random_seed(0)
@@ -273,7 +254,7 @@ def ends(data, batch):
     raise OSError("the disk is gone")
 
 
-def test_a_fit_that_is_cut_short_tells_of_its_last_step(deferred, monkeypatch):
+def test_a_fit_that_is_cut_short_tells_of_its_last_step(monkeypatch):
     """The last step before an exception was bad, and nobody had asked for it yet; what is reported of the exception comes after."""
     of_data = Finding("inputs", "nonfinite"), None
     monkeypatch.setattr(Explainer, "of_error", lambda self, session, error: of_data)
@@ -283,7 +264,7 @@ def test_a_fit_that_is_cut_short_tells_of_its_last_step(deferred, monkeypatch):
     assert [i.step for i in guard.incidents] == [7, 8] and guard.session.step == 8
 
 
-def test_looks_at_the_state_of_their_step(deferred, order, monkeypatch):
+def test_looks_at_the_state_of_their_step(order, monkeypatch):
     """Where the sums of a step ask for a look at the state, the step that was started by then is waited for."""
 
     class Wary(NanGuard):
@@ -302,3 +283,41 @@ def test_looks_at_the_state_of_their_step(deferred, order, monkeypatch):
     monkeypatch.setattr(Session, "_keep", keep)
     zoo.run(zoo.plain, zoo.regression(), guard=Wary(verbose=0), epochs=1)
     assert due and all(step == started for step, started in due)
+
+
+def printing(calls):
+    jax.debug.callback(lambda: calls.append(1))
+
+
+def asking(calls):
+    return jax.pure_callback(lambda: calls.append(1) or np.ones((), "float32"), jax.ShapeDtypeStruct((), "float32"))
+
+
+def asking_within(calls):
+    return jax.lax.cond(jnp.ones(()) > 0, lambda: asking(calls), lambda: 1.0)
+
+
+@pytest.mark.parametrize("call", [printing, asking, asking_within])
+def test_calls_of_the_host(call, order):
+    """A step that prints, or asks the host for something, calls it as often as without a guard, and once more to count a refused one."""
+    calls = []
+
+    class Model(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            factor = call(calls)
+            loss = super().compute_loss(*args, **kwargs)
+            return loss if factor is None else loss * factor
+
+    def called(data, *callbacks):
+        calls.clear()
+        model = Model([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(*data.all, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+        jax.effects_barrier()
+        return len(calls)
+
+    guard = lambda: NanGuard(verbose=0, diagnose=False)  # noqa: E731
+    plain = called(zoo.regression())
+    assert called(zoo.regression(), guard()) == plain == 2 * BATCHES
+    assert called(zoo.poison(zoo.regression(), 5), guard()) == plain + 2, "one bad batch in each of two epochs"
+    assert ahead(order) == []

@@ -63,7 +63,7 @@ def way(request):
 @pytest.fixture(scope="module")
 def runs(way, once):
     """Every run that comes to its end by itself, in one pair of processes; and the directory."""
-    ended = ("plain", "without", "bad", "ahead", "rollback", "endless", "whole")
+    ended = ("plain", "without", "bad", "waited", "rollback", "endless", "whole")
     found, directory = once(way, lambda folder: (reported(way, folder, *ended), str(folder)))
     return found, Path(directory)
 
@@ -100,11 +100,11 @@ def test_refused_by_both(way, runs):
     assert [text.count("refused: inputs") for text in printed] == [1, 0], "one of them reports it, and what comes again is counted"
 
 
-def test_refused_ahead_of_the_host(way, runs):
-    """The same where steps go ahead of their verdicts, as on accelerators."""
-    (first, second), _ = runs[0]["ahead"]
+def test_refused_where_the_host_waits(way, runs):
+    """The same, to the bit, if each verdict is read before the next step starts."""
+    (first, second), _ = runs[0]["waited"]
     same(first, second)
-    same(first, runs[0]["plain"][0][0], 1e-5)
+    same(first, runs[0]["bad"][0][0])
     assert first["incidents"] == second["incidents"] == runs[0]["bad"][0][0]["incidents"]
     assert first["spread"] == WAYS[way]
 

@@ -25,3 +25,26 @@ def test_squares(shape):
         spoiled = values.copy()
         spoiled.flat[place] = bad
         assert np.isnan(squares(spoiled)) if np.isnan(bad) else np.isposinf(squares(spoiled))
+
+
+HUGE = {
+    "largest numbers": np.full(10, np.finfo("float32").max, "float32"),
+    "of both signs": np.array([3e38, -3e38, 3e38], "float32"),
+    "1e20 in a large array": np.full(1 << 17, 1e20, "float32"),
+    "float16": np.full(9, 65504.0, "float16"),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("numbers", HUGE)
+@pytest.mark.parametrize("how", ["squares", "total", "add"])
+def test_no_sum_overflows_before_its_entries(how, numbers, jit):
+    """A sum is finite if and only if all entries are, however large they are."""
+    sums = lambda array: getattr(reductions, how)([array], jnp.float32)  # noqa: E731
+    of = jax.jit(sums) if jit else sums
+    values = HUGE[numbers]
+    assert np.isfinite(of(jnp.asarray(values)))
+    for bad in (np.nan, np.inf, -np.inf):
+        spoiled = values.copy()
+        spoiled[len(values) // 2] = bad
+        assert not np.isfinite(of(jnp.asarray(spoiled)))

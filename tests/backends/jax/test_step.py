@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 
@@ -16,36 +15,13 @@ from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard._backends import current
-from keras_nanguard._backends.jax import strategies
-from keras_nanguard._backends.jax.step import Conditions, choose, pinned
-from keras_nanguard._backends.jax.two_programs import JudgesFirst, TwoPrograms
-from keras_nanguard._core import memory
+from keras_nanguard._backends.jax.step import StepResult, Transaction
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard._keras import jax_trainer
 from keras_nanguard.testing import inject
 
 BAD = (3, 4, 8)
-
-
-WAYS = {
-    "packed": {},
-    "host selects": {"strategy": strategies.HostSelects},
-    "two programs": {"strategy": TwoPrograms},
-    "gradients twice": {"strategy": JudgesFirst},
-    "alternating buffers": {"strategy": strategies.AlternatingBuffers},
-    "conditional": {"strategy": strategies.Conditional},
-    "selected at the end": {"strategy": strategies.SelectedAtTheEnd},
-    "on an accelerator, verdicts deferred": {"deferred": True},
-}
-"""What makes a small model's step run by each strategy."""
-
-
-@pytest.fixture(params=WAYS)
-def way(request):
-    """Run by each strategy."""
-    with pinned(**WAYS[request.param]):
-        yield request.param
 
 
 class Look(keras.callbacks.Callback):
@@ -101,22 +77,43 @@ def network(optimizer, **mode):
     return model
 
 
-LARGE = [strategies.Conditional, TwoPrograms, JudgesFirst, strategies.AlternatingBuffers]
-
-
-@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", LARGE)
-def test_written_over(recwarn, strategy, optimizer, steps):
-    """A step that writes over its state, or over the one before, refuses as well as one that does not."""
-    with pinned(strategy):
-        runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=steps), tolerance=1e-5)
-    for run in runs:
-        assert type(run.guard.session.transaction.strategy) is strategy and not run.guard.session.transaction.keeps_undo
+def test_written_over(recwarn, optimizer):
+    """A step that writes over its state refuses without a trace, whatever its optimizer keeps."""
+    runs = oracle(lambda: network(OPTIMIZERS[optimizer](), steps_per_execution=3), tolerance=1e-5)
+    assert not any(run.guard.session.transaction.keeps_undo for run in runs)
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
-def test_an_update_that_overflows(way):
+class Both(keras.optimizers.SGD):
+    """Writes a slot by itself, and then through the optimizer."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = [self.add_variable_from_reference(v, name="seen") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        seen = self.seen[self._get_variable_index(variable)]
+        seen.assign(gradient)
+        self.assign_add(seen, gradient)
+        self.assign_sub(variable, learning_rate * seen.value)
+
+
+class Halves(Both):
+    """Assigns in a way of its own."""
+
+    def assign_sub(self, variable, value):
+        super().assign_sub(variable, value / 2)
+
+
+@pytest.mark.parametrize("kind", [Both, Halves])
+def test_an_optimizer_that_assigns_by_itself(kind):
+    """A variable is what it was, whichever of its assignments the optimizer passes on, and in whatever way."""
+    _, bad = oracle(lambda: network(kind(0.05)), tolerance=1e-5)
+    assert np.abs(bad.model.optimizer.seen[0].numpy()).max() > 0
+
+
+def test_an_update_that_overflows():
     """Finite gradients times a rate make infinite weights: reported, whichever way the step goes, and undone."""
     data = zoo.regression(batches=24)
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
@@ -125,44 +122,8 @@ def test_an_update_that_overflows(way):
     guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
-    deferred = way in ("two programs", "gradients twice", "conditional", "on an accelerator, verdicts deferred")
-    assert guard.incidents[0].refused != deferred, "the others read the new weights before they commit"
+    assert not guard.incidents[0].refused, "it has committed when the new weights are read"
     assert zoo.bad_entries(net) == [] and guard.session.step == 24
-
-
-def test_a_set_that_is_not_written_whole():
-    """A weight that a step leaves alone is in both sets."""
-
-    class Half(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = layers.Dense(8, use_bias=False), layers.Dense(1, use_bias=False)
-
-        def call(self, x):
-            return self.other(keras.ops.stop_gradient(self.one(x)))
-
-        def train_step(self, state, data):
-            trainable, non_trainable, slots, metrics = state
-            x, y = data[:2]
-
-            def loss_of(last):
-                predicted, _ = self.stateless_call([*trainable[:1], last], non_trainable, x)
-                return jnp.mean((predicted - y) ** 2)
-
-            loss, gradient = jax.value_and_grad(loss_of)(trainable[1])
-            return {"loss": loss}, ([trainable[0], trainable[1] - 0.01 * gradient], non_trainable, slots, metrics)
-
-    def build():
-        model = Half()
-        model.build((None, 6))
-        model.compile("sgd")
-        return model
-
-    data = zoo.regression()
-    plain = zoo.run(build, data)
-    with pinned(strategies.AlternatingBuffers):
-        bad = zoo.run(build, data.with_poison(BAD), guard="undiagnosed")
-    assert zoo.differences(bad, plain, 1e-6) == [] and bad.guard.session.refused == 2 * len(BAD)
 
 
 class Same(keras.optimizers.SGD):
@@ -178,7 +139,7 @@ class Same(keras.optimizers.SGD):
             self.assign(seen[self._get_variable_index(variable)], variable)
 
 
-def test_one_value_in_several_places(way):
+def test_one_value_in_several_places():
     """No two arrays of a state share the memory that the next step but one writes over."""
     _, bad = oracle(lambda: network(Same(0.05)), tolerance=1e-5)
     weight, slots = bad.model.trainable_variables[0], [seen[0] for seen in bad.model.optimizer.seen]
@@ -186,38 +147,8 @@ def test_one_value_in_several_places(way):
         np.testing.assert_array_equal(np.asarray(slot.value), np.asarray(weight.value))
 
 
-def test_shared_memory_is_not_written_over():
-    """Should the selected state share an array with the other one, the next step is given another array to write over."""
-    with pinned(strategies.AlternatingBuffers):
-        run = zoo.run(zoo.plain, zoo.regression(), guard=True)
-    alternating = run.guard.session.transaction.strategy
-    alternating.places, unused, used = [0, 1], [jnp.zeros(3), jnp.ones(3)], [jnp.zeros(3), jnp.ones(3)]
-    alternating.release(unused, used)
-    assert all(a is b for a, b in zip(alternating.spare, unused))
-    alternating.release([unused[0], used[0]], used)
-    assert alternating.spare[0] is unused[0]
-    assert not set(strategies.buffers(alternating.spare)) & set(strategies.buffers(used))
-
-
-def test_weights_that_share_their_memory():
-    """Someone has given one array to two variables: each is written over by itself."""
-
-    def build(shared):
-        net = keras.Sequential([keras.Input((6,)), layers.Dense(6, use_bias=False), layers.Dense(6, use_bias=False), layers.Dense(1)])
-        net.compile("sgd", "mse")
-        array = jnp.eye(6) * 0.5
-        for layer in net.layers[:2]:
-            layer.kernel.assign(array if shared else np.array(array))
-        return net
-
-    with pinned(TwoPrograms):
-        one, other = (zoo.run(functools.partial(build, shared), zoo.regression(), guard=True) for shared in (True, False))
-    assert all(isinstance(run.guard.session.transaction.strategy, TwoPrograms) for run in (one, other))
-    assert zoo.differences(one, other, 1e-5) == []
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision(way, policy):
+def test_mixed_precision(policy):
     """Mixed precision with loss scaling: the oracle holds; a loss scale learns only from what it can help."""
 
     def build():
@@ -233,7 +164,7 @@ def test_mixed_precision(way, policy):
     oracle(build, tolerance=1e-5)
 
 
-def test_overflow_halves_the_scale(way):
+def test_overflow_halves_the_scale():
     """A gradient that overflows halves the loss scale and starts its count again, and changes nothing else."""
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=64.0)
@@ -373,14 +304,10 @@ STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: True, Con
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_own_step(way, kind):
+def test_own_step(kind):
     """A train step of the user's own is the same transaction; where it uses what it has updated, that is seen."""
     _, bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    transaction, strategy = bad.guard.session.transaction, WAYS[way].get("strategy")
-    if way in ("conditional", "two programs", "on an accelerator, verdicts deferred"):
-        assert transaction.keeps_undo == STEPS[kind]
-    if strategy is not None:
-        assert (type(transaction.strategy) is strategy) != transaction.keeps_undo, "it is left where the updates cannot be deferred"
+    assert bad.guard.session.transaction.keeps_undo == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 
@@ -406,7 +333,7 @@ class Keeping(OwnStep):
         return {"loss": loss, "bias": gradients[-1][0]}, (trainable, moved, slots, metrics)
 
 
-def test_a_gradient_that_stays(way):
+def test_a_gradient_that_stays():
     """An array that goes to the updates and also stays in the state, or in the logs, is not given up with the others."""
     _, bad = oracle(functools.partial(_own, Keeping), tolerance=1e-5)
     assert np.abs(bad.model.last.numpy()).max() > 0
@@ -437,7 +364,7 @@ def test_healthy_steps_leave_the_variables_alone(monkeypatch):
     assert set(calls) <= {0, 1, 10, 30, 40}
 
 
-def test_other_callbacks_see_the_state(way):
+def test_other_callbacks_see_the_state():
     """A callback that looks at the model, or changes it, sees and changes the state that training goes on with."""
 
     class Halver(keras.callbacks.Callback):
@@ -454,7 +381,7 @@ def test_other_callbacks_see_the_state(way):
     assert zoo.differences(guarded, zoo.run(build, data, callbacks=[Halver()]), 1e-5) == []
 
 
-def test_rollback(way):
+def test_rollback():
     """A rollback hands Keras the last verified state, and training goes on from there at a lower rate."""
     model, data = zoo.plain(keras.optimizers.Adam(0.01), dropout=False), zoo.regression(batches=60)
     policy = {
@@ -472,7 +399,7 @@ def test_rollback(way):
     assert float(np.asarray(model.optimizer.learning_rate.value)) == pytest.approx(0.005)
 
 
-def test_lowered_schedule(way):
+def test_lowered_schedule():
     """A lowered schedule is an argument of the compiled step: its factor can change without compiling anew."""
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([10**6], [0.1, 0.1]))
     model, data = zoo.plain(optimizer, dropout=False), zoo.poison(zoo.regression(batches=20), 5)
@@ -486,7 +413,7 @@ def test_lowered_schedule(way):
     assert max(moves[5:]) < 1e-2 * min(moves[:4])
 
 
-def test_stop_leaves_the_last_good_state(way):
+def test_stop_leaves_the_last_good_state():
     """A policy that stops leaves the state from before the bad step behind."""
     data = zoo.regression()
     run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard("stop", verbose=0), epochs=1)
@@ -496,7 +423,7 @@ def test_stop_leaves_the_last_good_state(way):
     assert zoo.differences(run, clean, 1e-5) == []
 
 
-def test_raise_leaves_the_last_good_state(way):
+def test_raise_leaves_the_last_good_state():
     """A policy that raises leaves a model behind that can be used: nothing of it was given up to a step."""
     model = zoo.plain()
     with pytest.raises(Exception, match="step 7 "):
@@ -505,7 +432,7 @@ def test_raise_leaves_the_last_good_state(way):
     assert np.isfinite(model.predict(zoo.draw(1), verbose=0)).all()
 
 
-def test_observe(way):
+def test_observe():
     """A policy that only looks tells of the step, with counts, and changes nothing."""
     data = zoo.poison(zoo.regression(), 6)
     run = zoo.run(zoo.plain, data, guard=NanGuard("observe", verbose=0), epochs=1)
@@ -514,7 +441,7 @@ def test_observe(way):
     assert any(f.site == "gradients" and f.nan for f in run.guard.incidents[0].findings)
 
 
-def test_counts_name_variables(way):
+def test_counts_name_variables():
     """An incident counts the bad entries of each gradient, by its variable's path."""
     model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
     with inject(model, site="gradients", kind="inf", step=3, path="*/kernel", entries=2):
@@ -524,18 +451,15 @@ def test_counts_name_variables(way):
     assert found == {path: (min(2, size), size) for path, size in kernels.items()}
 
 
-@pytest.mark.parametrize("way", ["packed", "host selects", "two programs", "gradients twice", "alternating buffers"], indirect=True)
-def test_nothing_is_counted_where_there_is_no_room(monkeypatch, way):
-    """Where the gradients do not fit into memory once more, a refused step is not run again to count, and is as good as any other."""
-    runs = []
-    for room in (np.inf, 0):
-        monkeypatch.setattr(memory, "room_for", lambda size, room=room: size <= room)
-        runs.append(zoo.run(zoo.plain, zoo.poison(zoo.regression(), 6), guard=NanGuard(verbose=0, diagnose=False), epochs=1))
-    assert all(np.array_equal(a, b) for a, b in zip(*(run.model.get_weights() for run in runs)))
-    assert [run.steps for run in runs] == [[6], [6]]
-    found = [[(f.site, f.kind, f.nan, f.path) for f in run.guard.incidents[0].findings if f.site in ("gradients", "loss")] for run in runs]
-    assert found[0][:-1] and all(nan and path for site, _, nan, path in found[0] if site == "gradients")
-    assert found[1] == [("loss", "nonfinite", 1, ""), ("gradients", "nonfinite", 0, "")]
+def test_counts_are_of_their_own_batch():
+    """The last batch of an epoch is a smaller one, and is traced apart from the others."""
+    x, y = np.random.default_rng(0).standard_normal((20, 4)).astype("float32"), np.zeros((20, 1), "float32")
+    x[:8] = x[16:] = np.nan
+    model, guard = keras.Sequential([keras.Input((4,)), layers.Dense(1)]), NanGuard(verbose=0, diagnose=False)
+    model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
+    found = [(i.batch, f.nan, f.size) for i in guard.incidents for f in i.findings if f.site == "outputs"]
+    assert found == [(0, 8, 8), (2, 4, 4)] * 2
 
 
 def test_a_diagnosis_runs_the_compiled_step_again():
@@ -557,7 +481,7 @@ def test_a_diagnosis_runs_the_compiled_step_again():
     assert set(found) == {(True, "loss", 0, True)}
 
 
-def test_one_step_at_a_time(way):
+def test_one_step_at_a_time():
     """`train_on_batch` of a `NanGuardModel` is the same transaction."""
 
     class Quiet(NanGuardModel):
@@ -730,94 +654,7 @@ def test_loop_that_loses_a_part_of_its_state(compiled):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree_util.tree_leaves(loop.state))
 
 
-def test_tiny_steps_have_the_same_numbers():
-    """Neither packing its state nor looking ahead changes a number."""
-    runs = [zoo.run(zoo.plain, zoo.regression(), guard=True)]
-    assert type(runs[0].guard.session.transaction.strategy) is strategies.PackedState
-    with pinned(strategies.HostSelects):
-        runs.append(zoo.run(zoo.plain, zoo.regression(), guard=True))
-    assert type(runs[1].guard.session.transaction.strategy) is strategies.HostSelects
-    assert zoo.differences(*runs) == []
-
-
-class Slow:
-    """The vector of a step that ends after some looks at it."""
-
-    def __init__(self, vector, looks):
-        self.vector, self.looks, self.polls = vector, looks, 0
-
-    def is_ready(self):
-        self.polls += 1
-        return self.polls >= self.looks
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.vector)
-
-
-@pytest.mark.parametrize(("strategy", "looks", "polls"), [
-    (strategies.PackedState, 3, min(3, strategies.MAX_POLLS)),
-    (strategies.PackedState, 1 << 20, strategies.MAX_POLLS),
-    (strategies.HostSelects, 3, 0),
-])  # fmt: skip
-def test_the_host_polls_for_the_end_of_a_tiny_step(strategy, looks, polls, monkeypatch):
-    """It looks again and again whether a tiny step has ended, a bounded number of times, and sleeps for any other."""
-    monkeypatch.setattr(strategies.LooksAhead, "max_polls", strategies.MAX_POLLS)
-    with pinned(strategy):
-        transaction = zoo.run(zoo.plain, zoo.regression(batches=2), guard=True, epochs=1).guard.session.transaction
-    assert type(transaction.strategy) is strategy
-    vector = Slow([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0] + [0.5] * 8, looks)
-    transaction.vector_head = 9
-    monkeypatch.setattr(transaction.outputs, "split", lambda outputs, more: outputs)
-    verdict, _, _ = transaction.read(vector, {})
-    assert (verdict.loss, vector.polls) == (1.0, polls)
-
-
-FIT = Conditions(True, True, False, False, True, True, 1 << 10, True)
-CHOICES = {
-    "tiny": ({}, strategies.PackedState),
-    "tiny, of random keys": ({"packable": False}, strategies.LooksAhead),
-    "small": ({"size": 1 << 20}, strategies.HostSelects),
-    "large": ({"size": 1 << 26}, TwoPrograms),
-    "large, and no room for its gradients": ({"size": 1 << 26, "short": True}, JudgesFirst),
-    "large, no room, uses its update": ({"size": 1 << 26, "short": True, "deferrable": False}, strategies.AlternatingBuffers),
-    "small, and no room": ({"short": True}, strategies.PackedState),
-    "large, uses its update": ({"size": 1 << 26, "deferrable": False}, strategies.AlternatingBuffers),
-    "large, refuses nothing": ({"size": 1 << 26, "refuse": False}, strategies.AlternatingBuffers),
-    "eager": ({"jit": False, "size": 1 << 30}, strategies.HostSelects),
-    "on an accelerator": ({"accelerator": True}, strategies.Conditional),
-    "on an accelerator, uses its update": ({"accelerator": True, "deferrable": False}, strategies.SelectedAtTheEnd),
-    "on an accelerator, eager": ({"accelerator": True, "jit": False}, strategies.HostSelects),
-    "on several devices": ({"distributed": True}, strategies.Conditional),
-    "on several devices, refuses nothing": ({"distributed": True, "refuse": False}, strategies.SelectedAtTheEnd),
-    "a tiny loop": ({"owns_state": False}, strategies.LooksAhead),
-    "a large loop": ({"owns_state": False, "size": 1 << 26}, strategies.HostSelects),
-    "a loop on an accelerator": ({"owns_state": False, "accelerator": True}, strategies.HostSelects),
-}
-
-
-@pytest.mark.parametrize("where", CHOICES)
-def test_choice(where):
-    """The table of strategies, row by row."""
-    changed, strategy = CHOICES[where]
-    assert choose(dataclasses.replace(FIT, **changed)) is strategy
-
-
-def test_it_is_said_that_gradients_are_computed_twice(monkeypatch, capsys):
-    """Where there is no room for the gradients of a large model, a line says once what that costs; fits after it do the same."""
-    monkeypatch.setattr(memory, "room_for", lambda size: False)
-    monkeypatch.setattr(memory, "room", lambda: 3 << 20)
-    model = keras.Sequential([keras.Input((1024,)), layers.Dense(1024), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x, y = np.ones((16, 1024), "float32"), np.ones((16, 1), "float32")
-    for _ in range(2):
-        guard = NanGuard()
-        model.fit(x, y, batch_size=4, verbose=0, callbacks=[guard])
-        assert isinstance(guard.session.transaction.strategy, JudgesFirst)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "twice" in line]
-    assert lines == ["NanGuard: the gradients take 4 MB, and 3 MB of memory can be taken: each step computes them twice."]
-
-
-def test_a_step_logs_its_own_loss(way):
+def test_a_step_logs_its_own_loss():
     """In whatever way steps are refused, a committed one logs what it returned, and a refused one what the last committed one did."""
     from report.test_logs_of_steps import Noisy, fitted, own
 
@@ -829,8 +666,8 @@ def test_a_step_logs_its_own_loss(way):
     assert left_out.batches[3] == left_out.batches[2] == pytest.approx(stock.batches[2])
 
 
-def programs(callbacks=()):
-    """Return the bytes that each large program of a fit takes at its peak beside what it is given, the fewest first."""
+def largest_program(callbacks=()):
+    """Return the bytes that the step of a fit takes at its peak beside what it is given."""
     keras.utils.clear_session()
     gc.collect()
     model = keras.Sequential([keras.Input((1056,)), *(layers.Dense(1056, use_bias=False) for _ in range(4)), layers.Dense(1)])
@@ -840,12 +677,140 @@ def programs(callbacks=()):
     model.fit(np.ones((8, 1056), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0, callbacks=list(callbacks))
     taken = [p.get_compiled_memory_stats() for p in client.live_executables() if id(p) not in before]
     state = 3 * 4 * 4 * 1056**2
-    return sorted(stats.temp_size_in_bytes for stats in taken if stats.argument_size_in_bytes >= state / 3)
+    return max(stats.temp_size_in_bytes for stats in taken if stats.argument_size_in_bytes >= state)
 
 
-def test_a_step_that_runs_twice_takes_what_it_takes_without_a_guard():
-    """At its peak no program of it takes more beside the state than Keras' own step."""
-    (plain,) = programs()
-    with pinned(JudgesFirst):
-        guarded = programs([NanGuard(verbose=0)])
-    assert len(guarded) == 3 and guarded[-1] <= plain + (1 << 20)
+def test_a_step_takes_its_gradients_more_than_without_a_guard():
+    """All of them are there until the verdict; no weight and no slot is there twice."""
+    gradients = 4 * 4 * 1056**2
+    assert largest_program([NanGuard(verbose=0)]) <= largest_program() + gradients + (1 << 20)
+
+
+class Interrupting:
+    """A vector of a verdict that a signal interrupts the wait for, once."""
+
+    def __init__(self, vector, error):
+        self.vector, self.errors = vector, [error]
+
+    def __array__(self, *args, **kwargs):
+        if self.errors:
+            raise self.errors.pop()
+        return np.asarray(self.vector)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError("no memory")])
+@pytest.mark.parametrize("wide", [8, 600], ids=["small", "large"])
+def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
+    """The new state is published before the host waits: the model is the one after the last step, and the user sees the interrupt."""
+    data, started, real = zoo.regression(), [], Transaction.start
+
+    def start(self, *args, **more):
+        result = real(self, *args, **more)
+        started.append(result)
+        if len(started) == 8:
+            result.vector = Interrupting(result.vector, error)
+        return result
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(wide), layers.Dense(wide), layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    model, look = build(), [] if ahead else [Look(lambda model: 0)]
+    monkeypatch.setattr(Transaction, "start", start)
+    with pytest.raises(type(error)):
+        model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(verbose=0), *look])
+    assert zoo.bad_entries(model) == []
+    assert int(np.asarray(model.optimizer.iterations)) == len(started)
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
+
+
+def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
+    """A signal handler raises before anyone has taken the new state: it is in the list that the program wrote it to."""
+    model, calls, real = zoo.plain(), [], StepResult.__init__
+
+    def made(self, *args, **more):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        real(self, *args, **more)
+
+    monkeypatch.setattr(StepResult, "__init__", made)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(lambda: model, zoo.regression(), guard=NanGuard(verbose=0))
+    assert zoo.bad_entries(model) == [] and int(np.asarray(model.optimizer.iterations)) == 6
+
+
+HUGE = {
+    "sgd": (lambda: keras.optimizers.SGD(1e-22), True),
+    "clipped": (lambda: keras.optimizers.Adam(1e-3, clipvalue=1.0), True),
+    "adam": (lambda: keras.optimizers.Adam(1e-3), False),
+}
+
+
+@pytest.mark.parametrize("at", [1, 11], ids=["within an epoch", "at its end"])
+def test_one_huge_gradient(at):
+    """A single step of such gradients, read when the next one has been started or when the epoch ends, is none that is refused."""
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-3, clipvalue=1.0), "mse")
+        return model
+
+    data = zoo.regression()
+    data.y[at * zoo.BATCH] = 1e18
+    plain, guarded = (zoo.run(build, data, guard=guard) for guard in (None, "undiagnosed"))
+    assert [i.step for i in guarded.guard.incidents if i.refused] == []
+    found = zoo.differences(guarded, plain, 1e-5)
+    if at == 11:  # Keras has read the metrics of the epoch when its last verdict is read
+        found = [difference for difference in found if not difference.startswith("history['loss']")]
+    assert found == []
+
+
+@pytest.mark.parametrize("optimizer", HUGE)
+def test_huge_gradients(optimizer):
+    """Gradients of 1e20 are finite: a step commits if what its update makes of them is, and only then."""
+    make, commits = HUGE[optimizer]
+
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile(make(), lambda y, predicted: keras.ops.mean(keras.ops.square(predicted - y)) * 1e20)
+        return model
+
+    plain = zoo.run(build, zoo.regression(), epochs=1)
+    assert (zoo.bad_entries(plain.model) == []) == commits, "stock Keras"
+    guarded = zoo.run(build, zoo.regression(), guard="undiagnosed", epochs=1)
+    assert zoo.bad_entries(guarded.model) == []
+    assert (guarded.guard.session.refused == 0) == commits
+    if commits:
+        assert guarded.guard.incidents == [] and zoo.differences(guarded, plain, 1e-5) == []
+
+
+def test_loop_of_another_library():
+    """A loop whose optimizer is not one of Keras needs none for the guard: its state passes through the step."""
+    loop, guard, refused = Loop(), NanGuard(verbose=0), []
+    weights, other, _ = loop.state
+    momentum = [jnp.zeros_like(w) for w in weights]
+
+    def step(state, x, y):
+        weights, other, momentum = state
+        (loss, other), gradients = jax.value_and_grad(loop.loss, has_aux=True)(weights, other, x, y)
+        momentum = [0.9 * m + g for m, g in zip(momentum, gradients)]
+        return loss, ([w - 0.01 * m for w, m in zip(weights, momentum)], other, momentum)
+
+    state = (weights, other, momentum)
+    with guard.watch(loop.model):
+        run = guard.step(jax.jit(step))
+        for i, batch in enumerate(batches(BAD)):
+            _, state = run(state, *batch)
+            refused += [i] if guard.refused else []
+    assert tuple(refused) == BAD and all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree_util.tree_leaves(state))
+
+
+def test_an_optimizer_of_another_library():
+    """It is not an argument of `watch`, and the error says what to write instead."""
+    with pytest.raises(GuardError, match=r"Write guard.watch\(model\)"), NanGuard(verbose=0).watch(zoo.plain(), object()):
+        pass
+    with pytest.raises(GuardError, match="its own argument"), NanGuard(verbose=0).watch(zoo.plain(), [keras.optimizers.SGD()]):
+        pass

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from backends.jax.test_step import WAYS, Loop, OwnStep
+from backends.jax.test_step import Loop, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.step import pinned
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._fit.session import Session
 
@@ -23,13 +22,6 @@ HOT = X.copy()
 HOT[AT * BATCH] = 200.0  # whose exponential is infinite
 BAD = X.copy()
 BAD[AT * BATCH] = np.nan
-
-
-@pytest.fixture(params=["packed", "host selects", "conditional", "selected at the end", "on an accelerator, verdicts deferred"])
-def way(request):
-    """Run by each strategy that puts its sums together in another way."""
-    with pinned(**WAYS[request.param]):
-        yield request.param
 
 
 class Tracks(layers.Layer):
@@ -77,7 +69,7 @@ def fitted(tracks, x=X, optimizer=None, **compiling):
     return model, guarded(model, x)
 
 
-def test_a_statistic_that_turns_bad_refuses_its_step(way):
+def test_a_statistic_that_turns_bad_refuses_its_step():
     """Loss and gradients are finite. The incident names the variable, counts it, and it is as it was before the step."""
     model, guard = fitted(Tracks(lambda x, last: jnp.exp(x[0, 0])), HOT)
     assert [(i.step, i.refused) for i in guard.incidents] == [(AT, True)]
@@ -86,13 +78,13 @@ def test_a_statistic_that_turns_bad_refuses_its_step(way):
     assert np.isclose(np.asarray(model.layers[0].last), np.exp(X[-BATCH, 0]))
 
 
-def test_a_metric_may_be_nan(way):
+def test_a_metric_may_be_nan():
     """What a metric holds is no state that training depends on."""
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), metrics=[Undefined()])
     assert guard.incidents == [] and guard.session.refused == 0 and guard.session.step == BATCHES
 
 
-def test_what_was_infinite_before_the_run_may_stay_so(way):
+def test_what_was_infinite_before_the_run_may_stay_so():
     """A running minimum begins with Inf."""
     model, guard = fitted(Tracks(lambda x, last: jnp.maximum(last.value, jnp.min(x)), first=np.inf))
     assert guard.incidents == [] and np.isposinf(np.asarray(model.layers[0].last))
@@ -109,7 +101,7 @@ class SpoilsItsSlots(keras.optimizers.SGD):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["with the weights", "by themselves"])
-def test_a_slot_that_turns_bad_is_seen_in_its_step(way, apart, monkeypatch):
+def test_a_slot_that_turns_bad_is_seen_in_its_step(apart, monkeypatch):
     if apart:
         monkeypatch.setattr(rules, "SMALL_SLOTS", 0)
     _, guard = fitted(Tracks(lambda x, last: jnp.mean(x)), optimizer=SpoilsItsSlots(0.01, momentum=0.9))
@@ -145,7 +137,7 @@ class Halves(OwnStep):
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
-def test_the_weights_of_each_of_two_optimizers(way, which):
+def test_the_weights_of_each_of_two_optimizers(which):
     """An update by an infinite learning rate is seen in its step, whichever optimizer makes it."""
     keras.utils.set_random_seed(0)
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([AT - 1], [0.01, np.inf])
@@ -160,7 +152,7 @@ def test_the_weights_of_each_of_two_optimizers(way, which):
 
 
 @pytest.mark.parametrize("scale", [-4.0, 0.0])
-def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
+def test_a_scale_that_scales_nothing_refuses_its_step(scale):
     """Also where the gradients are finite all the same; it begins anew."""
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
@@ -174,7 +166,7 @@ def test_a_scale_that_scales_nothing_refuses_its_step(way, scale):
 
 
 @pytest.mark.parametrize("policy", ["recover", "observe"])
-def test_logs_of_a_refused_step(way, policy):
+def test_logs_of_a_refused_step(policy):
     """Other callbacks see the means over the committed steps; where the guard only looks they see what Keras shows."""
     seen = []
     keras.utils.set_random_seed(0)
@@ -198,7 +190,7 @@ class ByHand(OwnStep):
         return {"loss": loss}, ([w - away * g for w, g in zip(weights, gradients)], other, slots, metrics)
 
 
-def test_weights_that_no_optimizer_moves(way):
+def test_weights_that_no_optimizer_moves():
     """They are judged in the step that moves them, and given back."""
     keras.utils.set_random_seed(0)
     model = ByHand()
@@ -214,9 +206,9 @@ def test_which_update_it_is(monkeypatch):
     """Slots of large optimizers are read in every sixteenth update: the sums are told its number."""
     told, real = [], reductions.update_sums
 
-    def update_sums(optimizer, weights, slots, turn, *rest):
-        told.append(int(turn))
-        return real(optimizer, weights, slots, turn, *rest)
+    def update_sums(optimizer, weights, slots, iteration, *rest):
+        told.append(int(iteration))
+        return real(optimizer, weights, slots, iteration, *rest)
 
     monkeypatch.setattr(reductions, "update_sums", update_sums)
     fitted(Tracks(lambda x, last: jnp.mean(x)), run_eagerly=True)
@@ -258,7 +250,6 @@ def test_what_leaves_a_refused_step_whose_verdict_is_read_later(monkeypatch):
         return real(self, logs, *more)
 
     monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
-    with pinned(deferred=True):
-        _, guard = fitted(Tracks(lambda x, last: last + 1.0), BAD)
+    _, guard = fitted(Tracks(lambda x, last: last + 1.0), BAD)
     assert guard.session.refused == 1
     assert len(seen) >= BATCHES and np.isfinite(seen).all()
