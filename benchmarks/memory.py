@@ -32,7 +32,7 @@ def train(variant: str, width: int, jit: bool) -> tuple[int, int]:
     model.compile("adam", "mse", jit_compile=jit)
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((128 * 40, 1024)).astype("float32"), rng.standard_normal((128 * 40, 10)).astype("float32")
-    guards = [NanGuard(snapshot={"every": 10, "good_after": 5}, verbose=0)] if variant == "guarded" else []
+    guards = [NanGuard(snapshot={"every": 10, "verify_after": 5}, verbose=0)] if variant == "guarded" else []
     model.fit(x, y, batch_size=128, shuffle=False, verbose=0, callbacks=guards)
     state = sum(np.prod(v.shape) * 4 for v in (*model.variables, *model.optimizer.variables))
     return int(state), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -25,7 +25,7 @@ EPOCHS, BATCHES, ROWS, WIDTH = 3, 31, 16, 32
 BAD = (20,)
 """Batches of the data with a NaN in them."""
 
-SNAPSHOT = {"storage": "disk", "every": 4, "good_after": 2, "keep": 2}
+SNAPSHOT = {"storage": "disk", "every": 4, "verify_after": 2, "keep": 2}
 
 START, COMPILE, TRAIN, WRITE, RENAME, REMOVE, RECORD = range(7)
 PHASES = ("starting", "first step", "training", "writing a snapshot", "syncing or renaming", "removing an older one", "noting it verified")

@@ -31,7 +31,7 @@ def trained(folder: Path) -> None:
     model.compile(keras.optimizers.Adam(0.01), "mse")
     x, y = np.ones((64, 3), np.float32), np.zeros((64, 2), np.float32)
     x[41, 1] = np.nan
-    guard = NanGuard(directory=folder, verbose=0, snapshot={"storage": "disk", "every": 4, "good_after": 2, "keep": 2})
+    guard = NanGuard(directory=folder, verbose=0, snapshot={"storage": "disk", "every": 4, "verify_after": 2, "keep": 2})
     model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard])
     model.save(folder / "model.keras")
     model.save(folder / "model.h5")
@@ -75,22 +75,20 @@ def _policies() -> dict[str, list[Recipe]]:
     folder = Path(keras_nanguard.__file__).parent / "policies"
     presets = [tomllib.loads((folder / f"{name}.toml").read_text("utf-8")) for name in PRESETS if (folder / f"{name}.toml").is_file()]
     own = {
-        "version": 1,
+        "version": 2,
         "preset": "recover",
-        "checks": {"loss": {"max_abs": 1e4}, "trend": False, "loss_scale": {"min_value": 1.0, "patience": 3}},
+        "escalation": ["skip", ["rollback", {"lower_lr": {"factor": 0.5}}], "stop"],
         "snapshot": {"every": 50, "keep": 3, "storage": "disk"},
-        "layers": {"post_bn*": {"statistics": {"max_abs": 1e3}}, "*/kernel": {"weights": False}},
+        "loss_scale": {"floor": 1.0, "streak": 3, "action": "off"},
+        "limits": [{"site": "statistics", "layer": "post_bn*", "max_abs": 1e3}],
         "rules": [
             {
                 "name": "mine",
-                "on": ["loss", "gradients"],
+                "site": ["loss", "gradients"],
                 "kind": "nonfinite",
                 "layer": ["head*"],
-                "after": {"any": [{"consecutive": 3}, {"total": 5, "within": 100}]},
-                "unless": {"on": "inputs"},
+                "after": 3,
                 "do": [{"lower_lr": {"factor": 0.5}}, "skip"],
-                "limit": {"times": 2, "per_steps": 100},
-                "otherwise": {"do": ["stop"]},
             }
         ],
     }

@@ -47,8 +47,8 @@ def no_command(path: Path) -> None:
 _FILES = ("keras_nanguard._files.opening", "keras_nanguard._files.stored", "keras_nanguard._files.scan", "keras_nanguard._files.names")
 _POLICY = (
     "keras_nanguard._policy.documents",
-    "keras_nanguard._policy.config",
-    "keras_nanguard._policy.schema",
+    "keras_nanguard._policy.records",
+    "keras_nanguard._policy.actions",
     "keras_nanguard._policy.problems",
 )
 _REPORT = ("keras_nanguard._report.", "keras_nanguard._core.incident", "keras_nanguard._core.field_types")
@@ -60,7 +60,7 @@ TARGETS: dict[str, Target] = {
             Target(
                 f"policy-{word}",
                 word.upper(),
-                "`Policy.from_any`, `check-policy`",
+                "`Policy.load`, `check-policy`",
                 (*_POLICY, "keras_nanguard._policy.policy"),
                 write,
                 runs.look_policy,
@@ -123,7 +123,7 @@ TARGETS: dict[str, Target] = {
                 "keras_nanguard._fit.snapshot_files",
                 "keras_nanguard._fit.resume",
                 "keras_nanguard._fit.guard_state",
-                "keras_nanguard._policy.ledger",
+                "keras_nanguard._policy.state",
             ),
             runs.snapshots,
             runs.look_snapshots,

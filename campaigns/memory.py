@@ -71,7 +71,7 @@ def child(backend: str, state: float, guarded: str) -> None:
         from keras_nanguard import NanGuard
 
         directory = tempfile.mkdtemp(dir=os.environ.get("CAMPAIGN_FOLDER")) if "directory" in guarded else None
-        callbacks = [NanGuard(snapshot={"every": 2, "good_after": 1}, directory=directory)]
+        callbacks = [NanGuard(snapshot={"every": 2, "verify_after": 1}, directory=directory)]
     begin = time.monotonic()
     model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
     variables = [*model.variables, *model.optimizer.variables]

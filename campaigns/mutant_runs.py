@@ -140,7 +140,7 @@ def _chosen(mutant: Mutant, tests: Iterable[Tested], budget: float) -> list[Test
     return chosen
 
 
-IMPORTED = ("_policy/tables.py",)
+IMPORTED = ("_policy/policy.py",)
 """Modules whose functions run while others are imported: swapping their code then would come too late."""
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,19 +16,30 @@ from typing import Any
 
 from keras_nanguard._cli.parser import parser
 from keras_nanguard._core.incident import CAUSES, SITES
-from keras_nanguard._policy.schema import json_schema
+from keras_nanguard._policy.policy import json_schema
 from keras_nanguard.actions import ACTIONS
 
 FOLDER = Path(__file__).parent / "reference"
+SCHEMA = Path(__file__).parents[1] / "keras_nanguard" / "policies" / "policy.schema.json"
 MADE = "<!-- Made from the code by docs/reference_pages.py: do not edit. -->\n\n"
 
 
 NAMED = {
     CAUSES: "[cause](../causes.md)",
-    SITES: "[site](../policies.md#how-deciding-works)",
-    tuple(name for name in ACTIONS if name != "call"): "[action](#actions-do)",
+    SITES: "[site](../policies.md#rules)",
+    tuple(ACTIONS): "[action](#actions-do)",
 }
 """How long lists of names are called, by their members."""
+
+SECTIONS = {
+    "Snapshots: `[snapshot]`": "Snapshot",
+    "`[divergence]`": "Divergence",
+    "`[loss_scale]`": "LossScale",
+    "`[statistics]`": "Statistics",
+    "Limits: `[[limits]]`": "Limit",
+    "Rules: `[[rules]]`": "Rule",
+}
+"""The headings of the tables of a policy, with the models that they are made from."""
 
 
 # The fields of a policy
@@ -40,44 +52,26 @@ def policy_fields() -> str:
     lines = [
         "# Fields of a policy file",
         "",
-        "Every field that a policy file may have, with its type, default and bounds, from the JSON Schema by which policies are validated:",
+        "Every field that a policy file may have, with its type, default and bounds, from the JSON Schema in",
         "`keras_nanguard/policies/policy.schema.json`. [Policies](../policies.md) explains how they work together.",
         "",
         "## Top level",
         "",
         *_table(schema, defined),
-        "",
-        "## A rule: `[[rules]]`",
-        "",
-        *_table(defined["Rule"], defined),
     ]
-    for heading, name in (("`limit`", "Limit"), ("`magnitude`", "Magnitude"), ("`unless`", "Unless"), ("`otherwise`", "RungTable")):
-        lines += ["", f"### {heading}", "", _described(defined[name]), "", *_table(defined[name], defined)]
-    lines += ["", "## Conditions: `after`", "", *_table(defined["ConditionTable"], defined)]
-    for name in ("Within", "Fraction", "Spike"):
-        lines += ["", f"### `{name.lower()}`", "", _described(defined[name]), "", *_table(defined[name], defined)]
+    for heading, name in SECTIONS.items():
+        lines += ["", f"## {heading}", "", _described(defined[name]), "", *_table(defined[name], defined)]
     lines += ["", "## Actions: `do`", "", "A name, or a table with the name as its key: `{ lower_lr = { factor = 0.5 } }`."]
     for name, action in ACTIONS.items():
-        model = defined["".join(word.capitalize() for word in name.split("_"))]
-        kind = "Ends training." if action.terminal else "Needs a `limit`." if action.changes else ""
+        model = defined[action.__name__]
+        kind = "Ends training." if action.terminal else "Counts against `action_budget`." if action.changes else ""
         lines += ["", f"### `{name}`", "", f"{_described(model)} {kind}".strip()]
         lines += ["", *_table(model, defined)] if model.get("properties") else []
-    lines += ["", "## Checks: `[checks]`", "", "`true`, `false`, or a table of:"]
-    for name in ("SiteCheck", "StatisticsCheck", "LossScaleCheck", "TrendCheck", "DivergenceCheck"):
-        lines += ["", f"### {_sites(defined, name)}", "", _described(defined[name]), "", *_table(defined[name], defined)]
-    lines += ["", "### `[layers.GLOB]`", "", defined["LayerChecks"]["description"], "", *_table(defined["LayerChecks"], defined)]
-    lines += ["", "## Snapshots: `[snapshot]`", "", *_table(defined["Snapshot"], defined)]
     return MADE + "\n".join(lines) + "\n"
 
 
 def _described(model: dict[str, Any]) -> str:
     return re.sub(r" \(see `\w+`\)", "", model["description"])
-
-
-def _sites(defined: dict[str, Any], check: str) -> str:
-    """Return the names of the sites that are checked in one way."""
-    using = [site for site, model in defined["Checks"]["properties"].items() if f"$defs/{check}'" in str(model)]
-    return ", ".join(f"`{site}`" for site in using)
 
 
 def _table(model: dict[str, Any], defined: dict[str, Any]) -> Iterator[str]:
@@ -86,10 +80,16 @@ def _table(model: dict[str, Any], defined: dict[str, Any]) -> Iterator[str]:
     yield "| field | type | default | means |"
     yield "|---|---|---|---|"
     for name, field in model["properties"].items():
-        default = "required" if name in required else f"`{_value(field['default'])}`" if field.get("default") is not None else ""
+        default = "required" if name in required else _default(field)
         meaning = _described({"description": field.get("description") or _referred(field, defined)}).rstrip(".")
         meaning = meaning[:1].lower() + meaning[1:]
         yield f"| `{name}` | {_type(field, defined)} | {default} | {meaning} |"
+
+
+def _default(field: dict[str, Any]) -> str:
+    """Return the default of a field; that of a table or list is in its file."""
+    value = field.get("default")
+    return f"`{_value(value)}`" if isinstance(value, (bool, int, float, str)) else ""
 
 
 def _referred(field: dict[str, Any], defined: dict[str, Any]) -> str:
@@ -167,6 +167,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, make in PAGES.items():
         (FOLDER / name).write_text(make(), encoding="utf-8")
+    SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

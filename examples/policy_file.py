@@ -20,8 +20,8 @@ x = rng.standard_normal((1280, 6)).astype("float32")
 y = x[:, :1] - x[:, 1:2]
 x[700:, 2] = np.where(rng.random(580) < 0.02, np.nan, x[700:, 2])  # from here on the third sensor fails now and then
 
-policy = Policy.from_any(FILE)
-print(f"{policy.title}; ends after at most {policy.longest_trouble} bad steps in a row")
+policy = Policy.load(FILE)
+print(f"{len(policy.rules)} rules; ends after at most {policy.max_consecutive_refused} bad steps in a row")
 
 called = []
 keras.utils.set_random_seed(0)

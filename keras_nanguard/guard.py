@@ -17,6 +17,7 @@ from keras_nanguard._backends.interface import Attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.shared_parts import sharing
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
@@ -32,9 +33,8 @@ from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
-from keras_nanguard._policy.keywords import Overrides, Preset, Unpack
-from keras_nanguard._policy.no_effect import GuardOptions
-from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.policy import Policy, Sections, Unpack
+from keras_nanguard._policy.warnings import GuardOptions
 from keras_nanguard._report import console, files
 
 __all__ = ["NanGuard"]
@@ -61,8 +61,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
             to the epoch logs.
         sample_ids: what bad rows are called: one name for each row of `x`, or the key of the batch that holds them. By default their
             place in `x`.
-        **overrides: sections of a policy file, laid over the policy: `snapshot={"every": 50}`; and the words of `ReduceLROnPlateau`:
-            `patience` (bad steps in a row before the learning rate is lowered), `factor` and `min_lr`.
+        **sections: sections of a policy, merged over it: `snapshot={"every": 50}`.
 
     Attributes:
         incidents: list of `Incident`, in the order in which they happened.
@@ -97,14 +96,14 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         resume: bool = False,
         logs: bool = True,
         sample_ids: Sequence[Any] | str | None = None,
-        **overrides: Unpack[Overrides],
+        **sections: Unpack[Sections],
     ):
         super().__init__()
         self._begin_recording(arguments.flag("logs", logs), arguments.sample_ids(sample_ids))
         self._reporter, self.functions = Reporter(arguments.verbosity(verbose)), arguments.functions(functions)
         self.directory, self.resume = arguments.folder(directory), arguments.flag("resume", resume)
         self.diagnose = arguments.flag("diagnose", diagnose)
-        self.policy = arguments.policy(policy, overrides, self.directory, self.resume)
+        self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.incidents: list[Incident] = []
         self._unnamed = self._resumed = False
         self.session: Session | None = None
@@ -330,7 +329,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         self._leave()
 
     def _look_for_lag(self, logs: Any) -> None:
-        if self.session is None or not self.diagnose or not self.policy.checks.statistics.enabled:
+        if self.session is None or not self.diagnose:
             return
         found = self._lagging.look(self.session, logs, results.one_batch, self.params or {})
         if found is not None:
@@ -360,7 +359,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
 
     def __repr__(self) -> str:
         incidents = "1 incident" if len(self.incidents) == 1 else f"{len(self.incidents)} incidents"
-        return f"NanGuard({self.policy.title.partition(':')[0] or 'a policy of its own'!r}, {incidents})"
+        return f"NanGuard({self.policy.preset!r}, {incidents})"
 
     def __str__(self) -> str:
         return self.summary()

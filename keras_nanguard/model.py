@@ -11,7 +11,7 @@ from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
-from keras_nanguard._policy.fields import shown
+from keras_nanguard._policy.problems import safe_repr
 from keras_nanguard.guard import NanGuard
 
 __all__ = ["NanGuardModel"]
@@ -126,7 +126,7 @@ class NanGuardModel(keras.Model):
     def __init__(self, *args: Any, guard: NanGuard | None = None, **kwargs: Any):
         if guard is not None and not isinstance(guard, NanGuard):
             remedy = "Write guard=NanGuard(...), or set nanguard_policy."
-            raise GuardError(expected("guard to be a NanGuard", f"guard={shown(guard)}", remedy))
+            raise GuardError(expected("guard to be a NanGuard", f"guard={safe_repr(guard)}", remedy))
         if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
             self.__class__ = self._of_tensors
         super().__init__(*args, **kwargs)

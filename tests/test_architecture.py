@@ -20,7 +20,6 @@ from keras_nanguard._diagnose import causes
 from keras_nanguard._diagnose.advice import ADVICE
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._fit.perform import PERFORMERS
-from keras_nanguard._policy.schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
@@ -183,10 +182,6 @@ def _row(page: str, heading: str, name: str) -> bool:
     return any(cells[0] == f"`{name}`" and all(cells[:2]) for cells in rows(section(ROOT / "docs" / page, heading)))
 
 
-def _is_listed(action: str) -> bool:
-    return not actions.ACTIONS[action].changes or f"`{action}`" in section(ROOT / "docs" / "policies.md", "Every policy ends")
-
-
 def _has_rule(cause: str) -> bool:
     """Whether a rule that is in the table names a cause; `unknown` is what remains."""
     deciding = {rule.__name__ for rule in causes.RULES} | {causes.decide.__name__}
@@ -216,11 +211,8 @@ def _has_program(cause: str) -> bool:
 OF_ACTIONS = {
     "class": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].name == name),
     "public name": Obligation("keras_nanguard/actions.py", lambda name: actions.ACTIONS[name].__name__ in actions.__all__),
-    "sentence": Obligation("_policy/actions.py::ACTIONS", lambda name: actions.ACTIONS[name].sentence is not actions.Action.sentence),
     "performer": Obligation("_fit/perform.py::PERFORMERS", lambda name: callable(PERFORMERS.get(name))),
-    "schema": Obligation("policy.schema.json", lambda name: name in json_schema()["$defs"]["ActionTable"]["properties"]),
     "row in the docs": Obligation("docs/policies.md", lambda name: _row("policies.md", "Actions", name)),
-    "limit in the docs": Obligation("*Every policy ends*", _is_listed),
     "row on recovery": Obligation("docs/recovery.md", lambda name: _row("recovery.md", "What each action does", name)),
     "test": Obligation(
         "tests/recovery/test_actions.py",
@@ -243,7 +235,7 @@ OF_CAUSES = {
 @pytest.mark.parametrize("what", OF_ACTIONS)
 @pytest.mark.parametrize("name", actions.ACTIONS)
 def test_an_action_has_all_that_its_recipe_names(name, what):
-    """Each action has its performer, schema, sentence, docs and test, and the recipe names the place of each."""
+    """Each action has its performer, docs and test, and the recipe names the place of each."""
     assert OF_ACTIONS[what].met(name), f"the action {name} has no {what}: {OF_ACTIONS[what].place}"
     assert OF_ACTIONS[what].place in section(CONTRIBUTING, "Add an action")
 

@@ -108,12 +108,11 @@ def lint(given: argparse.Namespace) -> int:
 def check_policy(given: argparse.Namespace) -> int:
     """Check a policy: problems and warnings are findings, a missing file is misuse."""
     from keras_nanguard._core.errors import PolicyError
-    from keras_nanguard._policy.explain import explain
-    from keras_nanguard._policy.no_effect import warnings_about
     from keras_nanguard._policy.policy import Policy
+    from keras_nanguard._policy.warnings import warnings_about
 
     try:
-        policy = Policy.from_any(given.policy)
+        policy = Policy.load(given.policy)
     except PolicyError as error:
         if not error.problems:
             raise
@@ -126,7 +125,7 @@ def check_policy(given: argparse.Namespace) -> int:
     if given.json:
         _print_json({"format": CHECKED_POLICY, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
     else:
-        print("\n".join([explain(policy), *(f"warning: {warning}" for warning in warnings)]))
+        print("\n".join([str(policy), *(f"warning: {warning}" for warning in warnings)]))
     return FOUND if warnings else CLEAN
 
 

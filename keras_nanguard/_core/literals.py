@@ -6,7 +6,7 @@ from typing import Literal
 
 __all__ = ["Cause", "FaultKind", "FaultSite", "Kind", "Preset", "Site"]
 
-Preset = Literal["recover", "stop", "raise", "observe", "strict-fp16", "finetune", "long-run", "tune"]
+Preset = Literal["recover", "stop", "raise", "observe", "long-run", "tune"]
 """A policy that comes with the package."""
 
 Site = Literal[

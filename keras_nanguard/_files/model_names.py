@@ -12,8 +12,8 @@ from keras_nanguard._files.isolated import isolated
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened, size_on_disk
 from keras_nanguard._files.orbax import is_orbax
-from keras_nanguard._files.stored import Contents, plain_text, readable
-from keras_nanguard._policy.no_effect import ModelNames
+from keras_nanguard._files.stored import plain_text, readable
+from keras_nanguard._policy.warnings import ModelNames
 
 __all__ = ["model_names"]
 
@@ -22,7 +22,7 @@ COMMON_NAMES = ("kernel", "bias", "gamma", "beta", "embeddings", "scale", "movin
 
 
 def model_names(path: str | os.PathLike[str]) -> ModelNames:
-    """Return the Keras paths of a model file, by site.
+    """Return the Keras paths of a model file.
 
     Args:
         path: any model file that `scan` reads.
@@ -36,7 +36,8 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     def work(_: object) -> Iterator[dict[str, Any]]:
         with readable(file), opened(file) as contents:
             root = own_name(contents.config or {}) or contents.names.get("", "")
-            yield {"root": root, "paths": dict(_by_site(contents, identities(contents), root))}
+            found = [one for one in identities(contents) if one.role in ("weight", "statistics", "slot")]
+            yield {"root": root, "paths": tuple(_spelled(found, root))}
 
     if is_orbax(file):  # as in `scan`
         with work(None) as found:
@@ -44,26 +45,7 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     else:
         found = isolated(work, None, plain_text(file), size_on_disk(file))
     name = found["root"] or os.path.basename(plain_text(file))
-    return ModelNames(name, {site: tuple(paths) for site, paths in found["paths"].items()})
-
-
-def _by_site(contents: Contents, found: Iterable[Identity], root: str) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Yield the paths at each site that are known from the file.
-
-    Only some files contain the classes of layers, and slots have numbers for names: sites that are not known are omitted.
-    """
-    weights = [one for one in found if one.role == "weight"]
-    statistics = [one for one in found if one.role == "statistics"]
-    optimizer = [one for one in found if one.role == "slot"]
-    yield "weights", tuple(_spelled(weights, root))
-    yield "gradients", tuple(_spelled(weights, root))
-    yield "state", tuple(_spelled([*weights, *statistics], root))
-    if all(one.layer_class for one in weights):
-        yield "statistics", tuple(_spelled(statistics, root))
-    if optimizer and contents.names:
-        yield "loss_scale", tuple(one.path for one in optimizer if one.name == "dynamic_scale")
-    if optimizer and not any(one.name.isdigit() for one in optimizer):
-        yield "slots", ()
+    return ModelNames(name, tuple(found["paths"]))
 
 
 def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:

@@ -11,42 +11,42 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
-from keras_nanguard._policy.fields import problem, raise_problems, shown
-from keras_nanguard._policy.policy import Policy
-from keras_nanguard._policy.presets import SECTIONS
+from keras_nanguard._policy.policy import SECTIONS, Policy
+from keras_nanguard._policy.problems import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
-from keras_nanguard._policy.shorthand import SHORTHAND, with_shorthand
-from keras_nanguard._policy.spelling import nearest
 
 __all__ = ["ARGUMENTS", "flag", "folder", "functions", "policy", "require_instance", "sample_ids", "verbosity"]
 
-ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids", *SHORTHAND)
+ARGUMENTS = ("policy", "directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
 """The arguments of `NanGuard` besides the sections of a policy."""
 
-ON_DISK = {"snapshot": {"storage": "disk"}}
-"""What `resume=True` makes the default."""
 
-
-def policy(source: Any, overrides: Mapping[str, Any], directory: Path | None, resume: bool) -> Policy:
+def policy(source: Any, sections: Mapping[str, Any], directory: Path | None, resume: bool) -> Policy:
     """Return the policy of a guard.
 
     Raises:
-        PolicyError: with every problem of source and overrides, words that are neither argument nor section among them.
+        PolicyError: with every problem of source and sections, words that are neither argument nor section among them.
         GuardError: if the policy needs a directory and there is none, or there is nothing to resume from.
     """
-    unknown = [_unknown(word, value) for word, value in overrides.items() if word not in (*SECTIONS, *SHORTHAND)]
-    sections = {word: value for word, value in overrides.items() if word in SECTIONS}
-    words = {word: value for word, value in overrides.items() if word in SHORTHAND and value is not None}
+    unknown = [_unknown(word, value) for word, value in sections.items() if word not in SECTIONS]
+    known = {word: value for word, value in sections.items() if word in SECTIONS}
     try:
-        made = Policy.assembled(source, sections, ON_DISK if resume else None)
-        made = with_shorthand(made, words)
+        made = Policy.load(source, **known)  # type: ignore[typeddict-item, unused-ignore]
     except PolicyError as error:
         if not error.problems or not unknown:
             raise
         unknown += error.problems
     raise_problems(unknown, "the arguments of NanGuard")
+    if resume and not _sets_storage(source, known):
+        made = Policy.load(made, snapshot={"storage": "disk"})
     _require_disk(made.snapshot, directory, resume)
     return made
+
+
+def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
+    """Whether a document or the sections given say where snapshots are stored."""
+    tables = [sections.get("snapshot"), source.get("snapshot") if isinstance(source, Mapping) else None]
+    return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
 def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
@@ -80,7 +80,7 @@ def verbosity(verbose: Any) -> int:
     """
     if not isinstance(verbose, int) or verbose not in (0, 1, 2):
         remedy = "Write verbose=1 for a line about each incident, verbose=0 for none."
-        raise GuardError(expected("verbose to be 0, 1 or 2", f"verbose={shown(verbose)}", remedy))
+        raise GuardError(expected("verbose to be 0, 1 or 2", f"verbose={safe_repr(verbose)}", remedy))
     return int(verbose)
 
 
@@ -94,10 +94,10 @@ def folder(directory: Any) -> Path | None:
         return None
     remedy = 'Write directory="run1", or leave it out to write nothing.'
     if not isinstance(directory, (str, os.PathLike)):
-        raise GuardError(expected("directory to be the path of a folder", f"directory={shown(directory)}", remedy))
+        raise GuardError(expected("directory to be the path of a folder", f"directory={safe_repr(directory)}", remedy))
     path = Path(directory)
     if path.is_file():
-        raise GuardError(expected("directory to be the path of a folder", f"directory={shown(str(path))}, a file", remedy))
+        raise GuardError(expected("directory to be the path of a folder", f"directory={safe_repr(str(path))}, a file", remedy))
     return path
 
 
@@ -108,7 +108,7 @@ def flag(name: str, value: Any) -> bool:
         GuardError: for anything else.
     """
     if not isinstance(value, (bool, int)) or value not in (0, 1):
-        raise GuardError(expected(f"{name} to be True or False", f"{name}={shown(value)}", f"Write {name}=True."))
+        raise GuardError(expected(f"{name} to be True or False", f"{name}={safe_repr(value)}", f"Write {name}=True."))
     return bool(value)
 
 
@@ -125,7 +125,7 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
         several = given if isinstance(given, (list, tuple, set)) else [given]
         name = next((n for n in (getattr(one, "__name__", "") for one in several) if n.isidentifier()), "notify")
         remedy = f'Write functions={{"{name}": {name}}}.'
-        raise GuardError(expected("functions to be a dict of names and functions", f"functions={shown(given)}", remedy))
+        raise GuardError(expected("functions to be a dict of names and functions", f"functions={safe_repr(given)}", remedy))
     return dict(given)
 
 

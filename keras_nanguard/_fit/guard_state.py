@@ -16,11 +16,11 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.state import PolicyState
 
 __all__ = ["GuardState"]
 
-FORMAT = 1
+FORMAT = 2
 """Number of the JSON form of a `GuardState`."""
 
 SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
@@ -35,7 +35,7 @@ class GuardState:
     """What the guard has to remember besides the state of the model.
 
     Attributes:
-        ledger: what the rules remember, as `Ledger.to_dict()`.
+        policy_state: what the policy remembers, as `PolicyState.to_dict()`.
         rates: what was done to the rate of each optimizer, as `Rate.to_dict()`; `None` for one left alone.
         settings: the settings of each optimizer that were changed, by name, with the value they have now.
         rollbacks: how often the guard rolled back.
@@ -45,7 +45,7 @@ class GuardState:
         recalibration: batches to come and batches seen of an estimate of BatchNorm statistics.
     """
 
-    ledger: Mapping[str, Any]
+    policy_state: Mapping[str, Any]
     rates: tuple[Mapping[str, Any] | None, ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
     rollbacks: int = 0
@@ -63,7 +63,7 @@ class GuardState:
         counts, pending = recovery.counts, recovery.pending
         estimate, at = pending.recalibration, pending.lowered_at
         return cls(
-            ledger=recovery.ledger.to_dict(),
+            policy_state=recovery.policy_state.to_dict(),
             rates=tuple(rate.to_dict() if rate is not None else None for rate in rates),
             settings=tuple(dict(_changed(optimizer, touched)) for optimizer in optimizers),
             rollbacks=counts.rollbacks,
@@ -81,7 +81,7 @@ class GuardState:
             write: whether the model was made anew, so that its optimizers know nothing of what was done. Without it
                 they are the same ones; whatever the user has given them since the last fit counts.
         """
-        recovery.ledger = Ledger.from_dict(self.ledger).resumed()
+        recovery.policy_state = PolicyState.from_dict(self.policy_state).resumed()
         recovery.counts.rollbacks = self.rollbacks
         optimizers = recovery.state.train_state().optimizers
         for optimizer, done, settings in zip(optimizers, self.rates, self.settings):
@@ -111,7 +111,7 @@ class GuardState:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
-        Ledger.from_dict(data["ledger"])
+        PolicyState.from_dict(data["policy_state"])
         try:
             found = cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
             found.check()

@@ -14,7 +14,7 @@ from keras_nanguard._fit import perform, recorded
 from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
-from keras_nanguard._policy.policy import decide
+from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
 __all__ = ["Incidents"]
@@ -72,7 +72,7 @@ class Incidents:
             run.recent.push_refused(run.step, run.transaction.given)
             return
         findings = [*in_batch(report, run.model), *run.scan("state"), *(report or Report(verdict, (), ())).findings()]
-        if verdict.scale > run.policy.checks.loss_scale.max_value:
+        if verdict.scale > run.policy.loss_scale.ceiling:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
         state = (run.counts.committed, run.counts.rollbacks)
@@ -89,7 +89,7 @@ class Incidents:
         """Whether dynamic loss scaling deals with this by itself: nothing else is bad, neither the batch nor a number of the state."""
         counts = self._run.counts
         counts.streak = counts.streak + 1 if self._run.train_state().scales and verdict.only_gradients else 0
-        if not counts.streak or not self._run.policy.checks.loss_scale.leaves(counts.streak, verdict.scale):
+        if not counts.streak or not self._run.policy.loss_scale.is_expected_overflow(counts.streak, verdict.scale):
             return False
         return not in_batch(report, self._run.model) and not (counts.streak == 1 and self._run.scan("state"))
 
@@ -174,10 +174,11 @@ class Incidents:
         if not act:
             self._report(incident)
             return incident
-        decision, run.recovery.ledger = decide(run.policy, run.recovery.ledger, incident)
+        decision, run.recovery.policy_state = decide(run.policy, run.recovery.policy_state, incident)
         before = recorded.rate_factor(run)
         incident = incident.with_(decision=decision)
         outcomes = perform.perform(run, incident, report)
+        run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         recorded.acted(run, outcomes, before)
         outcomes = self._with_result(incident, outcomes)
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)

@@ -17,6 +17,7 @@ from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import HUGE, out_of_range_statistics
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._policy.policy import Policy
 
 __all__ = ["Monitors"]
 
@@ -42,7 +43,7 @@ class Monitors:
     """What is looked at between two steps of one fit.
 
     Args:
-        checks: the `checks` section of the policy.
+        policy: the policy.
 
     Attributes:
         due: step of the next look.
@@ -50,8 +51,8 @@ class Monitors:
         ceiling: a sum of statistics from which the next look does not wait.
     """
 
-    def __init__(self, checks: Any):
-        self.checks = checks
+    def __init__(self, policy: Policy):
+        self.policy = policy
         self.due: float = LOOKS[0]
         self.statistics, self.ceiling = 0.0, HUGE
         self._reported: set[str] = set()
@@ -84,20 +85,20 @@ class Monitors:
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Moving statistics of a BatchNormalization that no batch can have: read if a sum over them shows that there are some."""
-        if self.checks.statistics.enabled and abs(self.statistics) > HUGE:
+        if abs(self.statistics) > HUGE:
             yield from out_of_range_statistics(run.train_state(), run.policy)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
         """Gradients that are exactly zero, step after step, in a model that computes in float16."""
-        if not self.checks.gradients.enabled or not run.history.zeros(run.step, ZEROS):
+        if not run.history.zeros(run.step, ZEROS):
             return
         if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(run.model)):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, run: Run) -> Iterator[Finding]:
         """BatchNorm statistics that stand where they were initialised, although the layer learns."""
-        patience = self.checks.statistics.stuck_after
-        if not self.checks.statistics.enabled or not patience or run.counts.committed < min(MIN_COMMITTED, patience):
+        patience = self.policy.statistics.stuck_after
+        if not patience or run.counts.committed < min(MIN_COMMITTED, patience):
             return
         first = run.ring.oldest()
         for layer in _learning(run.model):
@@ -107,8 +108,6 @@ class Monitors:
 
     def _leap(self, run: Run) -> Iterator[Finding]:
         """A settled moving variance that has grown by orders of magnitude since the last look."""
-        if not self.checks.statistics.enabled:
-            return
         for layer in _learning(run.model):
             now = float(np.max(finiteness.widen(keras_variables.view(layer.moving_variance)), initial=0.0))
             before = self._variances.get(id(layer))
@@ -119,12 +118,12 @@ class Monitors:
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """A loss scale outside of its range."""
-        check = self.checks.loss_scale
-        for scale, _ in run.train_state().scales if check.enabled else ():
+        check = self.policy.loss_scale
+        for scale, _ in run.train_state().scales if check.action else ():
             value = float(keras_variables.read(scale))
-            if value < check.min_value:
+            if value < check.floor:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
-            elif value > check.max_value:
+            elif value > check.ceiling:
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
 
 

@@ -59,8 +59,6 @@ def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
 
 def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     last = run.recovery.pending.lowered_at
-    if last is not None and incident.step - last < p.get("cooldown", 0):
-        return "skipped", f"lowered {times(incident.step - last, 'step')} ago, and cooldown is {p['cooldown']} steps"
     if _before_update(incident) and not run.recovery.pending.tried:
         since = "yet" if last is None else "since it was lowered"
         return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
@@ -223,7 +221,7 @@ def _quarantine(run: Run, incident: Incident, report: Report | None, p: Mapping[
 
 def _stop(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     run.model.stop_training = True
-    run.failed = p.get("failed", False)
+    run.failed = p.get("log_worst_metrics", False)
     return "done", "training stops; " + _ended(run, incident, report, p.get("restore", True))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_nanguard._core import finiteness
-from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.no_effect import GuardOptions, ModelNames, warnings_about
 from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.warnings import GuardOptions, ModelNames, warnings_about
 
 __all__ = ["model_names", "policy_lines"]
 
@@ -27,14 +25,8 @@ def policy_lines(policy: Policy, setting: GuardOptions, model: Any, optimizers: 
 
 
 def model_names(model: Any, optimizers: Any = None) -> ModelNames:
-    """Return the Keras paths of a built model, by site; slots only where every optimizer is built."""
+    """Return the Keras paths of a built model; those of its optimizers as far as they are built."""
     train_state = TrainState.of(model, optimizers)
-    trained, statistics, slots = (
-        tuple(str(v.path) for v in variables) for variables in (train_state.trainable, train_state.statistics, train_state.slots)
-    )
-    scaled = tuple("loss_scale" for optimizer in train_state.optimizers if keras_optimizers.is_loss_scaled(optimizer))
-    paths = {"weights": trained, "gradients": trained, "statistics": statistics, "loss_scale": scaled}
-    if all(getattr(optimizer, "built", False) for optimizer in train_state.optimizers):
-        floats = any(finiteness.is_float(v.dtype) for v in train_state.slots)
-        paths |= {"slots": slots if floats else (), "state": (*trained, *statistics, *slots)}
-    return ModelNames(str(getattr(model, "name", "")) or type(model).__name__, paths)
+    variables = (*train_state.trainable, *train_state.statistics, *train_state.slots)
+    name = str(getattr(model, "name", "")) or type(model).__name__
+    return ModelNames(name, tuple(str(variable.path) for variable in variables))

@@ -16,6 +16,8 @@ from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._policy.actions import ACTIONS
+from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
@@ -91,18 +93,10 @@ def snapshot_taken(run: Run) -> None:
 
 
 def budgets(run: Run) -> list[dict[str, Any]]:
-    """Return how much of each limit of the policy is used up: a rule, what it does, how often it did, how often it may."""
-    found = []
-    for rule in run.policy.rules:
-        tally = rule.tally(run.recovery.ledger)
-        for number, rung in enumerate(rule.ladder):
-            if rung.limit is not None:
-                spent = tally.spent[number] if number < len(tally.spent) else ()
-                since = -1 if rung.limit.per_steps is None else run.step - rung.limit.per_steps
-                used = sum(step > since for step in spent)
-                limit = {"used": used, "times": rung.limit.times, "per_steps": rung.limit.per_steps}
-                found.append({"rule": rule.name, "do": [action.name for action in rung.do], **limit})
-    return found
+    """Return how often each change was made, and how often the policy allows it within a window of steps."""
+    state, times = run.recovery.policy_state, run.policy.action_budget
+    used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
+    return [{"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW} for name, n in used.items()]
 
 
 def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:

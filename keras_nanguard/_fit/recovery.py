@@ -10,7 +10,7 @@ from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.learning_rates import Rate
 from keras_nanguard._fit.live_state import LiveState
 from keras_nanguard._fit.pending_recovery import PendingRecovery
-from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.state import PolicyState
 
 __all__ = ["Recovery"]
 
@@ -19,7 +19,7 @@ class Recovery:
     """What the policy remembers and has changed: learning rates, settings of optimizers, and what is still to come.
 
     Attributes:
-        ledger: what the policy remembers.
+        policy_state: what the policy remembers.
         rates: what was done to the learning rate of each optimizer, by `id`.
         pending: what goes on from step to step.
         diverged: whether a rate was lowered because training diverged.
@@ -28,7 +28,7 @@ class Recovery:
 
     def __init__(self, state: LiveState, counts: Counts):
         self.state, self.counts = state, counts
-        self.ledger = Ledger()
+        self.policy_state = PolicyState()
         self.rates: dict[int, Rate] = {}
         self.pending = PendingRecovery(state, counts, self.rates)
         self.changed: list[tuple[Any, str, Any]] = []

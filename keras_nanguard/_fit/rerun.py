@@ -64,7 +64,7 @@ class RunsAgain(Run):
         step, good = plan.snapshot.step, plan.snapshot.good
         self.counts.return_to(step, good, plan.refused)
         self.recovery.pending.return_to(step, good)
-        self.recovery.ledger = self.recovery.ledger.rewound()
+        self.recovery.policy_state = self.recovery.policy_state.rewound()
 
     def _metrics_from(self, plan: Rerun) -> list[tuple[Any, Any]]:
         """Let the metrics hold what they held at a snapshot; where that is not known, return what to write back afterwards."""

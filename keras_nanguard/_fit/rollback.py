@@ -89,7 +89,7 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
     if snapshot is None:
         return "skipped", "there is no verified snapshot to restore"
-    rerun = rerun_of(run, snapshot, incident) if p.get("run_again") else None
+    rerun = rerun_of(run, snapshot, incident) if p.get("replay_steps") else None
     undone = put_back(run, snapshot, incident, report, rerun)
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip

@@ -69,9 +69,9 @@ class Run:
         self.recovery = Recovery(self.state, self.counts)
         self.history, self.recent = History(), Recent()
         kept = policy.snapshot
-        self.ring = Ring(kept.keep, kept.good_after)
+        self.ring = Ring(kept.keep, kept.good_steps)
         if directory is not None and kept.storage == "disk":
-            self.ring = DiskRing(kept.keep, kept.good_after, directory, self.recovery, say)
+            self.ring = DiskRing(kept.keep, kept.good_steps, directory, self.recovery, say)
         self.short_of_memory: set[str] = set()
         self.transaction: Any = None
         self.rerun: Rerun | None = None

@@ -83,8 +83,8 @@ class Session(RunsAgain):
             recorder=recorder,
             bad_rows=bad_rows,
         )
-        self.monitors, self.logs = Monitors(policy.checks), Logs(model)
-        self.divergence = Divergence(policy.checks.divergence.enabled)
+        self.monitors, self.logs = Monitors(policy), Logs(model)
+        self.divergence = Divergence(bool(policy.divergence.action))
         self.incidents = Incidents(self, report, explain)
         self.callbacks_deferred = self.finished = self._rate_changed = False
         self.resuming: Resumed | None = None

@@ -58,7 +58,7 @@ def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
 def _beyond_limit(site: Site, own: Site, variable: Any, policy: Any) -> Iterator[Finding]:
     """Yield a finding of `site` where a finite variable whose own site is `own` is beyond its limit."""
     if own != "statistics" or keras_variables.is_statistic(variable):
-        limit = getattr(policy.limits_for(variable.path), own).max_abs or HUGE
+        limit = policy.max_abs(variable.path, own) or HUGE
         value = keras_variables.view(variable)
         largest = finiteness.largest(value)
         if largest > limit:

@@ -1,288 +1,265 @@
-"""Policies, and the pure function `decide`. Imports no backend.
-
-`decide(policy, ledger, incident)` has no side effects: it returns what to do, as data, and the ledger to pass in next
-time. Every rule is applied to every incident; each rule that fires contributes to the decision.
-
-Example:
-
-    >>> from keras_nanguard._core.incident import Finding, Incident
-    >>> policy, ledger = Policy.from_any("recover"), Ledger()
-    >>> incident = Incident(step=7, epoch=0, batch=7, findings=(Finding("loss"),))
-    >>> decision, ledger = decide(policy, ledger, incident)
-    >>> [action["action"] for action in decision.actions]
-    ['warn', 'skip']
-"""
+"""`Policy`: what the guard does about bad steps, on one page. Imports no backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import tomli_w
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from typing_extensions import Unpack
 
 from keras_nanguard._core.errors import PolicyError, expected
-from keras_nanguard._core.incident import Decision, Incident
-from keras_nanguard._policy import config, presets
-from keras_nanguard._policy.actions import Action, Rollback, Skip
-from keras_nanguard._policy.ending import limit_problems, longest_trouble, termination_problem, with_reachable_limits
-from keras_nanguard._policy.fields import construct, contradictions, field_path, raise_problems, shown
-from keras_nanguard._policy.ledger import Ledger, Tally
-from keras_nanguard._policy.rule_files import rule_from_file, rule_to_file
+from keras_nanguard._core.literals import Preset
+from keras_nanguard._policy import version_1
+from keras_nanguard._policy.actions import Action, Items, LowerLr, Rollback, Skip, Stop
+from keras_nanguard._policy.documents import SUFFIXES, check_size, parsed, read
+from keras_nanguard._policy.presets import DEFAULT_PRESET, PRESETS, VERSION
+from keras_nanguard._policy.problems import nearest, problems_of, raise_problems, safe_repr
+from keras_nanguard._policy.records import Record, as_tuple
 from keras_nanguard._policy.rules import Rule
-from keras_nanguard._policy.settings import Checks, LayerChecks, Snapshot, matches_path
+from keras_nanguard._policy.settings import (
+    Divergence,
+    Limit,
+    LossScale,
+    Snapshot,
+    Statistics,
+    matches_path,
+)
 
-__all__ = ["Ledger", "Policy", "Rule", "decide"]
-
-MAX_DEPTH = 100
-"""Maximum depth of a rollback that goes deeper on every repetition."""
+__all__ = ["SECTIONS", "Policy", "Sections", "Unpack", "json_schema"]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the guard checks, and what it does about what it finds.
+class Sections(TypedDict, total=False):
+    """The sections of a policy as keyword arguments."""
 
-    Create one with `Policy.from_any`; `str(policy)` is the policy file of it.
+    preset: Preset
+    refuse: bool
+    escalation: Any
+    max_consecutive_refused: int
+    max_refused_share: float
+    action_budget: int
+    lower_lr: Any
+    rollback: Any
+    snapshot: Any
+    divergence: Any
+    loss_scale: Any
+    statistics: Any
+    limits: Any
+    rules: Any
 
-    Attributes:
-        title: one line about the policy.
-        refuse: whether a bad step is refused. If False, the guard reports and changes nothing.
-        checks: which sites are checked, and their limits.
-        snapshot: how snapshots for rollbacks are taken and stored.
-        rules: which incidents lead to which actions.
-        layers: limits that differ for some layers.
-        half_written: names of the rules that override `do` of a preset, but not its `otherwise`. It describes the origin of
-            the policy and is not part of it.
+
+SECTIONS = tuple(Sections.__annotations__)
+"""The sections of a policy."""
+
+_Stages = Annotated[
+    tuple[Items, ...],
+    BeforeValidator(as_tuple, json_schema_input_type=Annotated[list[Items], Field(min_length=1)]),
+]
+_Limits = Annotated[
+    tuple[Limit, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Limit])
+]
+_Rules = Annotated[tuple[Rule, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Rule])]
+
+_BACK_AND_SLOWER = (Rollback(), LowerLr())
+_ROUND: tuple[tuple[Action, ...], ...] = ((Skip(),), (Skip(),), _BACK_AND_SLOWER)
+
+
+class Policy(Record):
+    """What the guard does about bad steps.
+
+    Create one with `Policy.load`; `print(policy)` shows the file that makes it.
     """
 
-    title: str = ""
-    refuse: bool = True
-    checks: Checks = field(default_factory=Checks)
-    snapshot: Snapshot = field(default_factory=Snapshot)
-    rules: tuple[Rule, ...] = ()
-    layers: tuple[LayerChecks, ...] = ()
-    half_written: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    version: Literal[2] = Field(default=VERSION, description="version of the form of policy files")
+    preset: Preset = Field(default=DEFAULT_PRESET, description="the policy that the rest changes")
+    refuse: bool = Field(default=True, description="whether bad steps are refused")
+    escalation: _Stages = Field(
+        default=(*_ROUND, *_ROUND, *_ROUND, (Stop(),)),
+        min_length=1,
+        description="what is done at the first, second, ... bad step in a row",
+    )
+    max_consecutive_refused: int = Field(
+        default=12, ge=1, le=10**6, description="bad steps in a row at which training ends"
+    )
+    max_refused_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="share of the last 200 steps refused at which training ends",
+    )
+    action_budget: int = Field(
+        default=6, ge=1, le=10**6, description="how often each change may be made within 5000 steps"
+    )
+    lower_lr: LowerLr = Field(default=LowerLr(), description="defaults of the action `lower_lr`")
+    rollback: Rollback = Field(default=Rollback(), description="defaults of the action `rollback`")
+    snapshot: Snapshot = Field(default=Snapshot(), description="how snapshots are taken")
+    divergence: Divergence = Field(
+        default=Divergence(), description="runs that diverge with finite numbers"
+    )
+    loss_scale: LossScale = Field(
+        default=LossScale(), description="the loss scale of mixed_float16"
+    )
+    statistics: Statistics = Field(default=Statistics(), description="the statistics of BatchNorm")
+    limits: _Limits = Field(default=(), description="limits on the magnitude of finite numbers")
+    rules: _Rules = Field(default=(), description="rules for some incidents")
 
-    def __post_init__(self) -> None:
-        if self.refuse and not self.rules:
-            source = shown(self.title or presets.DEFAULT_PRESET)
-            what, remedy = "a policy with rules, its title first", f"Write Policy.from_any({source})."
-            raise PolicyError(expected(what, f"Policy({shown(self.title)})", remedy))
-        names = [rule.name for rule in self.rules]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        problems = [
-            f"{field_path('rules', name)}: expected one rule of this name, received {names.count(name)}" for name in twice
-        ]
-        problems += limit_problems(self.rules)
-        if self.refuse or any(rung.changes for rule in self.rules if rule.enabled for rung in rule.ladder):
-            problems += filter(None, [termination_problem(self.rules)])
-        if self.snapshot.every == 0:
-            back = ", ".join(rule.name for rule in self.rules if rule.enabled and rule.uses(Rollback))
-            problems += [f"snapshot.every: expected at least 1, as these rules roll back: {back}, received 0"] if back else []
-        raise_problems(problems)
+    @model_validator(mode="before")
+    @classmethod
+    def _over_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("preset", DEFAULT_PRESET)
+        below = _preset(name) if isinstance(name, str) and name in PRESETS else {}
+        return merged(below, given)
+
+    @field_validator("rules")
+    @classmethod
+    def _one_rule_of_each_name(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        names = [rule.name for rule in rules]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"one rule named {twice!r}")
+        return rules
 
     @classmethod
-    def from_any(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any] | Policy = "recover", **overrides: Any
-    ) -> Policy:
-        """Return the policy of a preset name, a file, a dict or a policy.
-
-        Args:
-            source: name of a preset; path of a `.toml`, `.yaml`, `.yml` or `.json` file; a dict of the same shape; or
-                a `Policy`.
-            overrides: sections of a policy file, merged over the source: `snapshot={"every": 50}`.
-
-        Raises:
-            PolicyError: with every problem found, each with its path.
-        """
-        return cls.assembled(source, overrides)
-
-    @classmethod
-    def assembled(
+    def load(
         cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | Policy,
-        overrides: Mapping[str, Any],
-        defaults: Mapping[str, Any] | None = None,
+        source: str | os.PathLike[str] | Mapping[str, Any] | Policy = DEFAULT_PRESET,
+        **sections: Unpack[Sections],
     ) -> Policy:
-        """Return the policy that `from_any` returns, with other defaults.
+        """Return the policy of a preset, a file, a dict or a policy.
 
         Args:
-            source: as in `from_any`.
-            overrides: sections of a policy file, merged over the source.
-            defaults: sections that apply where neither source nor overrides set a value.
+            source: name of a preset; path of a `.toml`, `.yaml`, `.yml` or `.json` file; a dict of
+                the same form; or a `Policy`.
+            sections: sections of a policy, merged over the source: `snapshot={"every": 50}`.
 
         Raises:
             PolicyError: with every problem found, each with its path.
         """
-        if not isinstance(source, Policy):
-            return cls._from_document(config.resolved(source, overrides, defaults))
-        if not (overrides or defaults):
-            return source
-        return cls._from_document(config.over(source.to_dict(), overrides, defaults), source.half_written)
+        if isinstance(source, Policy):
+            return cls._of(merged(source.to_dict(), sections), _ARGUMENTS) if sections else source
+        document, name = _document(source)
+        return cls._of(merged(document, sections), _ARGUMENTS if sections else name)
 
     @classmethod
-    def _from_document(cls, resolved: config.Resolved, half_written: frozenset[str] = frozenset()) -> Policy:
-        """Return the policy of a complete document: validated, and with nothing left to inherit."""
-        document = resolved.document
-        checks, snapshot = Checks.from_file(document.get("checks", {})), construct(Snapshot, document.get("snapshot", {}))
-        tables = document.get("rules", ())
-        problems = [f"checks.loss_scale.{line}" for line in contradictions(checks.loss_scale)]
-        problems += [f"snapshot.{line}" for line in contradictions(snapshot)]
-        idle = [table["name"] for table in tables if "do" not in table]
-        problems += [f"{field_path('rules', name)}.do: expected at least one action, received nothing" for name in idle]
-        if not tables and document.get("refuse", True):
-            problems.append(termination_problem(()))
-        raise_problems(problems)
-        rules = tuple(_rule(table, resolved.overridden.get(table["name"])) for table in tables)
-        return cls(
-            title=document.get("title", ""),
-            refuse=document.get("refuse", True),
-            checks=checks,
-            snapshot=snapshot,
-            rules=rules,
-            layers=tuple(LayerChecks.from_file(glob, sites) for glob, sites in document.get("layers", {}).items()),
-            half_written=_half_written(rules, resolved.overridden, half_written),
-        )
-
-    def limits_for(self, path: str) -> Checks:
-        """Return the checks of the layer or variable at a Keras path; the last matching section wins."""
-        checks = self.checks
-        for section in self.layers:
-            if matches_path(path, section.glob):
-                checks = section.over(checks)
-        return checks
+    def _of(cls, document: Mapping[str, Any], name: str) -> Policy:
+        """Return the policy of a whole document; `name` is what it is called in messages."""
+        check_size(document, name)
+        version_1.refuse(document, name)
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise_problems(problems_of(error, document, cls), name)
+            raise
 
     @property
-    def longest_trouble(self) -> int | None:
-        """Maximum number of bad steps in a row before training ends; None for a policy that refuses nothing."""
-        return longest_trouble(self.rules, committed=False)
+    def ending(self) -> Action:
+        """The action that ends training: that of the escalation, else `stop`."""
+        actions = (action for stage in self.escalation for action in stage if action.terminal)
+        return next(actions, Stop())
+
+    def max_abs(self, path: str, site: str) -> float | None:
+        """Return the largest magnitude allowed for a variable, None for any; the last limit wins.
+
+        Args:
+            path: its Keras path.
+            site: `weights`, `statistics` or `slots`.
+        """
+        found = (
+            limit.max_abs
+            for limit in reversed(self.limits)
+            if limit.site == site and any(matches_path(path, glob) for glob in limit.layer)
+        )
+        return next(found, None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the policy as `from_any` reads it: plain values, complete, nothing inherited."""
-        document: dict[str, Any] = {"version": presets.VERSION, "preset": presets.NO_PRESET}
-        document |= {"title": self.title} if self.title else {}
-        document |= {"refuse": False} if not self.refuse else {}
-        sections = {
-            "checks": self.checks.to_file(),
-            "snapshot": self.snapshot.to_file(),
-            "rules": [rule_to_file(rule) for rule in self.rules],
-            "layers": {section.glob: section.to_file() for section in self.layers},
-        }
-        return document | {name: section for name, section in sections.items() if section}
+        """Return the policy as `load` reads it: plain values, complete."""
+        document = self.model_dump(mode="json", exclude_none=True)
+        for name in ("limits", "rules"):
+            items = getattr(self, name)
+            document[name] = [item.model_dump(mode="json", exclude_defaults=True) for item in items]
+        return {name: value for name, value in document.items() if value != []}
 
     def to_toml(self) -> str:
-        """Return this policy as a TOML file."""
-        return config.toml(self.to_dict())
+        """Return the policy as a TOML file."""
+        return tomli_w.dumps(self.to_dict())
 
     def __repr__(self) -> str:
-        return f"Policy({self.title!r}, {len(self.rules)} rules)"
+        return f"Policy(preset={self.preset!r}, {len(self.rules)} rules)"
 
     def __str__(self) -> str:
         return self.to_toml()
 
 
-def _rule(table: Mapping[str, Any], overridden: frozenset[str] | None) -> Rule:
-    """Return a rule; `overridden` are the fields given over those of an inherited rule of the same name, if there is one."""
-    rule = rule_from_file(table)
-    return rule if overridden is None else with_reachable_limits(rule, "limit" not in overridden, "otherwise" not in overridden)
+_ARGUMENTS = "the sections given as arguments"
 
 
-def _half_written(rules: Iterable[Rule], own: Mapping[str, frozenset[str]], before: frozenset[str]) -> frozenset[str]:
-    ladders = {rule.name for rule in rules if len(rule.ladder) > 1}
-    half = {name for name, given in own.items() if "do" in given and "otherwise" not in given and name in ladders}
-    return (before - {name for name, given in own.items() if "otherwise" in given}) | half
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one document merged over another.
 
-
-def decide(policy: Policy, ledger: Ledger, incident: Incident) -> tuple[Decision, Ledger]:
-    """Return what to do about an incident, and the ledger to pass in with the next one.
-
-    Pure and total: it has no side effects, never raises for a valid policy, and its run time grows only with the number
-    of rules and their windows. A refused step stays refused whatever the decision.
+    Tables are merged field by field; a rule replaces that of the same name, whole, and new rules come
+    first; everything else replaces what was there.
     """
-    step = ledger.step_of(incident)
-    entered = ledger.entered(incident, step)
-    run = entered.run if entered.last == step else None
-    tallies = dict(ledger.rules)
-    fired: list[_Firing] = []
-    for rule in policy.rules:
-        tally = rule.tally(ledger)
-        if rule.reset_after is not None and ledger.good_steps(tally, step) >= rule.reset_after:
-            tally = Tally()
-        if rule.matches(incident):
-            tally = tally.counted(step, run, rule.after.horizon)
-            if rule.ready(tally, step) and rule.after.met(tally, step, entered.jumps):
-                firing = _firing(rule, tally, step)
-                fired.append(firing)
-                tally = firing.tally
-        if tally != Tally():
-            tallies[rule.name] = tally
-    return _decision(incident, fired), replace(entered, rules=tallies)
+    found = {**below, **above}
+    for name, section in above.items():
+        under = below.get(name)
+        if isinstance(section, Mapping) and isinstance(under, Mapping):
+            found[name] = {**under, **section}
+        elif name == "rules" and _are_rules(section) and _are_rules(under):
+            names = [_name(rule) for rule in section]
+            found[name] = (*section, *(rule for rule in under or () if _name(rule) not in names))
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Firing:
-    """One rule that fired, the actions it asks for, and its tally afterwards."""
-
-    rule: Rule
-    actions: tuple[Action, ...]
-    tally: Tally
-    reason: str
-
-    @property
-    def terminal(self) -> bool:
-        return any(action.terminal for action in self.actions)
-
-    @property
-    def changes(self) -> bool:
-        return any(action.changes for action in self.actions)
+def _are_rules(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
-def _firing(rule: Rule, tally: Tally, step: int) -> _Firing:
-    """Fire a rule: the first rung of its ladder whose limit is not exhausted acts, if any."""
-    number = rule.rung(tally, step)
-    above = rule.ladder[:number]
-    exhausted = "".join(f"; the limit of {rung.limit.sentence()} is reached" for rung in above if rung.limit is not None)
-    reason = f"{rule.name}: {tally.consecutive} in a row, {tally.total} in total{exhausted}"
-    if number is None:
-        return _Firing(rule, (), replace(tally, since=0, fired=step), reason)
-    rung = rule.ladder[number]
-    earlier = rule.counted(tally, step)
-    chosen = tuple(_deepened(action, earlier) for action in rung.do)
-    after = tally.acted(step, number, len(rule.ladder), rung.limit.times if rung.limit else 0)
-    return _Firing(rule, chosen, after, reason)
+def _name(rule: Any) -> Any:
+    return rule.get("name") if isinstance(rule, Mapping) else getattr(rule, "name", None)
 
 
-def _deepened(action: Action, earlier: int) -> Action:
-    """Return the action; a rollback with `deeper` gets its actual depth."""
-    if isinstance(action, Rollback) and action.deeper and earlier:
-        return construct(Rollback, {**asdict(action), "depth": min(action.depth + earlier, MAX_DEPTH)})
-    return action
+@cache
+def _preset(name: str) -> Mapping[str, Any]:
+    """Return the document of a preset. It is cached and shared: do not modify it."""
+    if name == DEFAULT_PRESET:
+        return {}  # what the fields have by default; a test compares it with the file
+    text = Path(__file__).parents[1].joinpath("policies", f"{name}.toml").read_text("utf-8")
+    return parsed(text, ".toml", name)
 
 
-def _decision(incident: Incident, fired: list[_Firing]) -> Decision:
-    """Merge the actions of the rules: each action once, with the parameters of the first rule, ordered by phase.
+def _document(source: Any) -> tuple[Mapping[str, Any], str]:
+    """Return the document of a source, and what it is called in messages."""
+    if isinstance(source, str) and source in PRESETS:
+        return {"preset": source}, "the policy"
+    if isinstance(source, Mapping):
+        return source, "the policy"
+    what = f"a policy: the name of a preset ({', '.join(PRESETS)}), a file, a dict or a Policy"
+    if not isinstance(source, (str, os.PathLike)):
+        received, remedy = safe_repr(source), f"Write {DEFAULT_PRESET!r} for the default."
+        if isinstance(source, type):
+            received, remedy = f"the class {source.__name__}", "Write Policy.load('recover')."
+        raise PolicyError(expected(what, received, remedy))
+    path = os.fspath(source)
+    if not isinstance(path, str):
+        raise PolicyError(expected(what, safe_repr(path), "Decode the path first."))
+    if os.path.isdir(path):
+        remedy = f"Write NanGuard(directory={safe_repr(path)}) for a folder to write into."
+        raise PolicyError(expected(what, f"{safe_repr(path)}, a directory", remedy))
+    is_path = os.path.splitext(path)[1].lower() in SUFFIXES or os.sep in path
+    if is_path or not isinstance(source, str):
+        return read(source), safe_repr(path)
+    meant = nearest(path, PRESETS)
+    remedy = f"Did you mean {meant!r}?" if meant else f"A file ends in {', '.join(SUFFIXES)}."
+    raise PolicyError(expected(what, safe_repr(path), remedy))
 
-    A terminal action drops the changes of other rules, and there is only one terminal action. `skip` remains only for
-    a refused step where nothing is changed and training does not end.
-    """
-    terminal = [firing for firing in fired if firing.terminal]
-    decisive = terminal or [firing for firing in fired if firing.changes] or fired
-    chosen: dict[str, Action] = {}
-    for firing in fired:
-        for action in firing.actions:
-            if not (terminal and action.changes and not firing.terminal):
-                chosen.setdefault(action.name, action)
-    endings = [action for action in chosen.values() if action.terminal]
-    for action in endings[1:]:
-        del chosen[action.name]
-    more = any(action.changes or action.terminal for action in chosen.values())
-    if more:
-        chosen.pop(Skip.name, None)
-    elif incident.refused:
-        chosen.setdefault(Skip.name, Skip())
-    reasons = "; ".join(firing.reason for firing in decisive)
-    return Decision(
-        rule=" + ".join(firing.rule.name for firing in decisive if firing.actions),
-        actions=tuple(action.to_dict() for action in sorted(chosen.values(), key=lambda action: action.phase)),
-        reason=(reasons or "no rule fired") + ("." if more or not incident.refused else "; the step was skipped."),
-        terminal=bool(terminal),
-    )
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a policy file, which editors use for completion."""
+    schema = Policy.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

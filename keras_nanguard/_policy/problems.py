@@ -1,123 +1,151 @@
-"""Translation of pydantic errors to the problems of a policy, each with its path and a suggestion.
+"""What is wrong with a policy, in sentences: each problem with its path and the nearest known word.
 
-Needs pydantic. Imports no backend.
+Imports no backend.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
-from keras_nanguard._core.incident import CAUSES, KINDS, SITES
-from keras_nanguard._policy.fields import MOMENTS, field_path, problem
-from keras_nanguard._policy.spelling import nearest
-from keras_nanguard._policy.tables import EXPECTED_VALUES
+from keras_nanguard._core.errors import PolicyError
 
-__all__ = ["problems_of"]
+__all__ = ["nearest", "problem", "problems_of", "raise_problems", "safe_repr"]
 
-
-def problems_of(model: Any, value: object) -> list[str]:
-    """Return every problem of a value for a model, each with its path; an empty list where it is valid."""
-    try:
-        model.model_validate(value)
-    except ValidationError as error:
-        return [line for detail in error.errors(include_url=False) for line in _problems_of(detail, model)]
-    return []
+MAX_LENGTH = 80
+"""Length above which a value is shortened in a message."""
 
 
-def _problems_of(detail: ErrorDetails, root: Any) -> list[str]:
-    """Return the problems for one error of pydantic, for a value of the model `root`."""
-    loc, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    path = field_path(*(part for part in loc if part != "[key]"))
-    if kind == "together":
-        return [f"{path}.{line}".lstrip(".") for line in context["problems"].split("\n")]
-    model, field = _place(loc, root)
-    if kind == "missing":
-        return [f"{path}: expected {EXPECTED_VALUES.get((model.__name__, field), 'a value')}, received nothing"]
-    if kind == "extra_forbidden":
-        known = [entry.alias or name for name, entry in model.model_fields.items()]
-        word = str(loc[-1])
-        return [problem(path, "one of " + ", ".join(known) if known else "no parameters", word, nearest(word, known))]
-    if kind == "literal_error":
-        known = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
-        meant = nearest(detail["input"], known) or _misplaced(detail["input"], field)
-        return [problem(path, "one of " + ", ".join(known), detail["input"], meant)]
-    plain = {
-        "single": str(context.get("what")),
-        "model_type": "a table",
-        "dict_type": "a table",
-        "list_type": "a list",
-        "too_short": "at least one entry",
-        "bool_type": "true or false",
-    }
-    what = plain.get(kind) or EXPECTED_VALUES.get((model.__name__, field)) or detail["msg"].removeprefix("Input should be ")
-    meant = ""
-    if kind == "model_type":
-        meant = _table_meant(model, field, detail["input"])
-    elif kind == "list_type" and isinstance(detail["input"], Mapping):
-        meant = ", did you mean a list of one, [{...}]?"
-    return [problem(path, what, detail["input"]) + meant]
+def problem(path: str, what: str, received: object, meant: str = "") -> str:
+    """Return one problem: `path: expected what, received value, did you mean 'meant'?`."""
+    tail = f", did you mean {meant!r}?" if meant else ""
+    return f"{path}: expected {what}, received {safe_repr(received)}{tail}"
 
 
-MAIN_FIELD = {
-    **dict.fromkeys(("SiteCheck", "StatisticsCheck"), "max_abs"),
-    **dict.fromkeys(("Repair", "ResetBatchnorm"), "source"),
-    "Snapshot": "every",
-    "Limit": "times",
-    "Magnitude": "min_abs",
-    "ConditionTable": "consecutive",
-    "Rollback": "depth",
-    "LowerLr": "factor",
-    "Clip": "global_clipnorm",
-    "RecalibrateBatchnorm": "batches",
-    "ResetSlots": "scope",
-    "Quarantine": "max_batches",
-    "Warn": "message",
-    "Call": "function",
+def raise_problems(problems: Iterable[str], source: str = "the policy") -> None:
+    """Raise one `PolicyError` with all `problems`; do nothing if there are none."""
+    found = tuple(problems)
+    if len(found) == 1:
+        raise PolicyError(f"{source[:1].upper()}{source[1:]}: {found[0]}", found)
+    if found:
+        lines = "\n".join(f"  {line}" for line in found)
+        raise PolicyError(f"{len(found)} problems in {source}:\n{lines}", found)
+
+
+def problems_of(error: ValidationError, document: Any, model: Any) -> list[str]:
+    """Return each error of pydantic as one problem.
+
+    Args:
+        error: what pydantic raised.
+        document: what it validated.
+        model: the model that it validated with.
+    """
+    return [_sentence(one, document, model) for one in error.errors(include_url=False)]
+
+
+def _sentence(error: Mapping[str, Any], document: Any, model: Any) -> str:
+    place, context = error["loc"], error.get("ctx", {})
+    path = _path(place, document)
+    if error["type"] == "missing":
+        return f"{path}: expected a value, received nothing"
+    if error["type"] == "too_short":
+        return f"{path}: expected at least one, received none"
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(model, place[:-1])
+        return f"{path}: expected one of {', '.join(known)}{_meant(place[-1], known)}"
+    if error["type"] == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        words = f"one of {', '.join(known)}" if len(known) > 1 else context["expected"]
+        return problem(path, words, error["input"], nearest(error["input"], known))
+    if error["type"] in _WORDS:
+        return problem(path, _WORDS[error["type"]].format(**context), error["input"])
+    what = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return problem(path, what[:1].lower() + what[1:], error["input"])
+
+
+_WORDS = {
+    "greater_than": "a number > {gt:g}",
+    "greater_than_equal": "a number >= {ge:g}",
+    "less_than": "a number < {lt:g}",
+    "less_than_equal": "a number <= {le:g}",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "string_pattern_mismatch": "a name of at most 64 letters, digits, spaces, '_', '-' and '.'",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "tuple_type": "a list",
 }
-"""The field of a table that a bare value in place of the table probably means."""
+"""What each type of error of pydantic says was expected; others have the sentence of pydantic."""
 
 
-def _table_meant(model: Any, field: str, value: Any) -> str:
-    """Return a suggestion for the table that a bare value probably means, `""` where there is none."""
-    table = _model_in(model.model_fields[field].annotation) if field else None
-    chief = MAIN_FIELD.get(table.__name__) if table is not None else None
-    if table is None or chief is None:
-        return ""
-    try:
-        table.model_validate({chief: value})
-    except ValidationError:
-        return ""
-    return f", did you mean {json.dumps({chief: value})}?"
+def _meant(word: object, known: Sequence[str]) -> str:
+    meant = nearest(word, known)
+    return f", received {safe_repr(word)}" + (f", did you mean {meant!r}?" if meant else "")
 
 
-VOCABULARIES: dict[str, tuple[str, ...]] = {"on": SITES, "kind": KINDS, "when": MOMENTS, "cause": CAUSES}
-"""The fields of a rule whose words are easily confused."""
+def _path(place: Sequence[str | int], document: Any) -> str:
+    """Return the path as the file has it: `rules[0].do[1].lower_lr.factor`.
 
-
-def _misplaced(word: object, field: str) -> str:
-    """Return the field to which a word in the wrong field of a rule belongs, `""` where there is none."""
-    others = {name: words for name, words in VOCABULARIES.items() if field in VOCABULARIES and name != field}
-    found = ((name, word if word in words else nearest(word, words)) for name, words in others.items())
-    return next((f'{name} = "{meant}"' for name, meant in found if meant), "")
-
-
-def _place(loc: tuple[int | str, ...], root: Any) -> tuple[Any, str]:
-    """Return the model and the name of the field of an error."""
-    model, field, words = root, "", [part for part in loc if isinstance(part, str)]
-    for depth, word in enumerate(words):
-        if depth == 1 and words[0] == "layers":
+    One value in the place of a list has no number.
+    """
+    path, inside = "", document
+    for part in place:
+        if isinstance(part, int):
+            if isinstance(inside, (list, tuple)):
+                path += f"[{part}]"
+                inside = inside[part] if part < len(inside) else None
             continue
-        inner = _model_in(model.model_fields[field].annotation) if field in model.model_fields else None
-        model, field = inner or model, "not_" if word == "not" else word
-    return model, field
+        plain = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+        segment = part if plain else f'"{safe_repr(part)[1:-1]}"'
+        if isinstance(inside, str):  # the name of an action, in the place of its table
+            segment = "" if inside == part else segment
+        path += f".{segment}" if path and segment else segment
+        inside = inside.get(part) if isinstance(inside, Mapping) else None
+    return path or "the policy"
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _fields_at(model: Any, place: Sequence[str | int]) -> list[str]:
+    """Return the fields of the model at a place of a document."""
+    for part in place:
+        if isinstance(part, str):
+            model = next(_models(model.model_fields[part].annotation), model)
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[Any]:
+    """Yield the models in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner))), None)
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """Return the known word that is nearest to `word` in spelling, `""` if none is near."""
+    words = {name.lower().replace("-", "_"): name for name in known}
+    if not isinstance(word, str) or word in words.values():
+        return ""
+    key = word.lower()[:64].replace("-", "_").replace(" ", "_")
+    found = difflib.get_close_matches(key, words, n=1, cutoff=0.7)
+    return words[found[0]] if found else ""
+
+
+def safe_repr(value: object) -> str:
+    """Return a value as one short line of ASCII, also if it comes from an untrusted file."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return f"a whole number of about {value.bit_length() * 3 // 10} digits"
+    if isinstance(value, (dict, list, tuple)) and len(value) > 8:
+        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)} entries"
+    try:
+        text = ascii(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return f"a {type(value).__name__} with a whole number of thousands of digits"
+    if len(text) <= MAX_LENGTH:
+        return text
+    return f"{text[:30]}...{text[-30:]} ({len(text)} characters)"

@@ -19,8 +19,7 @@ from keras_nanguard.testing import inject
 
 BACKEND = keras.backend.backend()
 BATCH = 8
-END = {"name": "end", "do": ["stop"], "after": {"consecutive": 50}, "limit": {"times": 1}}
-LOOK = {"name": "look", "do": [{"call": {"function": "look"}}], "limit": {"times": 99}}
+LOOK = {"name": "look", "do": {"call": {"function": "look"}}}
 
 MODES = {
     "compiled": {"jit_compile": False},
@@ -59,7 +58,7 @@ def approach_to(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
         then = [np.array(approach.snapshot.value(v)) for v in variables] if approach is not None else None
         found.append((approach, then, [keras_variables.read(v) for v in variables]))
 
-    policy = {"version": 1, "preset": "none", "rules": [*rules, LOOK, END], "snapshot": {"every": every, "good_after": 1}}
+    policy = {"rules": [*rules, LOOK], "snapshot": {"every": every, "verify_after": 1}}
     guard = NanGuard(policy, verbose=0, diagnose=False, functions={"look": look})
     with inject(model, site="gradients", step=steps):
         model.fit(*data, epochs=epochs, verbose=0, callbacks=[guard], **fit)
@@ -108,12 +107,12 @@ def test_the_last_batch_of_an_epoch_is_smaller():
 
 
 def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
-    back = {"name": "back", "do": ["rollback"], "limit": {"times": 1}}
+    back = {"name": "back", "after": 2, "do": "rollback"}
     model = network(jit_compile=False)
-    approach, start, end = approach_to(model, *data(), steps=(12, 17, 19), rules=[back], every=10, batch_size=BATCH)
+    approach, start, end = approach_to(model, *data(), steps=(12, 13, 17, 19), rules=[back], every=10, batch_size=BATCH)
     assert approach.exact
     assert approach.snapshot.step == 10
-    assert approach.steps == (13, 14, 15, 16, 18)
+    assert approach.steps == (14, 15, 16, 18)
     check(approach, start, end)
 
 
@@ -201,7 +200,7 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
         session = guard.session
         found.append(session.recent.approach(session.ring.snapshots, session.transaction.batch))
 
-    guard = NanGuard({"version": 1, "preset": "none", "rules": [LOOK, END]}, verbose=0, diagnose=False, functions={"look": look})
+    guard = NanGuard(rules=[LOOK], verbose=0, diagnose=False, functions={"look": look})
     inputs = np.zeros((BATCH, 4), "float32")
     shared = inputs
     if BACKEND == "torch":

@@ -21,8 +21,9 @@ from keras_nanguard._core.evidence import Evidence, Origin
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._diagnose import causes
-from keras_nanguard._policy.ledger import Ledger
-from keras_nanguard._policy.policy import Policy, decide
+from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import PolicyState
 
 PAGE = PACKAGE.parent / "campaigns" / "results" / "mutate.md"
 
@@ -45,11 +46,11 @@ def keeps_a_scale_above_its_floor() -> None:
 
 
 def ends_a_streak() -> None:
-    policy, ledger = Policy.from_any("recover"), Ledger()
+    policy, state = Policy.load("recover"), PolicyState()
     for step in (3, 4, 9):
         incident = Incident(step=step, epoch=0, batch=step, findings=(Finding("loss"),), refused=True)
-        _, ledger = decide(policy, ledger, incident)
-    assert (ledger.consecutive, ledger.total) == (1, 3)
+        _, state = decide(policy, state, incident)
+    assert (state.consecutive, state.total) == (1, 3)
 
 
 def looks_at_the_state_first() -> None:
@@ -67,13 +68,13 @@ def finds_one_bad_entry() -> None:
     assert not finiteness.is_finite(array) and finiteness.counts(array) == (1, 0, 5000)
 
 
-ANEW = "consecutive=self.consecutive + 1 if joined else 1,\n            total=self.total + 1,\n        )"
-FOREVER = ANEW.replace(" if joined else 1", "")
+ANEW = "before = self if joined else PolicyState()"
+FOREVER = "before = self"
 
 MISTAKES: list[tuple[str, str, str, Callable[[], None]]] = [
     ("_backends/shared/rules.py", "return finite if scale is None", "return True if scale is None", refuses_what_is_not_finite),
     ("_backends/shared/rules.py", "ops.maximum(scale * 0.5, MIN_LOSS_SCALE)", "scale * 0.5", keeps_a_scale_above_its_floor),
-    ("_policy/ledger.py", ANEW, FOREVER, ends_a_streak),
+    ("_policy/state.py", ANEW, FOREVER, ends_a_streak),
     ("_diagnose/causes.py", "for rule in RULES:", "for rule in RULES[::-1]:", looks_at_the_state_first),
     ("_core/verdict.py", "self.weights + self.slots))", "self.slots))", finds_what_was_committed),
     ("_core/finiteness.py", "np.isnan(piece)", "np.isnan(piece[:-1])", finds_one_bad_entry),

@@ -82,28 +82,28 @@ def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
 def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_path, capsys):
     """All problems are reported at once, one a line."""
     assert main(["check-policy", "recover"]) == CLEAN
-    assert "refused" in capsys.readouterr().out
+    assert "max_consecutive_refused = 12" in capsys.readouterr().out
     path = tmp_path / "policy.json"
-    path.write_text('{"cheks": {}, "snapshot": {"every": -1}}')
+    path.write_text('{"rulse": [], "snapshot": {"every": -1}}')
     assert main(["check-policy", str(path)]) == FOUND
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["check-policy", str(tmp_path / "missing.toml")]) == MISUSE
 
 
 def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
-    """A rule that never fires is a warning; with `--model` so is a glob that meets nothing in the file, and a site that it lacks."""
+    """A rule that never acts is a warning; with `--model` so is a glob that matches nothing in the file."""
     path = tmp_path / "policy.json"
-    late = {"name": "late", "when": "refused", "after": {"consecutive": 20}, "do": "warn"}
-    glob = {"name": "glob", "on": "weights", "layer": "batch_normalisation", "do": "warn"}
+    late = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
+    glob = {"name": "glob", "site": "weights", "layer": "batch_normalisation", "do": "warn"}
     path.write_text(json.dumps({"rules": [glob]}))
     assert main(["check-policy", str(path)]) == CLEAN
     assert main(["check-policy", str(path), "--model", good]) == FOUND
-    assert "warning: Rule 'glob' can never fire" in (out := capsys.readouterr().out)
+    assert "warning: Rule 'glob' never acts" in (out := capsys.readouterr().out)
     assert "did you mean 'batch_normalization'" in out
     path.write_text(json.dumps({"rules": [late]}))
     assert main(["check-policy", str(path), "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
-    assert document["valid"] and document["problems"] == [] and "can never fire" in document["warnings"][0]
+    assert document["valid"] and document["problems"] == [] and "never acts" in document["warnings"][0]
     assert main(["check-policy", str(path), "--model", str(tmp_path / "missing.keras")]) == MISUSE
     assert main(["check-policy", "recover", "--model", good]) == CLEAN
 

@@ -114,8 +114,7 @@ def test_of_a_finite_jump_the_batch_is_known_and_its_rows(tmp_path):
     model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.random.default_rng(0).standard_normal((512, 8)).astype("float32")
-    policy = {"version": 1, "preset": "recover", "rules": [
-        {"name": "keep", "on": ["loss"], "kind": ["spike"], "do": ["quarantine"], "limit": {"times": 5}}]}  # fmt: skip
+    policy = {"rules": [{"name": "keep", "site": "loss", "kind": "spike", "do": "quarantine"}]}
     guard = NanGuard(policy, verbose=0, directory=tmp_path)
     with inject(model, site="targets", kind="spike", step=30, rows=5, magnitude=1e5):
         model.fit(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[guard])

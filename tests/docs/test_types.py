@@ -27,8 +27,8 @@ WRONG = {
     "NanGuard().step(3)": "step",
     "keras_nanguard.NanGaurd": "NanGaurd",
     'NanGuard(directry="run1")': "directry",
-    "NanGuard(pateince=3)": "pateince",
-    'NanGuard(patience="three")': "patience",
+    "NanGuard(snapshto={})": "snapshto",
+    'NanGuard(max_consecutive_refused="three")': "max_consecutive_refused",
     'NanGuard().incidents[0].findings[0].site == "gradient"': "gradient",
     'NanGuard().incidents[0].findings[0].kind == "nan"': "nan",
     'Diagnosis().cause == "divergance"': "divergance",
@@ -52,12 +52,12 @@ def test_types_have_the_words_of_the_lists():
     """Sites, kinds, causes, presets, faults and keywords are the same to a type checker as to the library."""
     from keras_nanguard import testing
     from keras_nanguard._core import incident, literals
-    from keras_nanguard._policy import keywords, presets, shorthand
+    from keras_nanguard._policy import policy, presets
 
     assert get_args(literals.Site) == incident.SITES and get_args(literals.Kind) == incident.KINDS
     assert get_args(literals.Cause) == incident.CAUSES and get_args(literals.Preset) == presets.PRESETS
     assert get_args(literals.FaultSite) == testing.SITES and get_args(literals.FaultKind) == testing.KINDS
-    assert set(keywords.Overrides.__annotations__) == {*presets.SECTIONS, *shorthand.SHORTHAND}
+    assert set(policy.Sections.__annotations__) == {*policy.Policy.model_fields} - {"version"}
 
 
 def test_the_file_uses_every_public_name():

@@ -24,10 +24,9 @@ from keras_nanguard._cli.parser import main
 
 POLICY = {
     "preset": "recover",
-    "title": "a sample",
-    "snapshot": {"every": 4, "good_after": 2, "storage": "disk"},
-    "checks": {"statistics": {"max_abs": 1e5}},
-    "rules": [{"name": "bad-data", "cause": "input_nonfinite", "do": ["quarantine", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 3}}],
+    "snapshot": {"every": 4, "verify_after": 2, "storage": "disk"},
+    "limits": [{"site": "statistics", "max_abs": 1e5}],
+    "rules": [{"name": "bad-data", "cause": "input_nonfinite", "do": ["quarantine", {"lower_lr": {"factor": 0.5}}]}],
 }
 BATCH, BATCHES, BAD = 8, 12, 9
 

@@ -1,172 +1,307 @@
-"""The corners of `decide` and of a policy written in code: what no preset does, and a policy may."""
+"""Rules, bounds and budgets: what a policy of a user's own may ask for, and what the engine adds."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
-from keras_nanguard._core.errors import PolicyError
-from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._policy.actions import LowerLr, Rollback, Skip, Stop, Warn
-from keras_nanguard._policy.ledger import Ledger, Tally
-from keras_nanguard._policy.policy import Policy, decide
-from keras_nanguard._policy.rules import Limit, Rule, Rung
-
-ENDLESS = {"name": "endless", "when": "refused", "after": {"consecutive": 1000}, "do": "stop"}
-SPOILED = {"name": "spoiled", "when": "committed", "kind": "nonfinite", "do": "stop"}
-STOPS = Rule("stops", (Rung((Stop(),)),))
-
-
-def policy(*rules, **more):
-    return Policy.from_any({"preset": "none", "rules": [*rules, ENDLESS, SPOILED], **more})
-
-
-def bad(step, refused=True, site="loss", kind="nonfinite"):
-    return Incident(step=step, epoch=0, batch=step, findings=(Finding(site, kind),), refused=refused)
+from keras_nanguard import FileFormatError
+from keras_nanguard._core.incident import (
+    CAUSES,
+    KINDS,
+    SITES,
+    Diagnosis,
+    Finding,
+    Incident,
+    Outcome,
+)
+from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.settings import matches_path
+from keras_nanguard._policy.state import PolicyState, is_bad_step
+from keras_nanguard.actions import ACTIONS
 
 
-def run(of, steps, **more):
-    ledger, decisions = Ledger(), []
-    for step in steps:
-        decision, ledger = decide(of, ledger, bad(step, **more))
-        decisions.append(decision)
-    return decisions, ledger
+def bad(step, site="loss", kind="nonfinite", refused=True, cause=None, path="", committed=50):
+    diagnosis = None if cause is None else Diagnosis(cause=cause)
+    findings = (Finding(site, kind, path),)
+    return Incident(step, 0, step, findings, refused, diagnosis=diagnosis, committed=committed)
 
 
-def test_a_rollback_goes_no_deeper_than_the_deepest():
-    """Each one goes one snapshot further back, up to a hundred."""
-    deeper = policy({"name": "back", "do": {"rollback": {"deeper": True}}, "limit": {"times": 200}})
-    depths = [decision.actions[0]["depth"] for decision in run(deeper, range(103))[0]]
-    assert depths == [*range(1, 101), 100, 100, 100]
+def run(policy, incidents):
+    """Return the names that were decided about each incident, without `warn`, and the state."""
+    state, found = PolicyState(), []
+    for incident in incidents:
+        decision, state = decide(policy, state, incident)
+        done = [action["action"] for action in decision.actions]
+        found.append([name for name in done if name != "warn"])
+    return found, state
 
 
-def test_a_rollback_that_does_not_go_deeper_stays_where_it_is():
-    same = policy({"name": "back", "do": {"rollback": {"depth": 2}}, "limit": {"times": 9}})
-    assert [decision.actions[0]["depth"] for decision in run(same, range(3))[0]] == [2, 2, 2]
+def rules(*rules, **sections):
+    tables = [{"name": f"rule {n}", **rule} for n, rule in enumerate(rules)]
+    return Policy.load("recover", rules=tables, **sections)
 
 
-def test_a_rule_whose_ladder_is_used_up_says_so_and_counts_anew():
-    """It fires once more each time its condition holds, with no action and with the reason."""
-    used = policy({"name": "warned", "after": {"consecutive": 3}, "do": "warn", "limit": {"times": 1}})
-    decisions, ledger = run(used, range(9))
-    named = [step for step, decision in enumerate(decisions) if "warned" in decision.reason]
-    assert named == [2, 5, 8] and [decision.rule for decision in decisions] == ["", "", "warned", "", "", "", "", "", ""]
-    assert decisions[5].reason == "warned: 6 in a row, 6 in total; the limit of once in total is reached; the step was skipped."
-    assert ledger.rules["warned"].since == 0 and ledger.rules["warned"].spent == ((2,),)
+# Rules
 
 
-def test_nothing_is_remembered_that_no_limit_counts():
-    """A rung without a limit acts for ever and keeps no steps."""
-    _, ledger = run(policy({"name": "warned", "do": "warn"}), range(5))
-    assert ledger.rules["warned"] == Tally(5, 5, 0, 4, 4, (), ((),))
+def test_a_rule_decides_in_place_of_the_escalation():
+    """What a rule does is all that is done; incidents that it does not match are answered as before."""
+    policy = rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}})
+    assert run(policy, [bad(5, cause="loss_domain"), bad(9, cause="unknown")])[0] == [
+        ["clip"],
+        ["skip"],
+    ]
 
 
-def test_a_rule_that_saw_nothing_has_no_tally():
-    _, ledger = run(policy({"name": "other", "on": "slots", "do": "warn"}), range(3))
-    assert set(ledger.rules) == {"endless"}
+def test_a_rule_that_only_reports_adds_to_the_escalation():
+    """`call`, `quarantine` and `warn` do not keep the guard from recovering."""
+    policy = rules({"do": ["quarantine", {"call": {"function": "page"}}]})
+    done = run(policy, [bad(n) for n in (5, 6, 7)])[0]
+    assert done[0] == ["quarantine", "call", "skip"]
+    assert done[2] == ["quarantine", "call", "rollback", "lower_lr"]
 
 
-def test_what_no_rule_answers():
-    """A refused step was skipped all the same; a committed one was not."""
-    silent = policy({"name": "other", "on": "slots", "do": "warn"})
-    ((refused,), _), ((committed,), _) = run(silent, [1]), run(silent, [1], refused=False, kind="spike")
-    assert (refused.actions, refused.reason, refused.rule) == (({"action": "skip"},), "no rule fired; the step was skipped.", "")
-    assert (committed.actions, committed.reason, committed.terminal) == ((), "no rule fired.", False)
+def test_a_rule_waits_for_so_many_in_a_row_and_the_rest_of_the_policy_acts_until_then():
+    """`after = 4` acts at the fourth and the eighth matching incident in a row."""
+    policy = rules({"cause": "transient", "after": 4, "do": "reset_slots"})
+    done = run(policy, [bad(n, cause="transient") for n in range(50, 58)])[0]
+    assert [n for n, one in enumerate(done) if one == ["reset_slots"]] == [3, 7]
+    assert done[2] == ["rollback"]
+    apart = run(policy, [bad(n, cause="transient") for n in range(0, 80, 2)])[0]
+    assert ["reset_slots"] not in apart
 
 
-def test_the_reason_of_a_change_says_nothing_of_a_skip():
-    changes = policy({"name": "back", "do": ["skip", "rollback"], "limit": {"times": 3}})
-    ((decision, *_), _) = run(changes, [1])
-    assert decision.reason == "back: 1 in a row, 1 in total." and [action["action"] for action in decision.actions] == ["rollback"]
+def test_the_first_rule_that_is_due_decides():
+    """Rules are in the order of the file."""
+    policy = rules({"site": "loss", "do": "clip"}, {"do": "stop"})
+    assert run(policy, [bad(5), bad(9, "outputs")])[0] == [["clip"], ["stop"]]
 
 
-def test_an_ending_drops_what_other_rules_change_and_keeps_what_its_own_does():
-    back = {"name": "back", "do": ["warn", "rollback"], "limit": {"times": 3}}
-    ends = {"name": "ends", "do": [{"lower_lr": {"factor": 0.5}}, "stop"]}
-    raises = {"name": "raises", "do": "raise_error"}
-    ((decision,), _) = run(policy(back, ends, raises), [1])
-    assert [action["action"] for action in decision.actions] == ["warn", "lower_lr", "stop"]
-    assert decision.terminal and decision.rule == "ends + raises" and "back" not in decision.reason
-    ((decision,), _) = run(policy(back, {"name": "tells", "do": "warn"}), [1])
-    assert not decision.terminal and decision.rule == "back" and "tells" not in decision.reason
+@pytest.mark.parametrize(
+    ("fields", "matches"),
+    [
+        ({}, True),
+        ({"site": "loss"}, True),
+        ({"site": ["gradients", "loss"]}, True),
+        ({"site": "gradients"}, False),
+        ({"kind": "spike"}, False),
+        ({"cause": ["unknown", "loss_domain"]}, True),
+        ({"cause": "divergence"}, False),
+        ({"layer": "den*"}, True),
+        ({"layer": "conv*"}, False),
+        ({"site": "loss", "layer": "conv*"}, False),
+    ],
+)
+def test_a_rule_matches_what_meets_every_field(fields, matches):
+    """A rule applies if one finding meets site, kind and layer, and the diagnosis its cause."""
+    (rule,) = rules({**fields, "do": "stop"}).rules
+    assert rule.matches(bad(5, cause="loss_domain", path="model/dense/kernel")) is matches
 
 
-def test_of_two_rules_the_first_gives_an_action_its_parameters():
-    first, second = ({"name": name, "do": {"warn": {"message": name}}} for name in ("first", "second"))
-    ((decision,), _) = run(policy(first, second), [1])
-    assert decision.actions[0]["message"] == "first" and decision.rule == "first + second"
+@pytest.mark.parametrize(
+    ("glob", "path", "matches"),
+    [
+        ("post_bn*", "model/post_bn_1/moving_mean", True),
+        ("model/post_bn*", "model/post_bn_1/gamma", True),
+        ("bn", "model/post_bn/gamma", False),
+        ("*", "anything", True),
+        ("post_bn_1/gamma", "model/post_bn_1/gamma", True),
+    ],
+)
+def test_a_glob_matches_a_run_of_the_parts_of_a_path(glob, path, matches):
+    """The parts of a path between slashes are matched, in any number."""
+    assert matches_path(path, glob) is matches
 
 
-def test_reset_after_good_steps_of_any_rule():
-    """Bad steps that another rule saw are no good steps."""
-    watched = policy({"name": "watched", "on": "loss", "after": {"total": 2}, "reset_after": 3, "do": {"warn": {"message": "fired"}}})
-    ledger, fired = Ledger(), []
-    for step, site in ((0, "loss"), (2, "slots"), (5, "loss"), (9, "loss"), (12, "loss")):
-        decision, ledger = decide(watched, ledger, bad(step, site=site))
-        fired += [step for action in decision.actions if action.get("message") == "fired"]
-    assert fired == [5, 12]
+# The engine
 
 
-def test_a_policy_in_code():
-    """It refuses, it has rules of different names, and it says what it is."""
-    made = Policy(title="mine", rules=(STOPS,))
-    assert made.refuse and repr(made) == "Policy('mine', 1 rules)" and not Policy(refuse=False).refuse
-    assert made == Policy(title="mine", rules=(STOPS,), half_written=frozenset({"stops"}))
-    with pytest.raises(PolicyError, match=r"a policy with rules.*Write Policy\.from_any\(.recover.\)"):
-        Policy()
-    with pytest.raises(PolicyError, match=r"Received: Policy\(.strict.\)\. Write Policy\.from_any\(.strict.\)"):
-        Policy("strict")
-    with pytest.raises(PolicyError, match=r"rules\.stops: expected one rule of this name, received 2"):
-        Policy(rules=(STOPS, STOPS))
+def test_no_rule_can_keep_training_from_ending():
+    """A policy that only skips ends at `max_consecutive_refused` all the same."""
+    policy = rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7)
+    done = run(policy, [bad(n) for n in range(20)])[0]
+    assert done[6] == ["stop"] and done[:6] == [["skip"]] * 6
 
 
-def test_a_policy_that_refuses_nothing_and_changes_something_has_to_end_too():
-    """One whose changing rules are disabled, or that only tells, need not."""
-    lowers = Rule("lowers", (Rung((LowerLr(),), Limit(1)),))
-    with pytest.raises(PolicyError, match="a rule that ends training"):
-        Policy(refuse=False, rules=(lowers,))
-    Policy(refuse=False, rules=(Rule("lowers", lowers.ladder, enabled=False),))
-    Policy(refuse=False, rules=(Rule("tells", (Rung((Warn(),)),)),))
+def test_the_end_is_that_of_the_escalation():
+    """A bound raises where the escalation raises."""
+    policy = Policy.load(escalation=["skip"] * 20 + ["raise_error"])
+    assert run(policy, [bad(n, "inputs") for n in range(12)])[0][-1] == ["raise_error"]
 
 
-def test_a_policy_without_snapshots_cannot_roll_back():
-    """Unless the rule that does is disabled."""
-    back = Rule("back", (Rung((Rollback(),), Limit(1)), Rung((Stop(),))))
-    snapshot = Policy(rules=(STOPS,)).snapshot
-    never = type(snapshot)(every=0)
-    with pytest.raises(PolicyError, match="as these rules roll back: back, received 0"):
-        Policy(rules=(back, STOPS), snapshot=never)
-    Policy(rules=(STOPS,), snapshot=never)
-    Policy(rules=(Rule("back", back.ladder, enabled=False), STOPS), snapshot=never)
+def test_the_budget_counts_each_action_of_rules_too():
+    """A rule that clips at every spike does so `action_budget` times; then training ends."""
+    policy = rules({"kind": "spike", "do": "clip"}, action_budget=2)
+    incidents = [bad(n, kind="spike", refused=False) for n in range(100, 600, 100)]
+    assert run(policy, incidents)[0][:3] == [["clip"], ["clip"], ["stop"]]
 
 
-def test_a_policy_of_a_file_has_rules_with_actions():
-    with pytest.raises(PolicyError, match=r"rules\.mine\.do: expected at least one action, received nothing"):
-        Policy.from_any({"preset": "none", "rules": [{"name": "mine"}, ENDLESS, SPOILED]})
-    with pytest.raises(PolicyError, match="a rule that ends training"):
-        Policy.from_any({"preset": "none"})
-    assert Policy.from_any({"preset": "none", "refuse": False}).rules == ()
+def test_an_escalation_of_fewer_stages_stays_at_its_last():
+    """Without an ending of its own the last stage repeats, as far as budget and bounds allow."""
+    policy = Policy.load(escalation=["skip", "rollback"], action_budget=3)
+    done = run(policy, [bad(n) for n in range(50, 60)])[0]
+    assert done[:5] == [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]]
 
 
-def test_skip_is_an_action_without_parameters():
-    assert Skip().to_dict() == {"action": "skip"}
+def test_a_stage_that_changed_nothing_is_not_repeated():
+    """What was skipped is passed over until a good step has come between."""
+    policy, state = Policy.load(), PolicyState()
+    done = []
+    for step in (50, 51, 52, 53, 54, 55, 60, 61, 62):
+        decision, state = decide(policy, state, bad(step))
+        done.append([action["action"] for action in decision.actions if action["action"] != "warn"])
+        state = state.performed([Outcome("lower_lr", "skipped")] if "lower_lr" in done[-1] else [])
+    assert done[2] == ["rollback", "lower_lr"] and done[5] == ["rollback"]
+    assert done[8] == ["rollback", "lower_lr"]
 
 
-def test_an_inherited_limit_is_extended_to_what_the_rule_can_reach():
-    """A limit of one's own that is never reached is an error."""
-    def persistent(**fields):
-        made = Policy.from_any("recover", rules=[{"name": "persistent", **fields}])
-        return next(rule for rule in made.rules if rule.name == "persistent").ladder[0].limit
-
-    longer, known = {"after": {"consecutive": 2500}}, persistent()
-    assert persistent(after={"consecutive": 900}) == known
-    assert persistent(**longer) == Limit(known.times, 2500 * known.times + 1)
-    with pytest.raises(PolicyError, match="the limit is never reached"):
-        persistent(**longer, limit={"times": 1, "per_steps": 2000})
+def test_tables_of_a_policy_are_the_defaults_of_its_actions():
+    """`[lower_lr]` applies where `lower_lr` stands alone; parameters of an item have precedence."""
+    item = {"lower_lr": {"min_lr": 0.5}}
+    policy = Policy.load(escalation=["lower_lr", item], lower_lr={"factor": 0.3, "min_lr": 0.1})
+    _, state = decide(policy, PolicyState(), bad(50))
+    first = decide(policy, PolicyState(), bad(50))[0].actions[-1]
+    second = decide(policy, state, bad(51))[0].actions[-1]
+    assert (first["factor"], first["min_lr"]) == (0.3, 0.1)
+    assert (second["factor"], second["min_lr"]) == (0.3, 0.5)
 
 
-def test_a_ladder_of_two_rungs_of_which_one_was_written_over():
-    """The other one is inherited, and the policy knows it."""
-    ladder = {"name": "mine", "do": "rollback", "limit": {"times": 3}, "otherwise": "stop"}
-    inherited = Policy.from_any(policy(ladder), rules=[{"name": "mine", "do": "clip"}])
-    assert inherited.half_written == {"mine"} and [rung.do[0].name for rung in inherited.rules[0].ladder] == ["clip", "stop"]
-    assert Policy.from_any(policy(ladder), rules=[{"name": "endless", "do": "raise_error"}]).half_written == frozenset()
+def test_actions_run_by_phase():
+    """Reports come first, then the rollback, then other changes; `skip` goes if something is changed."""
+    policy = rules({"do": ["skip", "clip", "rollback", "quarantine"]})
+    assert run(policy, [bad(5)])[0] == [["quarantine", "rollback", "clip"]]
+
+
+def test_a_limit_applies_to_the_paths_that_its_glob_matches():
+    """The last matching limit wins; without one there is none."""
+    limits = [
+        {"site": "weights", "max_abs": 5.0},
+        {"site": "weights", "max_abs": 9.0, "layer": "head*"},
+    ]
+    policy = Policy.load(limits=limits)
+    assert policy.max_abs("model/body/kernel", "weights") == 5.0
+    assert policy.max_abs("model/head/kernel", "weights") == 9.0
+    assert policy.max_abs("model/head/kernel", "slots") is None
+    assert Policy().max_abs("a", "statistics") is None
+
+
+# The state
+
+
+def test_the_state_survives_as_json():
+    """A policy state is rebuilt from its JSON as it was."""
+    policy = rules({"site": "loss", "after": 3, "do": "clip"})
+    _, state = run(policy, [bad(n) for n in (5, 6, 7, 90, 91)])
+    state = state.performed([Outcome("clip", "skipped", "why")])
+    assert PolicyState.from_dict(state.to_dict()) == state
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {"format": 1},
+        {**PolicyState().to_dict(), "consecutive": -1},
+        {**PolicyState().to_dict(), "total": "3"},
+        {**PolicyState().to_dict(), "refused": [1.5]},
+        {**PolicyState().to_dict(), "more": 1},
+        {**PolicyState().to_dict(), "rules": {"a": {"last": []}}},
+    ],
+)
+def test_a_damaged_state_is_refused(data):
+    """A state of another format, or with a field of another type, is an error and nothing else."""
+    with pytest.raises(FileFormatError, match="policy state of format 2"):
+        PolicyState.from_dict(data)
+
+
+def test_a_new_fit_starts_with_budgets_and_without_streaks():
+    """What was done counts on against the budget; the next bad step is the first of its streak."""
+    policy = Policy.load(action_budget=1)
+    _, state = run(policy, [bad(n) for n in (4000, 4001, 4002)])
+    resumed = state.resumed()
+    assert resumed.times("rollback") == 1
+    decision, resumed = decide(policy, resumed, bad(0))
+    assert resumed.consecutive == 1 and not decision.terminal
+    for step in (1, 2):
+        decision, resumed = decide(policy, resumed, bad(step))
+    assert decision.terminal and decision.rule == "action_budget"
+
+
+def test_replayed_steps_count_as_later_ones():
+    """After a rollback with a replay the same step numbers come again; a streak still grows."""
+    policy = Policy.load()
+    _, state = run(policy, [bad(n) for n in (50, 51, 52)])
+    state = state.rewound()
+    _, state = decide(policy, state, bad(49))
+    assert state.consecutive == 1
+    _, state = decide(policy, state, bad(50))
+    assert state.consecutive == 2
+
+
+def test_a_step_that_left_nan_in_the_state_is_bad():
+    """NaN in a training site is a bad step also if it committed; NaN in a metric is not."""
+    assert is_bad_step(bad(5, "weights", refused=False)) and is_bad_step(bad(5))
+    assert not is_bad_step(bad(5, "validation", refused=False))
+    assert not is_bad_step(bad(5, "loss", kind="spike", refused=False))
+
+
+INCIDENTS = st.lists(
+    st.builds(
+        lambda gap, site, kind, cause, refused, committed: (
+            gap,
+            site,
+            kind,
+            cause,
+            refused,
+            committed,
+        ),
+        st.integers(1, 4),
+        st.sampled_from(SITES),
+        st.sampled_from(KINDS),
+        st.sampled_from([*CAUSES, None]),
+        st.booleans(),
+        st.sampled_from([None, 0, 50]),
+    ),
+    max_size=60,
+)
+ITEMS = st.sampled_from([name for name in ACTIONS if name != "call"])
+POLICIES = st.builds(
+    lambda stages, after, do, bound, budget: rules(
+        {"after": after, "do": do},
+        escalation=stages,
+        max_consecutive_refused=bound,
+        action_budget=budget,
+    ),
+    st.lists(st.one_of(ITEMS, st.lists(ITEMS, min_size=1, max_size=3)), min_size=1, max_size=6),
+    st.integers(1, 5),
+    ITEMS,
+    st.integers(1, 15),
+    st.integers(1, 6),
+)
+
+
+@given(POLICIES, INCIDENTS)
+def test_whatever_a_policy_says_the_engine_keeps_its_promises(policy, events):
+    """For any policy and any incidents: pure, data that prints as JSON, bounded, and never a lost refusal."""
+    state, step, done = PolicyState(), 0, {}
+    for gap, site, kind, cause, refused, committed in events:
+        step += gap
+        incident = bad(step, site, kind, refused, cause, committed=committed)
+        decision, after = decide(policy, state, incident)
+        assert (decision, after) == decide(policy, state, incident)
+        assert PolicyState.from_dict(after.to_dict()) == after
+        state, names = after, [action["action"] for action in decision.actions]
+        assert len(names) == len(set(names))
+        assert decision.terminal == any(ACTIONS[name].terminal for name in names)
+        if refused:
+            assert names, "a refused step has a decision"
+        if refused and state.consecutive >= policy.max_consecutive_refused:
+            assert decision.terminal
+        if decision.terminal:
+            break
+        for name in names:
+            done[name] = done.get(name, 0) + ACTIONS[name].changes
+            assert done[name] <= policy.action_budget

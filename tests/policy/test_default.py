@@ -5,237 +5,208 @@ from __future__ import annotations
 import pytest
 
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Finding, Incident
-from keras_nanguard._policy.ledger import Ledger
-from keras_nanguard._policy.policy import Policy, decide
+from keras_nanguard._policy.decide import RATE_CURES, decide
+from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard._policy.state import BAD_DATA, PolicyState
 
-LIMIT = 12
+BOUND = 12
+CLIMB = 10
+"""The place of `stop` in the escalation."""
 
 
-def bad(step, *sites, kind="nonfinite", refused=True, cause=None, value=None, committed=None):
-    findings = tuple(Finding(site, kind, value=value) for site in sites or ("loss", "gradients"))
+def bad(step, *sites, kind="nonfinite", refused=True, cause=None, committed=None):
+    """Return an incident."""
+    findings = tuple(Finding(site, kind) for site in sites or ("loss", "gradients"))
     diagnosis = None if cause is None else Diagnosis(cause=cause)
     return Incident(step, 0, step, findings, refused, diagnosis=diagnosis, committed=committed)
 
 
-def run(policy, incidents):
-    """Return the names of the actions decided at each incident, up to the first terminal decision."""
-    policy, ledger, reported = Policy.from_any(policy), Ledger(), []
+def decisions(policy, incidents):
+    """Return the decisions about incidents, up to the first terminal one."""
+    policy, state, found = Policy.load(policy), PolicyState(), []
     for incident in incidents:
-        decision, ledger = decide(policy, ledger, incident)
-        reported.append([action["action"] for action in decision.actions])
+        decision, state = decide(policy, state, incident)
+        found.append(decision)
         if decision.terminal:
             break
-    return reported
+    return found
 
 
-def test_one_bad_batch_is_left_out_and_reported():
-    """One bad step: skipped, reported in one line, nothing else."""
-    assert run("recover", [bad(40)]) == [["warn", "skip"]]
+def names(policy, incidents):
+    """Return the names of the actions that were decided about each incident, without `warn`."""
+    found = [[action["action"] for action in one.actions] for one in decisions(policy, incidents)]
+    return [[name for name in one if name != "warn"] for one in found]
 
 
-def test_scattered_bad_steps_are_left_out_for_ever():
-    """One bad step in fifty never leads to more than leaving it out, in a million steps."""
-    reported = run("recover", [bad(step) for step in range(0, 1_000_000, 500)])
-    assert {name for names in reported for name in names} == {"warn", "skip"}
-    reported = run("recover", [bad(step) for step in range(0, 20_000, 50)])
-    assert {name for names in reported for name in names} == {"warn", "skip"}
+def parameters(decision, name):
+    return next(action for action in decision.actions if action["action"] == name)
 
 
-def test_half_of_the_steps_left_out_is_the_end():
-    """Every other step bad is never a streak, and yet no training: it stops at half of the last 200."""
-    reported = run("recover", [bad(step) for step in range(0, 1000, 2)])
-    assert reported[-1] == ["stop"] or reported[-1] == ["warn", "stop"]
-    assert len(reported) == 100
+def test_one_bad_batch_is_skipped_with_one_line():
+    """One bad step: skipped, reported, nothing else."""
+    (decision,) = decisions("recover", [bad(40)])
+    assert [action["action"] for action in decision.actions] == ["warn", "skip"]
+    assert (decision.rule, decision.terminal) == ("escalation", False)
 
 
-def test_three_in_a_row_go_back_and_slow_down():
-    """Three bad steps in a row: back to the newest verified snapshot and a tenth of the learning rate."""
-    policy, ledger = Policy.from_any(), Ledger()
-    for step in (5, 6, 7):
-        decision, ledger = decide(policy, ledger, bad(step))
-    assert decision.rule == "persistent" and not decision.terminal
-    by_name = {action["action"]: action for action in decision.actions}
-    assert by_name["rollback"]["depth"] == 1
-    assert by_name["lower_lr"]["factor"] == 0.1 and by_name["lower_lr"]["recover_after"] == 500
-    names = [action["action"] for action in decision.actions]
-    assert names.index("rollback") < names.index("lower_lr")
-
-
-HOPELESS = ("forward_domain", "loss_domain", "gradient_domain", "float16_overflow", "float16_underflow", "divergence")
+def test_scattered_bad_steps_are_skipped_for_ever():
+    """A bad step in fifty never leads to more than skipping it: a good step ends the climb."""
+    assert names("recover", [bad(step) for step in range(0, 100_000, 50)]) == [["skip"]] * 2000
 
 
 @pytest.mark.parametrize("cause", [*CAUSES, None])
-def test_what_cannot_be_cured_from_the_start_stops_at_the_third(cause):
-    """From the first step on nothing has been trained: what no rate and no earlier state can cure ends at the third step.
-
-    Bad data is skipped instead, up to the twelfth, as it may be a stretch; and what comes by chance may pass.
-    """
-    reported = run("recover", [bad(step, "loss", cause=cause, committed=0) for step in range(30)])
-    assert reported[-1][-1] == "stop" and len(reported) == (3 if cause in HOPELESS else LIMIT)
-    assert cause not in HOPELESS or reported == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
+def test_three_bad_steps_in_a_row(cause):
+    """The third rolls back. The rate is lowered only if the cause is one that a lower rate can cure."""
+    done = names("recover", [bad(step, cause=cause, committed=50) for step in (50, 51, 52)])
+    third = ["rollback", "lower_lr"] if cause is None or cause in RATE_CURES else ["rollback"]
+    assert done == [["skip"], ["skip"], ["skip"] if cause in BAD_DATA else third]
 
 
-@pytest.mark.parametrize("cause", HOPELESS)
-def test_the_same_causes_may_be_cured_once_steps_have_committed(cause):
-    """A logarithm that leaves its domain late in training may do so because training went too far: back and slower."""
-    reported = run("recover", [bad(step, "loss", cause=cause, committed=500) for step in range(500, 503)])
-    assert reported[-1] == ["warn", "rollback", "lower_lr"]
+@pytest.mark.parametrize("cause", [*CAUSES, None])
+def test_endless_bad_steps_end_training(cause):
+    """A run that never recovers stops at the tenth bad step in a row, at the twelfth for bad data."""
+    done = names("recover", [bad(step, cause=cause, committed=50) for step in range(50, 100)])
+    assert done[-1] == ["stop"]
+    assert len(done) == (BOUND if cause in BAD_DATA else CLIMB)
+    assert sum("rollback" in one for one in done) == (0 if cause in BAD_DATA else 3)
 
 
-def test_endless_trouble_from_step_0_stops_in_twelve_steps():
-    """Back at the third, sixth and ninth bad step, each time deeper and slower; the end at the twelfth."""
-    policy, ledger, rollbacks = Policy.from_any(), Ledger(), {}
-    for step in range(LIMIT):
-        decision, ledger = decide(policy, ledger, bad(step, "outputs", "loss", "gradients", cause="unknown", committed=0))
-        for action in decision.actions:
-            if action["action"] == "rollback":
-                rollbacks[step] = action["depth"]
-        assert decision.terminal == (step == LIMIT - 1)
-    assert rollbacks == {2: 1, 5: 2, 8: 3}
-    assert "persistent" in decision.rule and "12 in a row" in decision.reason
-    assert decision.actions[-1] == {"action": "stop", "restore": True, "failed": False}
+@pytest.mark.parametrize("cause", [*CAUSES, None])
+def test_bad_steps_from_the_first_on_end_training_without_a_rollback(cause):
+    """Before any step has committed there is nothing to roll back to."""
+    done = names("recover", [bad(step, cause=cause, committed=0) for step in range(30)])
+    assert done[-1] == ["stop"] and len(done) <= BOUND
+    assert not any("rollback" in one for one in done)
 
 
-def test_a_rate_a_hundred_times_too_high_is_lowered_twice_for_good():
-    """The second lowering comes without recovery: the rate stays at a hundredth, which is where it belongs."""
-    policy, ledger, lowered = Policy.from_any(), Ledger(), []
-    for step in [3, 4, 5, 9, 10, 11]:
-        decision, ledger = decide(policy, ledger, bad(step))
-        lowered += [action for action in decision.actions if action["action"] == "lower_lr"]
-    assert [action["factor"] for action in lowered] == [0.1, 0.1]
-    assert [action["recover_after"] for action in lowered] == [500, None]
+def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
+    """Rollbacks go further back on repetition; only the first reduction is temporary."""
+    found = decisions(
+        "recover", [bad(step, cause="unknown", committed=50) for step in range(50, 59)]
+    )
+    acting = [found[2], found[5], found[8]]
+    assert [parameters(one, "rollback")["depth"] for one in acting] == [1, 2, 3]
+    assert [parameters(one, "lower_lr")["recover_after"] for one in acting] == [500, 0, 0]
+    assert not any(parameters(one, "rollback")["replay_steps"] for one in acting)
 
 
-def test_the_budget_returns_after_2000_steps():
-    """At most three rollbacks in 2000 steps; a streak every 3000 steps may recur forever."""
-    seldom = [bad(step) for start in range(0, 60_000, 3000) for step in range(start, start + 3)]
-    assert sum("rollback" in names for names in run("recover", seldom)) == 20
-    often = [bad(step) for start in range(0, 60_000, 400) for step in range(start, start + 3)]
-    reported = run("recover", often)
-    assert "stop" in reported[-1] and sum("rollback" in names for names in reported) == 3
+def test_a_divergence_goes_back_before_its_onset_and_replays():
+    """Steps refused for a divergence lead to before its onset, at a rate that stays lowered."""
+    *_, third = decisions(
+        "recover", [bad(step, cause="divergence", committed=50) for step in (50, 51, 52)]
+    )
+    back = parameters(third, "rollback")
+    assert back["before_onset"] and back["replay_steps"]
+    assert parameters(third, "lower_lr")["recover_after"] == 0
 
 
-@pytest.mark.parametrize("site", ["inputs", "targets"])
-def test_bad_data_is_left_out_and_nothing_else_is_changed(site):
-    """A stretch of bad data costs neither progress nor learning rate; data that is always bad stops within twelve."""
-    reported = run("recover", [bad(step, site, "loss", "gradients") for step in range(30)])
-    assert len(reported) == LIMIT and "stop" in reported[-1]
-    assert {name for names in reported[:-1] for name in names} == {"warn", "skip"}
+def test_half_of_the_steps_refused_ends_training():
+    """Every other step bad is never a streak: training ends at half of the last 200 steps."""
+    done = names("recover", [bad(step, "inputs") for step in range(0, 1000, 2)])
+    assert done[-1] == ["stop"] and len(done) == 100
 
 
-def test_labels_out_of_range_are_bad_data_too():
-    """The diagnosis may cut it short: a cause in the data is never answered with a lower rate."""
-    reported = run("recover", [bad(step, "loss", cause="target_out_of_range") for step in range(11)])
-    assert {name for names in reported for name in names} == {"warn", "skip"}
+def test_each_change_has_a_budget():
+    """Six streaks within 5000 steps lead to a rollback, the seventh ends training; seldom ones never do."""
+    often = [bad(start + n) for start in range(0, 9000, 300) for n in range(3)]
+    done = names("recover", often)
+    assert sum("rollback" in one for one in done) == 6
+    assert done[-1] == ["stop"] and len(done) == 21
+    seldom = [bad(start + n) for start in range(0, 100_000, 1000) for n in range(3)]
+    assert sum("rollback" in one for one in names("recover", seldom)) == 100
 
 
-@pytest.mark.parametrize("site", ["weights", "statistics", "slots", "state"])
-def test_a_poisoned_state_is_gone_back_from_at_once(site):
-    """NaN in a committed state: back at once; again within 2000 steps: back and slower; in the end stop."""
-    reported = run("recover", [bad(step, site, refused=False) for step in (10, 500, 900, 1500)])
-    names = [[name for name in one if name != "warn"] for one in reported]
-    assert names == [["rollback"], ["rollback", "lower_lr"], ["rollback", "lower_lr"], ["stop"]]
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_bad_state_is_rolled_back_at_once(refused):
+    """NaN that a committed step left, or other code wrote: at once back, and the good steps again."""
+    site = "state" if refused else "weights"
+    steps = range(40, 400, 20)
+    found = decisions("recover", [bad(n, site, refused=refused, committed=40) for n in steps])
+    changes = [[a["action"] for a in one.actions if a["action"] != "warn"] for one in found]
+    assert changes == [["rollback"], ["rollback", "lower_lr"], ["rollback", "lower_lr"], ["stop"]]
+    back = [parameters(one, "rollback") for one in found[:3]]
+    assert all(one["replay_steps"] for one in back) and [one["depth"] for one in back] == [1, 2, 3]
 
 
-def test_a_model_that_is_bad_before_training_stops_before_the_first_step():
-    """A model that comes with NaN cannot be trained, and there is nothing to restore."""
-    assert run("recover", [bad(0, "state", refused=False)])[0][-1] == "stop"
-    assert run("recover", [bad(1, "state", refused=False)])[0][-1] == "rollback"
+def test_a_model_that_is_bad_before_training_stops():
+    """A model that comes with NaN cannot be trained, and there is no snapshot to restore."""
+    assert names("recover", [bad(0, "state", refused=False, committed=0)]) == [["stop"]]
 
 
-def test_divergence_is_met_while_it_is_finite():
-    """A run that is proven to be lost: back and slower, six times in 5000 steps, then stop."""
-    steps = (50, 300, 500, 700, 900, 1100, 1300)
-    reported = run("recover", [bad(step, "loss", kind="divergence", refused=False, value=1e8) for step in steps])
-    assert reported == [["warn", "rollback", "lower_lr"]] * 6 + [["stop"]]
+def test_a_finite_divergence_is_acted_on_at_once():
+    """The detector proves that the run is lost: back to before the onset, slower, and replayed."""
+    (decision,) = decisions("recover", [bad(90, "loss", kind="divergence", refused=False)])
+    assert parameters(decision, "rollback")["before_onset"]
+    assert parameters(decision, "lower_lr")["recover_after"] == 0
+    assert names(
+        {"divergence": {"action": "off"}}, [bad(9, "loss", kind="divergence", refused=False)]
+    ) == [[]]
 
 
-@pytest.mark.parametrize("kind", ["nonfinite", "out_of_range"])
-def test_a_state_that_someone_damaged_is_healed_at_once(kind):
-    """NaN or numbers out of range in the state before a refused step: a rollback at once, a bounded number of times."""
-    reported = run("recover", [bad(step, "state", "loss", kind=kind) for step in (40, 90, 140, 190)])
-    assert reported[0] == ["warn", "rollback"]
-    assert reported[1:3] == [["warn", "rollback", "lower_lr"]] * 2 and reported[3][-1] == "stop"
-
-
-def test_a_finite_spike_is_reported_only():
-    """One jump of the loss changes nothing, and many are reported three times in 1000 steps."""
-    reported = run("recover", [bad(step, kind="spike", refused=False) for step in range(5)])
-    assert reported == [["warn"]] * 3 + [[], []]
-
-
-@pytest.mark.parametrize("kind", ["collapse", "nonfinite", "out_of_range"])
-def test_a_loss_scale_that_collapsed_is_set_right(kind):
-    """The loss scale is moved into its range three times, then training stops."""
-    reported = run("recover", [bad(step, "loss_scale", kind=kind, refused=False) for step in (0, 100, 200, 300)])
-    assert all("fix_loss_scale" in names for names in reported[:3]) and reported[3] == ["stop"]
+@pytest.mark.parametrize("kind", ["spike", "stuck"])
+def test_a_finite_anomaly_is_at_most_reported(kind):
+    """A spike leads to a line, three times in 1000 steps, and to nothing else."""
+    found = decisions("recover", [bad(n, "loss", kind=kind, refused=False) for n in range(500)])
+    assert [action["action"] for one in found for action in one.actions] == ["warn"] * 3
 
 
 @pytest.mark.parametrize("site", ["metrics", "validation", "predictions"])
-def test_results_that_are_not_finite_are_reported_once_in_a_while(site):
-    """NaN in validation, predictions or metrics is reported, and never refuses or ends anything."""
-    reported = run("recover", [bad(step, site, refused=False) for step in range(0, 900, 100)])
-    assert reported == [["warn"]] * 3 + [[]] * 6
+def test_bad_results_are_reported(site):
+    """NaN in results while training is healthy changes nothing."""
+    assert names("recover", [bad(9, site, refused=False)]) == [[]]
+
+
+def test_a_loss_scale_out_of_range_is_moved_back():
+    """A collapsed loss scale restarts from 1024."""
+    (decision,) = decisions("recover", [bad(9, "loss_scale", kind="collapse", refused=False)])
+    assert parameters(decision, "fix_loss_scale")["reset_to"] == 1024.0
 
 
 @pytest.mark.parametrize("preset", ["stop", "raise"])
-def test_stop_and_raise_end_at_the_first_real_incident(preset):
-    """The first bad step ends training with the last good state restored; spikes and results are only reported."""
-    ending = "stop" if preset == "stop" else "raise_error"
-    for incident in [
-        bad(7),
-        bad(7, "weights", refused=False),
-        bad(7, kind="divergence", refused=False),
-        bad(7, "slots"),
-    ]:
-        assert run(preset, [incident]) == [[ending]]
-    assert run(preset, [bad(7, kind="spike", refused=False)]) == [["warn"]]
-    assert run(preset, [bad(7, "validation", refused=False)]) == [["warn"]]
+def test_stop_and_raise_end_at_the_first_bad_step(preset):
+    """One bad step, a bad state, a divergence or a collapsed scale ends training; a spike does not."""
+    ending = [["stop" if preset == "stop" else "raise_error"]]
+    assert names(preset, [bad(9)]) == ending
+    assert names(preset, [bad(9, "weights", refused=False)]) == ending
+    assert names(preset, [bad(9, "loss", kind="divergence", refused=False)]) == ending
+    assert names(preset, [bad(9, "loss_scale", kind="collapse", refused=False)]) == ending
+    assert names(preset, [bad(0, "state", refused=False)]) == ending
+    assert names(preset, [bad(9, "loss", kind="spike", refused=False)]) == [[]]
+    assert names(preset, [bad(n, "inputs") for n in range(12)])[-1:] == ending
 
 
-def test_observe_only_ever_warns():
-    """`observe` refuses nothing and decides nothing but to tell."""
-    policy = Policy.from_any("observe")
-    assert not policy.refuse and policy.snapshot.every == 0 and policy.longest_trouble is None
-    assert {action.name for rule in policy.rules for rung in rule.ladder for action in rung.do} == {"warn"}
-    incidents = [bad(step, site, refused=False) for step in range(50) for site in ("weights", "loss", "state")]
-    assert {name for names in run("observe", incidents) for name in names} == {"warn"}
+def test_observe_never_does_more_than_report():
+    """Under `observe` nothing is refused and nothing changed, whatever happens."""
+    policy = Policy.load("observe")
+    assert not policy.refuse and policy.snapshot.every == 0
+    incidents = [bad(n, site, refused=False) for n in range(50) for site in ("loss", "weights")]
+    found = decisions("observe", incidents)
+    assert {action["action"] for one in found for action in one.actions} == {"warn"}
+    assert len(found) == 100
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "observe"])
-def test_every_preset_ends_endless_trouble_within_a_dozen_steps(preset):
-    """NaN in every step ends training within twelve steps, under every preset that refuses steps."""
-    assert Policy.from_any(preset).longest_trouble <= LIMIT
-    reported = run(preset, [bad(step) for step in range(100)])
-    assert len(reported) <= LIMIT and reported[-1][-1] in ("stop", "raise_error")
+def test_tune_ends_a_hopeless_trial_with_the_worst_values():
+    """Three bad steps in a row end a trial, so that no tuner takes it for the best one."""
+    *_, last = decisions("tune", [bad(n, committed=9) for n in (9, 10, 11)])
+    assert parameters(last, "stop") == {
+        "action": "stop",
+        "restore": False,
+        "log_worst_metrics": True,
+    }
+    assert names("tune", [bad(9, "loss", kind="divergence", refused=False)]) == [["stop"]]
 
 
-def test_tune_ends_a_hopeless_trial():
-    """`tune` heals nothing: three in a row or a divergence end the trial as failed, bad data is skipped."""
-    policy = Policy.from_any("tune")
-    assert policy.snapshot.every == 0 and policy.longest_trouble == LIMIT
-    assert run("tune", [bad(step, "loss") for step in range(5)]) == [["warn", "skip"], ["warn", "skip"], ["warn", "stop"]]
-    assert run("tune", [bad(9, "loss", kind="divergence", refused=False)]) == [["stop"]]
-    assert run("tune", [bad(step, "inputs", cause="input_nonfinite") for step in range(5)])[-1] == ["warn", "skip"]
-    endings = [a for rule in policy.rules for rung in rule.ladder for a in rung.do if a.terminal]
-    assert endings and all(action.failed and not action.restore for action in endings)
+def test_long_run_rolls_back_past_the_data():
+    """`long-run` keeps snapshots on disk, saves the bad batch, and skips 200 batches on a rollback."""
+    found = decisions("long-run", [bad(n, committed=9) for n in (9, 10, 11)])
+    assert Policy.load("long-run").snapshot.storage == "disk"
+    assert parameters(found[0], "quarantine")["max_batches"] == 50
+    assert parameters(found[2], "rollback")["skip_batches"] == 200
 
 
-def test_rules_that_fire_together_give_one_decision():
-    """Each action is done once, as the first rule wants it, and an ending puts changes of other rules aside."""
-    fast = {"name": "fast", "do": [{"lower_lr": {"factor": 0.5}}, "rollback"], "limit": {"times": 2}}
-    kept = {"name": "kept", "do": ["quarantine", "warn"]}
-    policy, ledger = Policy.from_any("recover", rules=[fast, kept]), Ledger()
-    seen = []
-    for step in range(3):
-        decision, ledger = decide(policy, ledger, bad(step))
-        seen.append([action["action"] for action in decision.actions])
-    assert seen[0] == ["quarantine", "warn", "rollback", "lower_lr"]
-    assert seen[2] == ["quarantine", "warn", "rollback", "lower_lr"]
-    strict = Policy.from_any(
-        "recover", rules=[fast, {"name": "strict", "do": "stop"}, {"name": "loud", "do": "raise_error"}]
-    )
-    decision, _ = decide(strict, Ledger(), bad(0))
-    assert [action["action"] for action in decision.actions] == ["warn", "stop"]
-    assert decision.rule == "strict + loud" and decision.terminal
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_ends_an_endless_run(preset):
+    """The engine bounds every policy that refuses steps."""
+    done = decisions(preset, [bad(n) for n in range(50)])
+    assert (not Policy.load(preset).refuse) or (done[-1].terminal and len(done) <= BOUND)

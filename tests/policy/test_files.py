@@ -1,401 +1,355 @@
-"""Policy files: three formats, one shape, all problems at once, and nothing that a hostile file can do."""
+"""Policy files: three formats, one form; how they change a preset; and what is wrong with them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+import tomli_w
+import yaml
+from hypothesis import given, strategies as st
 
-from keras_nanguard._core.errors import PolicyError
+import keras_nanguard
+from keras_nanguard import Policy, PolicyError
 from keras_nanguard._policy.documents import MAX_BYTES, MAX_DEPTH, parsed
-from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.presets import PRESETS
+from keras_nanguard.actions import ACTIONS, Clip, LowerLr
 
-TOML = """
-version = 1
-preset = "recover"
-title = "mine"
+FOLDER = Path(keras_nanguard.__file__).parent / "policies"
 
-[snapshot]
-every = 50
-
-[[rules]]
-name = "persistent"
-limit = { times = 2, per_steps = 1e3 }
-
-[[rules]]
-name = "mine"
-on = ["loss", "gradients"]
-after = { fraction = { share = 0.25, steps = 40 } }
-do = [{ lower_lr = { factor = 0.5, min_lr = 1e-6 } }, "warn"]
-limit = { times = 2 }
-
-[layers."post_bn*"]
-statistics = { max_abs = 65504 }
-""".replace("1e3", "1000")
-
-YAML = """
-version: 1
-preset: recover
-title: mine
-snapshot: {every: 50}
-rules:
-  - name: persistent
-    limit: {times: 2, per_steps: 1000}
-  - name: mine
-    on: [loss, gradients]     # in YAML 1.1 this key would be the value true
-    after: {fraction: {share: .25, steps: 40}}
-    do:
-      - lower_lr: {factor: 0.5, min_lr: 1e-6}
-      - warn
-    limit: {times: 2}
-layers:
-  "post_bn*":
-    statistics: {max_abs: 65504}
-"""
-
-PLAIN = {
-    "version": 1,
+FULL = {
+    "version": 2,
     "preset": "recover",
-    "title": "mine",
-    "snapshot": {"every": 50},
+    "refuse": True,
+    "escalation": ["skip", ["rollback", {"lower_lr": {"factor": 0.25}}], "stop"],
+    "max_consecutive_refused": 9,
+    "max_refused_share": 0.25,
+    "action_budget": 3,
+    "lower_lr": {"factor": 0.5, "min_lr": 1e-5},
+    "rollback": {"skip_batches": 7},
+    "snapshot": {"every": 20, "keep": 4, "storage": "disk", "verify_after": 3},
+    "divergence": {"action": "warn"},
+    "loss_scale": {"floor": 16.0, "ceiling": 65536.0, "streak": 2, "action": "off"},
+    "statistics": {"stuck_after": 0},
+    "limits": [{"site": "statistics", "max_abs": 65504.0, "layer": "post_bn*"}],
     "rules": [
-        {"name": "persistent", "limit": {"times": 2, "per_steps": 1000}},
         {
-            "name": "mine",
-            "on": ["loss", "gradients"],
-            "after": {"fraction": {"share": 0.25, "steps": 40}},
-            "do": [{"lower_lr": {"factor": 0.5, "min_lr": 1e-6}}, "warn"],
-            "limit": {"times": 2},
-        },
-    ],
-    "layers": {"post_bn*": {"statistics": {"max_abs": 65504}}},
-}
-TEXTS = {".toml": TOML, ".json": json.dumps(PLAIN), ".yaml": YAML, ".yml": YAML}
-
-
-def written(folder: Path, name: str, content: str | bytes) -> Path:
-    path = folder / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def refused(source, **overrides) -> PolicyError:
-    with pytest.raises(PolicyError) as caught:
-        Policy.from_any(source, **overrides)
-    return caught.value
-
-
-@pytest.mark.parametrize("suffix", sorted(TEXTS))
-def test_three_formats_say_the_same(tmp_path, suffix):
-    """TOML, JSON, YAML and a dict of the same content make the same policy, by text path and by Path."""
-    path = written(tmp_path, "policy" + suffix, TEXTS[suffix])
-    assert Policy.from_any(path) == Policy.from_any(str(path)) == Policy.from_any(PLAIN)
-
-
-def test_a_policy_prints_the_file_that_makes_it(tmp_path):
-    """`str(policy)` written to a file gives the same policy, and so does its dict as JSON."""
-    policy = Policy.from_any(PLAIN)
-    assert Policy.from_any(written(tmp_path, "a.toml", str(policy))) == policy
-    assert Policy.from_any(written(tmp_path, "a.json", json.dumps(policy.to_dict()))) == policy
-    assert str(Policy.from_any(written(tmp_path, "b.toml", str(policy)))) == str(policy)
-
-
-def test_what_lies_over_a_preset(tmp_path):
-    """Rules are merged over those of their name field by field, new ones come first, sections are merged by field."""
-    base, policy = Policy.from_any("recover"), Policy.from_any(PLAIN)
-    assert [rule.name for rule in policy.rules] == ["mine", *(rule.name for rule in base.rules)]
-    mine = next(rule for rule in policy.rules if rule.name == "persistent")
-    theirs = next(rule for rule in base.rules if rule.name == "persistent")
-    assert mine.ladder[0].limit.times == 2 and mine.ladder[0].do == theirs.ladder[0].do
-    assert mine.ladder[1:] == theirs.ladder[1:] and mine.unless == theirs.unless
-    assert policy.snapshot.every == 50 and policy.snapshot.good_after == base.snapshot.good_after
-    path = written(tmp_path, "p.toml", TOML)
-    assert Policy.from_any(path, snapshot={"keep": 5}).snapshot.keep == 5
-    assert Policy.from_any(path, snapshot={"keep": 5}).snapshot.every == 50
-    assert Policy.from_any(policy, snapshot={"keep": 5}) == Policy.from_any(path, snapshot={"keep": 5})
-    assert Policy.from_any({}) == Policy.from_any() == base
-    assert Policy.from_any(policy) is policy
-
-
-def test_every_problem_is_reported_at_once_with_its_path():
-    """A file with many problems gets all of them in one error: path, expected, received, nearest known word."""
-    problems = refused(
-        {
-            "version": 2,
-            "presett": "recover",
-            "snapshot": {"every": -1, "storage": "dik"},
-            "checks": {"statistics": {"max_abs": math.nan}, "slot": True, "loss_scale": 3},
-            "rules": [
-                {"name": "a", "on": "los", "do": ["rolback", {"lower_lr": {"factor": 2.0}}], "otherwise": "stopp"},
-                {
-                    "name": "b",
-                    "after": {"any": [{"consecutve": 1}]},
-                    "do": [{"fix_loss_scale": {"floor": 9, "ceiling": 2}}],
-                },
-                {"do": "stop", "limit": {"times": 10**30}},
-                7,
-            ],
-            "layers": {"x*": {"loss": True}},
+            "name": "bad data",
+            "cause": ["input_nonfinite", "target_nonfinite"],
+            "after": 5,
+            "do": ["quarantine", {"stop": {"restore": False}}],
         }
-    ).problems
-    expected = [
-        "version: expected one of 1, received 2",
-        "presett: expected one of version, preset, title, refuse, checks, snapshot, rules, layers, received 'presett', "
-        "did you mean 'preset'?",
-        "snapshot.every: expected a whole number >= 0, received -1",
-        "snapshot.storage: expected one of memory, disk, received 'dik', did you mean 'disk'?",
-        "checks.statistics.max_abs: expected a finite number > 0, received nan",
-        "checks.loss_scale: expected a table, received 3",
-        "rules[1].after.any[0].consecutve: expected one of consecutive, total, within, fraction, spike, any, all, not, "
-        "received 'consecutve', did you mean 'consecutive'?",
-        "rules[1].do[0].fix_loss_scale.floor: expected a number <= ceiling = 2, received 9.0",
-        "rules[2].name: expected a name of at most 64 letters, digits, '_', '-' and '.', received nothing",
-        "rules[2].limit.times: expected a whole number >= 1 and <= 10000, received a whole number of about 30 digits",
-        "rules[3]: expected a table, received 7",
-        "rules[0].do[1].lower_lr.factor: expected a finite number > 0 and < 1, received 2.0",
-    ]
-    assert [line for line in expected if line not in problems] == []
-    starts = {
-        "checks.slot": "slots",
-        "rules[0].on[0]": "loss",
-        "rules[0].do[0].rolback": "rollback",
-        "rules[0].otherwise.do[0].stopp": "stop",
+    ],
+}
+"""A document with every field at a value that is not its default."""
+
+TEXTS = {
+    ".toml": tomli_w.dumps(FULL),
+    ".json": json.dumps(FULL),
+    ".yaml": yaml.safe_dump(FULL),
+    ".yml": yaml.safe_dump(FULL),
+}
+
+
+def problems(document, **sections):
+    """Return the problems of a document."""
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(document, **sections)
+    return caught.value.problems
+
+
+# What files hold
+
+
+def test_the_full_document_has_every_field():
+    """No field of a policy is left out of the round trips below, and none has its default."""
+    default = Policy().to_dict()
+    assert set(FULL) == set(Policy.model_fields)
+    for name in set(FULL) - {"version", "preset", "refuse", "limits", "rules"}:
+        assert Policy.load(FULL).to_dict()[name] != default[name], name
+
+
+@pytest.mark.parametrize("suffix", TEXTS)
+def test_each_format_makes_the_same_policy_and_the_way_back(tmp_path, suffix):
+    """File -> Policy -> dict -> file loses nothing."""
+    path = tmp_path / f"policy{suffix}"
+    path.write_text(TEXTS[suffix], "utf-8")
+    policy = Policy.load(path)
+    assert policy == Policy.load(str(path)) == Policy.load(FULL)
+    assert Policy.load(policy.to_dict()) == policy
+    again = tmp_path / "again.toml"
+    again.write_text(str(policy), "utf-8")
+    assert Policy.load(again) == policy and Policy.load(again).to_dict() == policy.to_dict()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_policy_file(name):
+    """The file of a preset makes the preset, which prints as TOML that makes it again."""
+    policy, file = Policy.load(name), Policy.load(FOLDER / f"{name}.toml")
+    assert policy.preset == name and policy.to_dict() == {**file.to_dict(), "preset": name}
+    assert Policy.load(parsed(str(policy), ".toml")) == policy
+
+
+def test_the_file_of_the_default_shows_every_default():
+    """`recover.toml` is what the fields have by default, in full, but for parameters of actions."""
+    shown = parsed((FOLDER / "recover.toml").read_text("utf-8"), ".toml")
+    default = Policy().to_dict()
+    assert {**default, **shown, "lower_lr": default["lower_lr"]} == default
+    assert set(default) - set(shown) == {"refuse", "rollback"}
+    assert Policy.load(shown) == Policy() == Policy.load()
+
+
+def test_a_policy_fits_on_a_page():
+    """The default prints on at most 64 lines, its file has at most 50 lines of at most 110 columns."""
+    assert len(str(Policy()).splitlines()) <= 64
+    lines = (FOLDER / "recover.toml").read_text("utf-8").splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 115
+
+
+# How documents change one another
+
+
+def test_sections_are_merged_field_by_field():
+    """A table changes the fields that it has; a list is replaced."""
+    policy = Policy.load({"preset": "long-run", "snapshot": {"every": 7}}, snapshot={"keep": 9})
+    assert (policy.snapshot.every, policy.snapshot.keep) == (7, 9)
+    assert (policy.snapshot.storage, policy.rollback.skip_batches) == ("disk", 200)
+    assert Policy.load(policy, escalation=["stop"]).escalation == Policy.load("stop").escalation
+    assert Policy.load(policy, snapshot={"keep": 3}).snapshot.every == 7
+
+
+def test_a_rule_replaces_the_rule_of_the_same_name_whole():
+    """Nothing of the preset's rule is left; rules of other names are kept, after the new ones."""
+    (before,) = Policy.load("long-run").rules
+    new = {"name": before.name, "do": "warn"}
+    (after,) = Policy.load("long-run", rules=[new]).rules
+    assert after.site == () and after.do[0].name == "warn"
+    more = Policy.load("long-run", rules=[{"name": "mine", "do": "stop"}])
+    assert [rule.name for rule in more.rules] == ["mine", before.name] and more.rules[1] == before
+
+
+def test_a_policy_is_made_of_records_too():
+    """The fields of a policy take the same records that it holds."""
+    actions = keras_nanguard.actions
+    policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(depth=2)])
+    assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
+    assert Policy(preset="stop") == Policy.load("stop")
+
+
+def test_a_snapshot_is_verified_no_later_than_the_next_one():
+    """`verify_after` follows `every` and `keep`: else no snapshot would ever count as verified."""
+    assert Policy.load(snapshot={"every": 3}).snapshot.good_steps == 3
+    assert Policy.load(snapshot={"keep": 1}).snapshot.good_steps == 0
+    assert Policy.load(snapshot={"every": 0}).snapshot.good_steps == 10
+
+
+# What is wrong
+
+
+def test_all_problems_are_told_at_once_with_path_and_nearest_word():
+    """Each problem has its path, what was expected and what was received, and a word that is near."""
+    document = {
+        "snapshto": {},
+        "snapshot": {"every": -1, "storage": "dsik", "kep": 3},
+        "lower_lr": {"factor": 2.0, "min_lr": "low"},
+        "escalation": ["skip", ["rolback"]],
+        "rules": [
+            {"name": "a", "kind": "nonfinit", "do": {"lower_lr": {"factr": 1}}},
+            {"name": "b"},
+        ],
     }
-    for path, word in starts.items():
-        assert any(line.startswith(f"{path}: ") and line.endswith(f"did you mean {word!r}?") for line in problems)
-    assert len(problems) == len(expected) + len(starts) + 1
-
-
-def test_problems_name_the_file(tmp_path):
-    """The error says which file is at problem, and that of the overrides says so."""
-    path = written(tmp_path, "mine.toml", 'preset = "recovr"')
-    assert "mine.toml" in str(refused(path)) and "did you mean 'recover'" in str(refused(path))
-    assert "given as arguments" in str(refused("recover", snapshto={"every": 3}))
+    words = ", ".join(ACTIONS)
+    assert set(problems(document)) == {
+        f"escalation[1][0]: expected one of {words}, received 'rolback', did you mean 'rollback'?",
+        "lower_lr.factor: expected a number < 1, received 2.0",
+        "lower_lr.min_lr: expected a number, received 'low'",
+        "snapshot.every: expected a number >= 0, received -1",
+        "snapshot.storage: expected one of memory, disk, received 'dsik', did you mean 'disk'?",
+        "snapshot.kep: expected one of every, keep, storage, verify_after, received 'kep', "
+        "did you mean 'keep'?",
+        f"rules[0].kind: expected one of {', '.join(keras_nanguard._core.incident.KINDS)}, "
+        "received 'nonfinit', did you mean 'nonfinite'?",
+        f"rules[0].do.lower_lr.factr: expected one of {', '.join(LowerLr.model_fields)}, "
+        "received 'factr', did you mean 'factor'?",
+        "rules[1].do: expected a value, received nothing",
+        f"snapshto: expected one of {', '.join(Policy.model_fields)}, received 'snapshto', "
+        "did you mean 'snapshot'?",
+    }
 
 
 @pytest.mark.parametrize(
-    ("source", "reported"),
+    ("document", "words"),
     [
-        ("recovr", "Did you mean 'recover'?"),
-        ("longrun", "Did you mean 'long-run'?"),
-        ("policy.tml", "A file has to end in .toml"),
-        ("missing.toml", "No such file"),
-        ("folder/missing", "ends in .toml"),
-        ("", "Expected a preset"),
-        ("bad\0name.toml", "Expected a policy file"),
-        ("x" * 5000 + ".toml", "Expected a policy file"),
-        (3, "Received: 3. Write 'recover'"),
-        (None, "Received: None. Write 'recover'"),
-        (b"recover", "Received: an object of class bytes"),
-        (["recover"], "Received: an object of class list"),
-        (Policy, "Received: the class Policy. Write Policy.from_any"),
-        (Path("missing.json"), "No such file"),
-        (Path("recover"), "ends in .toml"),
+        ({"escalation": []}, "escalation: expected at least one, received none"),
+        ({"escalation": "stop"}, "escalation: expected a list"),
+        ({"escalation": ["skip", []]}, "escalation[1]: expected at least one"),
+        ({"snapshot": 3}, "snapshot: expected a table, received 3"),
+        ({"snapshot": {"every": 2.5}}, "a whole number"),
+        ({"snapshot": {"every": True}}, "a whole number"),
+        ({"snapshot": {"every": "5"}}, "a whole number, received '5'"),
+        ({"lower_lr": {"min_lr": float("nan")}}, "finite number"),
+        ({"lower_lr": {"min_lr": float("inf")}}, "finite number"),
+        ({"loss_scale": {"floor": 9.0, "ceiling": 2.0}}, "floor <= ceiling = 2"),
+        ({"rules": [{"name": "a", "do": []}]}, "rules[0].do: expected at least one"),
+        ({"rules": [{"name": "a", "do": {"stop": {}, "warn": {}}}]}, "one action in each table"),
+        ({"rules": [{"name": "a", "do": "call"}]}, "do.function: expected a value"),
+        ({"rules": [{"name": "a\n", "do": "stop"}]}, "a name of at most 64"),
+        ({"rules": [{"name": "a", "do": "stop"}] * 2}, "one rule named 'a'"),
+        ({"rules": {"name": "a"}}, "rules: expected a list"),
+        ({"preset": "recovr"}, "did you mean 'recover'?"),
+        ({"version": 3}, "version: expected 2, received 3"),
+        ({"refuse": "no"}, "true or false"),
     ],
 )
-def test_what_is_no_policy_is_reported_so(source, reported):
-    """A misspelt preset, a missing file, another type: one clear sentence each."""
-    assert reported in str(refused(source))
+def test_a_problem_says_what_was_expected(document, words):
+    """The message names path and remedy in the words of a policy file."""
+    (problem,) = problems(document)
+    assert words in problem
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path):
-    """A directory, a device and a pipe are not opened; nothing blocks and nothing is endless."""
-    (tmp_path / "folder.toml").mkdir()
-    assert "a directory" in str(refused(tmp_path / "folder.toml"))
-    os.mkfifo(tmp_path / "pipe.toml")
-    (tmp_path / "zero.toml").symlink_to("/dev/zero")
-    for name in ("pipe.toml", "zero.toml"):
-        assert "not a regular file" in str(refused(tmp_path / name))
+def test_a_record_in_code_is_validated_like_a_file():
+    """A mistake in Python gets the sentence that one in a file gets."""
+    with pytest.raises(PolicyError, match=r"LowerLr: factor: expected a number < 1, received 2.0"):
+        LowerLr(factor=2.0)
+    with pytest.raises(PolicyError, match=r"did you mean 'factor'"):
+        LowerLr(factr=0.5)
+    with pytest.raises(PolicyError, match=r"Write Policy.load\('stop'\)"):
+        Policy("stop")
+    with pytest.raises(Exception, match="frozen"):
+        Clip().factor = 2.0
+
+
+def test_a_policy_of_version_1_gets_the_new_form(tmp_path):
+    """The error names each old word with what it is now, and shows a file of the new form."""
+    old = {
+        "version": 1,
+        "title": "mine",
+        "snapshot": {"good_after": 5},
+        "rules": [{"name": "a", "on": "loss", "after": {"consecutive": 3}, "do": "stop"}],
+    }
+    for document in (old, {name: value for name, value in old.items() if name != "version"}):
+        found = problems(document)
+        assert found[0].startswith("version: expected 2, received")
+        for word in ("title", "snapshot.good_after: now `verify_after`", "rules[0].on: now `site`"):
+            assert any(problem.startswith(word) for problem in found), word
+        with pytest.raises(PolicyError) as caught:
+            Policy.load(document)
+        form = str(caught.value).split("The new form:\n")[1]
+        assert Policy.load(parsed(form, ".toml")).rules[0].name == "bad data"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("recovr", "Did you mean 'recover'"),
+        ("nothing_like_it", r"A file ends in .toml"),
+        (None, "Write 'recover' for the default"),
+        (3, "the name of a preset"),
+        (Policy, "the class Policy"),
+        (b"recover", "as text|the name of a preset"),
+        (os.sep, "a directory"),
+        ("missing.toml", "No such file"),
+        ("policy.ini" + os.sep + "x", "ends in .toml"),
+    ],
+)
+def test_what_is_not_a_policy_is_told(source, words):
+    """Anything but a preset, file, dict or policy is one clear error."""
+    with pytest.raises(PolicyError, match=words):
+        Policy.load(source)
 
 
 HOSTILE = {
-    "another encoding.toml": "title = 'Größe'".encode("latin-1"),
-    "utf-16.json": json.dumps(PLAIN).encode("utf-16"),
+    "not text.toml": b"\xff\xfe\x00",
     "binary.yaml": bytes(range(256)),
-    "too large.toml": b"#" * (MAX_BYTES + 1),
-    "empty.json": b"",
-    "a list.json": b"[1, 2]",
-    "a text.yaml": b"hello",
+    "text.yaml": b"hello",
     "nothing.yaml": b"",
-    "two documents.yaml": b"version: 1\n---\nversion: 1\n",
-    "deep.json": b'{"title":' + b"[" * 30_000 + b"]" * 30_000 + b"}",
-    "deep.toml": b"title = " + b"[" * 20_000 + b"]" * 20_000,
-    "deep tables.toml": b"[" + b".".join([b"a"] * 10_000) + b"]\n",
-    "deep.yaml": b"title: " + b"[" * 20_000 + b"]" * 20_000,
-    "deep blocks.yaml": b"".join(b" " * n + b"- \n" for n in range(300)),
-    "deep conditions.json": b'{"rules":[{"name":"a","do":"stop","after":' + b'{"not":' * 40 + b"3" + b"}" * 41 + b"]}",
-    "many values.json": json.dumps({"title": [0] * 21_000}).encode(),
-    "huge number.json": b'{"snapshot": {"every": ' + b"9" * 50_000 + b"}}",
-    "huge number.toml": b"snapshot.every = " + b"9" * 50_000,
-    "huge number.yaml": b"snapshot: {every: " + b"9" * 50_000 + b"}",
-    "large number.json": b'{"snapshot": {"every": 1' + b"0" * 400 + b"}}",
-    "hexadecimal.toml": b"title = [0x" + b"f" * 5000 + b"]",
-    "dotted key.toml": b".".join([b"a"] * 30_000) + b" = 1",
-    "overflow.json": b'{"checks": {"weights": {"max_abs": 1e999}}}',
-    "overflow.toml": b"checks.weights.max_abs = 1e999",
-    "overflow.yaml": b"checks: {weights: {max_abs: 1e999}}",
-    "nan.json": b'{"checks": {"weights": {"max_abs": NaN}}}',
-    "infinity.json": b'{"checks": {"weights": {"max_abs": -Infinity}}}',
-    "nan.toml": b"checks.weights.max_abs = nan",
-    "inf.toml": b"checks.weights.max_abs = +inf",
-    "nan.yaml": b"checks: {weights: {max_abs: .nan}}",
-    "null.json": b'{"checks": {"weights": {"max_abs": null}}}',
-    "null section.yaml": b"checks:\n",
-    "twice.json": b'{"title": "a", "title": "b"}',
-    "twice.toml": b'title = "a"\ntitle = "b"\n',
-    "twice.yaml": b"title: a\ntitle: b\n",
-    "code.yaml": b"title: !!python/object/apply:os.system ['touch hacked']\n",
-    "object.yaml": b"title: !!python/name:os.system\n",
-    "plain tag.yaml": b"title: !!str a\n",
-    "binary tag.yaml": b"title: !!binary aGVsbG8=\n",
-    "anchor.yaml": b"title: &a x\n",
+    "list.json": b"[1]",
+    "two documents.yaml": b"version: 2\n---\nversion: 2\n",
+    "large.toml": b"#" * (MAX_BYTES + 1),
+    "dots.toml": b"a" + b".a" * 8000 + b" = 1",
+    "deep.json": b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "deep.yaml": b"a: " + b"[" * 5000 + b"]" * 5000,
+    "deep.toml": b"a = " + b"[" * 5000 + b"]" * 5000,
+    "many.json": b'{"rules": [' + b",".join([b"1"] * 7000) + b"]}",
+    "twice.json": b'{"version": 2, "version": 2}',
+    "twice.yaml": b"version: 2\nversion: 2\n",
+    "twice.toml": b"version = 2\nversion = 2\n",
+    "number.json": b'{"snapshot": {"every": ' + b"9" * 9000 + b"}}",
+    "nan.json": b'{"lower_lr": {"min_lr": NaN}}',
+    "nan.toml": b"[lower_lr]\nmin_lr = nan\n",
+    "code.yaml": b"preset: !!python/object/apply:os.system ['touch hacked']\n",
     "bomb.yaml": b"a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n",
-    "merge.yaml": b"<<: {title: a}\n",
-    "circle.yaml": b"&a title: *a\n",
-    "key of another kind.yaml": b"1: 2\n",
+    "circle.yaml": b"&a a: *a\n",
+    "key.yaml": b"1: 2\n",
     "list as key.yaml": b"? [a]\n: 2\n",
-    "tab.yaml": b"title:\n\t- a\n",
-    "date.toml": b"title = 2020-01-01\n",
-    "surrogate.json": b'{"title": "\\ud800"}',
-    "surrogate glob.json": b'{"layers": {"\\ud800": {"weights": true}}}',
-    "control.json": b'{"title": "a\\u001b[31mb"}',
-    "odd name.json": b'{"rules": [{"name": "a\\nb", "do": "stop"}]}',
-    "empty glob.json": b'{"layers": {"": {"weights": true}}}',
-    "long title.json": json.dumps({"title": "x" * 201}).encode(),
-    "many rules.json": json.dumps({"rules": [{"name": f"r{n}", "do": "stop"} for n in range(201)]}).encode(),
-    "path as function.json": b'{"rules": [{"name": "a", "do": {"call": {"function": "os.system(1)"}}}]}',
-    "missing brace.json": b'{"title": "a"',
-    "unfinished.toml": b'title = "a',
-    "unfinished.yaml": b"title: [a",
+    "controls.json": b'{"\\u001b[2J": 1}',
 }
 
 
-@pytest.mark.parametrize("name", sorted(HOSTILE))
+@pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_gets_one_clear_error(tmp_path, monkeypatch, name):
-    """Deep, huge, tagged, aliased, doubled or broken: a PolicyError, soon, in printable words, and no code is run."""
+    """No file does anything but raise a `PolicyError` in printable text."""
     monkeypatch.chdir(tmp_path)
-    path, start = written(tmp_path, name, HOSTILE[name]), time.process_time()
-    error = refused(path)
-    assert time.process_time() - start < 10
-    assert str(error).isascii() and len(str(error)) < 3000
-    assert "expected" in str(error).lower() and "received" in str(error).lower()
+    path = tmp_path / name
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(PolicyError) as caught:
+        Policy.load(path)
+    assert str(caught.value).replace("\n", "").isprintable() and len(str(caught.value)) < 2000
     assert not (tmp_path / "hacked").exists()
-    assert error.__cause__ is None
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {1: 2},
-        {"title": object()},
-        {"rules": ({"name": "a"},)},
-        {"snapshot": {"every": 3.0}},
-        {"snapshot": {"every": "3"}},
-        {"snapshot": {"every": True}},
-        {"checks": {"weights": "yes"}},
-        {"checks": {"weights": 1}},
-        {"refuse": 1},
-        {"rules": {"name": "a"}},
-        {"layers": []},
-    ],
-)
-def test_a_dict_is_validated_like_a_file(document):
-    """A dict gets the same errors; nothing is converted on the way."""
-    refused(document)
 
 
 def test_a_dict_that_goes_in_a_circle_is_refused():
-    """A dict may hold itself, which no file can."""
-    circle: dict = {"title": "a"}
-    circle["snapshot"] = circle
-    assert f"{MAX_DEPTH} levels" in str(refused(circle))
+    """A circular document is too deep."""
+    document = {"rules": []}
+    document["rules"].append(document)
+    with pytest.raises(PolicyError, match=f"at most {MAX_DEPTH} levels"):
+        Policy.load(document)
 
 
-def test_yaml_is_read_as_yaml_1_2():
-    """`on` is a word, `1e6` a number, `010` ten, `1:30` and dates are texts."""
-    text = "on: [yes, 1e6, 010, 1:30, 2020-01-01, true, -.5, 0x1F, 1_000]\nempty:\n"
-    values = ["yes", 1e6, 10, "1:30", "2020-01-01", True, -0.5, "0x1F", "1_000"]
-    assert parsed(text, ".yaml") == {"on": values, "empty": None}
+def test_numbers_and_words_of_yaml():
+    """`1e-7` is a number, and `off` without quotes is `off`."""
+    text = "lower_lr: {min_lr: 1e-7}\ndivergence: {action: off}\n"
+    policy = Policy.load(parsed(text, ".yaml"))
+    assert policy.lower_lr.min_lr == 1e-7 and policy.divergence.action == ()
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path):
-    """Files saved by Windows editors are read."""
-    assert Policy.from_any(written(tmp_path, "a.toml", b"\xef\xbb\xbf" + TOML.encode())) == Policy.from_any(PLAIN)
+    """Editors of Windows write one."""
+    path = tmp_path / "policy.toml"
+    path.write_bytes(b"\xef\xbb\xbfversion = 2\n")
+    assert Policy.load(path) == Policy()
 
 
-words = st.sampled_from(
-    [
-        "rules",
-        "name",
-        "do",
-        "stop",
-        "on",
-        "loss",
-        "after",
-        "any",
-        "limit",
-        "times",
-        "checks",
-        "slots",
-        "layers",
-        "*",
-        "snapshot",
-        "every",
-        "otherwise",
-        "preset",
-        "none",
-        "lower_lr",
-        "factor",
-        "version",
-    ]
+WORDS = st.sampled_from(
+    [*Policy.model_fields, "stop", "rollback", "every", "do", "name", "loss", "x"]
 )
-junk = st.recursive(
-    st.one_of(words, st.text(max_size=5), st.integers(), st.floats(), st.booleans(), st.none()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(words, st.text(max_size=3)), inner)),
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
     max_leaves=12,
 )
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
-@given(st.dictionaries(st.sampled_from(["version", "preset", "rules", "checks", "layers", "snapshot", "title"]), junk))
+@given(st.dictionaries(WORDS, VALUES, max_size=4))
 def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
-    """Whatever is thrown at it, the validator answers with a policy that round-trips or with a PolicyError."""
+    """Whatever a document holds, it is a valid policy that comes back from its dict, or an error."""
     try:
-        policy = Policy.from_any(document)
+        policy = Policy.load(document)
     except PolicyError as error:
-        assert error.args[0].isascii()
+        assert str(error)
         return
-    assert Policy.from_any(policy.to_dict()) == policy
+    assert Policy.load(policy.to_dict()) == policy
 
 
-@settings(max_examples=200)
-@given(st.sampled_from([".toml", ".json", ".yaml"]), st.one_of(st.text(max_size=60), st.binary(max_size=60)))
+@given(
+    st.sampled_from([".toml", ".json", ".yaml"]),
+    st.one_of(st.text(max_size=60), st.binary(max_size=60).map(lambda raw: raw.decode("latin-1"))),
+)
 def test_no_text_gets_anything_but_a_table_or_a_policy_error(suffix, text):
-    """Reading any file gives a table or a PolicyError."""
-    with contextlib.suppress(PolicyError):
-        assert isinstance(parsed(text if isinstance(text, str) else text.decode("latin-1"), suffix), dict)
-
-
-def test_a_preset_by_name_needs_no_pydantic():
-    """pydantic is imported where a policy of the user's own is validated, and not before: not to decide either."""
-    code = (
-        "import sys; from keras_nanguard._policy.policy import Policy, Ledger, decide; policy = Policy.from_any('long-run')\n"
-        "from keras_nanguard._core.incident import Finding, Incident\n"
-        "ledger, depths = Ledger(), []\n"
-        "for step in range(12):\n"
-        "    decision, ledger = decide(policy, ledger, Incident(step, 0, step, (Finding('loss'),)))\n"
-        "    depths += [action['depth'] for action in decision.actions if action['action'] == 'rollback']\n"
-        "assert len(set(depths)) > 1 and 'pydantic' not in sys.modules and 'yaml' not in sys.modules; "
-        "Policy.from_any({}); assert 'pydantic' in sys.modules"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    """Whatever a file holds, its text is a table or an error."""
+    try:
+        assert isinstance(parsed(text, suffix), dict)
+    except PolicyError as error:
+        assert str(error)

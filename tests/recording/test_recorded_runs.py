@@ -21,11 +21,8 @@ ONCE = pytest.mark.requires_backend("tensorflow", reason="nothing of it asks for
 
 def acting(action):
     """Return a guard that does this about each incident."""
-    rules = [
-        {"name": "act", "when": "any", "do": [action], "limit": {"times": 10}},
-        {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
-    ]
-    return NanGuard({"version": 1, "preset": "none", "rules": rules, "snapshot": {"every": 4, "good_after": 1}}, **QUIET)
+    policy = {"rules": [{"name": "act", "do": [action]}], "rollback": {"further_back": False}}
+    return NanGuard(policy, snapshot={"every": 4, "verify_after": 1}, **QUIET)
 
 
 def counted(guard):
@@ -118,7 +115,7 @@ def test_rates_that_the_guard_lowers():
     (event,) = (e for e in guard.recording.events if e.kind == "learning_rate")
     assert event.step == 5 and event.data["factor"] == 0.5 and "0.02 -> 0.01" in event.text
     assert run.history["nanguard/rate_factor"] == [0.5] and run.history["nanguard/rollbacks"] == [0]
-    budget = {"rule": "act", "do": ["lower_lr"], "used": 1, "times": 10, "per_steps": None}
+    budget = {"rule": "lower_lr", "do": ["lower_lr"], "used": 1, "times": 6, "per_steps": 5000}
     assert guard.recording.meta["budgets"] == [budget]
 
 
@@ -141,7 +138,7 @@ def test_steps_that_are_run_again():
             if batch == 10:
                 self.model.layers[0].bias.assign(np.full(8, np.nan, "float32"))
 
-    guard = NanGuard(snapshot={"every": 4, "good_after": 1}, **QUIET)
+    guard = NanGuard(snapshot={"every": 4, "verify_after": 1}, **QUIET)
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.regression(), guard=guard, epochs=1, callbacks=[Damages()])
     steps = counted(guard)
     (event,) = (event for event in guard.recording.events if event.kind == "rollback")
@@ -268,7 +265,7 @@ def test_resumed(tmp_path):
             self.epoch = epoch
 
     def guard():
-        return NanGuard(directory=tmp_path, resume=True, snapshot={"every": 5, "good_after": 1}, **QUIET)
+        return NanGuard(directory=tmp_path, resume=True, snapshot={"every": 5, "verify_after": 1}, **QUIET)
 
     with pytest.raises(KeyboardInterrupt):
         zoo.run(zoo.plain, data, guard=guard(), epochs=3, callbacks=[Dies()])

@@ -19,7 +19,7 @@ from keras_nanguard._diagnose import bundle
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
 
-DISK = {"storage": "disk", "every": 4, "good_after": 1, "keep": 2}
+DISK = {"storage": "disk", "every": 4, "verify_after": 1, "keep": 2}
 
 
 def trained(guard, epochs=1):

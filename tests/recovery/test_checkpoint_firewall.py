@@ -91,7 +91,7 @@ def test_what_is_saved_is_finite(tmp_path, what, guard_first):
 
 def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
     """Where the policy does not heal, the file that was there before stays, and a line says so."""
-    policy = {"preset": "none", "rules": [{"name": "tell", "do": "warn", "limit": {"times": 99}, "otherwise": "stop"}]}
+    policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
     fit([Vandal(), NanGuard(policy), kept], epochs=2)
     assert "not saved" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_averages_swapped_in_are_finite(tmp_path):
 def test_orbax(tmp_path, heals):
     """`OrbaxCheckpoint` saves past `Model.save`; it is looked at all the same."""
     pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    tell = {"preset": "none", "rules": [{"name": "tell", "do": "warn", "limit": {"times": 99}, "otherwise": "stop"}]}
+    tell = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq="epoch", save_on_background=False, max_to_keep=5)
     fit([Vandal(), NanGuard("recover" if heals else tell, verbose=0), kept], epochs=2)
     saved = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())

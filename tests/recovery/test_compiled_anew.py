@@ -86,12 +86,12 @@ def fitted(action, mode, directory):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(1)])
     model.compile(make(), "mse", **MODES[mode])
-    rules = [
-        {"name": "act", "when": "refused", "do": [do], "limit": {"times": 99}},
-        {"name": "end", "after": {"consecutive": 30}, "do": "stop"},
-    ]
-    checks = {"loss_scale": {"patience": 0}}
-    policy = {"version": 1, "preset": "none", "rules": rules, "checks": checks}
+    policy = {
+        "rules": [{"name": "act", "kind": "nonfinite", "do": do}],
+        "loss_scale": {"streak": 0},
+        "rollback": {"further_back": False},
+        "action_budget": 99,
+    }
     guard = NanGuard(policy, directory=directory, diagnose=directory is not None, verbose=0)
     x, y = data()
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])

@@ -245,7 +245,7 @@ class TestNoObjective:
         assert self.lost(build) == []
 
     def test_where_it_is_switched_off(self):
-        guard = NanGuard(verbose=0, checks={"divergence": False})
+        guard = NanGuard(verbose=0, divergence={"action": "off"})
         fit(mlp(adam(3.0)), guard, epochs=4)
         assert guard.incidents == []
 
@@ -309,7 +309,7 @@ class TestReplay:
         model = keras.Sequential([keras.Input((16,)), layers.Dense(64, "relu"), layers.Dense(1)])
         schedule = optimizers.schedules.ExponentialDecay(0.005, decay_steps=32, decay_rate=2.0)
         model.compile(optimizers.SGD(schedule), "mse")
-        guard = NanGuard(verbose=0, snapshot={"every": every, "good_after": 1})
+        guard = NanGuard(verbose=0, snapshot={"every": every, "verify_after": 1})
         model.fit(x, y, batch_size=32, epochs=10, verbose=0, callbacks=[guard, Losses()])
         assert changes(guard)
         for reported, mean in seen:

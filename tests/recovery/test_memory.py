@@ -223,7 +223,7 @@ def trained(guard, bad=(), epochs=1):
     return model
 
 
-OFTEN = {"every": 4, "good_after": 1}
+OFTEN = {"every": 4, "verify_after": 1}
 
 
 class TestFit:
@@ -271,8 +271,8 @@ class TestFit:
     def test_on_disk(self, room, capsys, tmp_path):
         """With a directory they are written there, and a rollback goes back to them without a copy in memory."""
         room(500)  # for writing the largest variable, and for no copy of all of them
-        rule = {"name": "back", "on": ["inputs"], "do": ["rollback"], "limit": {"times": 9}, "otherwise": "stop"}
-        guard = NanGuard({"version": 1, "rules": [rule]}, snapshot=OFTEN, directory=tmp_path)
+        rule = {"name": "back", "site": "inputs", "do": "rollback"}
+        guard = NanGuard(rules=[rule], snapshot=OFTEN, directory=tmp_path)
         model = trained(guard, bad=(11,))
         said = capsys.readouterr().out
         assert isinstance(guard.session.ring, DiskRing) and said.count("snapshots are written to") == 1

@@ -66,7 +66,7 @@ class TestOneBadBatch:
 class TestSeveralInARow:
     def test_back_and_slower(self):
         """The third bad step in a row: back to a verified state, a lower rate, and past the batches that failed."""
-        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "good_after": 2})
+        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "verify_after": 2})
         steps = []
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
         run = zoo.run(eager, overflowing(7, 8, 9, count=16), guard=guard, epochs=1, callbacks=[count])
@@ -78,15 +78,15 @@ class TestSeveralInARow:
         assert zoo.bad_entries(run.model) == []
 
     def test_bounded(self, capsys):
-        """What no rate can cure stops at the third step, untrained and at the rate that was set, with the diagnosis printed."""
+        """What fails by itself from the start stops at the tenth step, untrained, at the rate that was set, with the diagnosis."""
         guard = NanGuard(verbose=1)
         x = zoo.regression(batches=24)
         model = eager()
         model.compile("adam", loss=lambda y, p: ops.mean(ops.log(p * 0.0 - 1.0)), run_eagerly=True)
         before = [v.numpy() for v in model.trainable_variables]
         model.fit(x.x, x.y, batch_size=8, epochs=3, verbose=0, callbacks=[guard])
-        assert guard.session.step == 3 and model.stop_training
-        assert actions_of(guard) == [(0, []), (1, []), (2, ["stop"])]
+        assert guard.session.step == 10 and model.stop_training
+        assert actions_of(guard) == [*((step, []) for step in range(9)), (9, ["stop"])]
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
         assert guard.incidents[-1].diagnosis.cause == "loss_domain"
         assert "loss_domain" in capsys.readouterr().out
@@ -131,7 +131,7 @@ class TestDamagedState:
                 if batch == 8:
                     corrupt(what[1](self.model), kind)
 
-        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "good_after": 2})
+        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "verify_after": 2})
         run = zoo.run(eager, zoo.regression(), guard=guard, epochs=1, callbacks=[Vandal()])
         assert zoo.bad_entries(run.model) == []
         assert float(run.model.optimizer.learning_rate.numpy()) == pytest.approx(1e-3)
@@ -156,7 +156,7 @@ class TestDamagedState:
                 if batch % 4 == 3:
                     corrupt(self.model.layers[0].kernel)
 
-        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 2, "good_after": 1})
+        guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 2, "verify_after": 1})
         run = zoo.run(eager, zoo.regression(batches=30), guard=guard, epochs=1, callbacks=[Vandal()])
         assert [names[-1] for _, names in actions_of(guard)] == ["rollback", "lower_lr", "lower_lr", "stop"]
         assert zoo.bad_entries(run.model) == []

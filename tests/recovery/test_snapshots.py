@@ -26,7 +26,7 @@ from keras_nanguard._fit.snapshot_files import read, written
 from keras_nanguard._fit.snapshots import Ring
 from keras_nanguard._policy.policy import Policy
 
-DISK = {"storage": "disk", "every": 5, "good_after": 2}
+DISK = {"storage": "disk", "every": 5, "verify_after": 2}
 
 
 def variable(*values):
@@ -106,7 +106,7 @@ class TestRing:
 
     def test_promoted_in_time(self):
         """A rollback reaches the newest state that has proven good by then, not by the snapshot after it."""
-        policy = {"snapshot": {"every": 5, "good_after": 2}}
+        policy = {"snapshot": {"every": 5, "verify_after": 2}}
         guard = NanGuard(verbose=0, diagnose=False, **policy)
         data = zoo.regression(batches=12)
         for batch in (7, 8, 9):
@@ -247,11 +247,7 @@ class TestResume:
     def test_what_the_policy_remembers(self, tmp_path):
         """Budgets, lowered rates, clipping and loss scale bounds go on, from the last incident, not the last snapshot."""
         do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, {"fix_loss_scale": {"floor": 2.0}}]
-        rules = [
-            {"name": "act", "do": do, "limit": {"times": 2}},
-            {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
-        ]
-        policy = {"version": 1, "preset": "none", "rules": rules}
+        policy = {"rules": [{"name": "act", "do": do}], "action_budget": 2}
 
         def build():
             inner = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.01, 100))
@@ -279,11 +275,8 @@ class TestResume:
 
     def test_same_budget_in_the_next_fit(self):
         """A second fit of the same model with the same guard goes on with budgets and factors."""
-        rules = [
-            {"name": "act", "do": [{"lower_lr": {"factor": 0.1}}], "limit": {"times": 2}},
-            {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
-        ]
-        guard = NanGuard({"version": 1, "preset": "none", "rules": rules}, verbose=0, diagnose=False)
+        policy = {"rules": [{"name": "act", "do": "lower_lr"}], "action_budget": 2}
+        guard = NanGuard(policy, verbose=0, diagnose=False)
         schedule = keras.optimizers.schedules.CosineDecay(0.01, 1000)
         model = zoo.plain(keras.optimizers.SGD(schedule), run_eagerly=True)
         data, factors = zoo.poison(zoo.regression(), 3), []
@@ -313,7 +306,7 @@ class TestResume:
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
         """A script that is run again after it has finished, or with fewer epochs, ends with the state of the last snapshot."""
         build, data, _ = RESUMED[case]
-        done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=4)
+        done = zoo.run(build, data(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=4)
         keras.utils.set_random_seed(77)
         guard, callback = on_disk(tmp_path, resume=True), Weights()
         guard.verbose = 1
@@ -332,7 +325,7 @@ class TestResume:
 
     def test_nothing_left_where_nobody_says_how_long_it_is(self, tmp_path):
         """The same with a `CallbackList` of one's own, which knows no number of epochs."""
-        done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        done = zoo.run(zoo.plain, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other, data = zoo.plain(), zoo.regression()
         other.set_weights([weight * 0 for weight in other.get_weights()])
         callbacks = keras.callbacks.CallbackList([on_disk(tmp_path, resume=True)], add_history=True, model=other)
@@ -343,7 +336,7 @@ class TestResume:
     def test_loop_with_nothing_left(self, tmp_path):
         """A loop of one's own that finds no step left to make ends with the state of the last snapshot, too."""
         model = zoo.plain()
-        zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "good_after": 0}), epochs=1)
+        zoo.run(lambda: model, zoo.regression(), guard=on_disk(tmp_path, snapshot={"every": 4, "verify_after": 0}), epochs=1)
         other = zoo.plain()
         other.set_weights([weight * 0 for weight in other.get_weights()])
         with on_disk(tmp_path, resume=True).watch(other):
@@ -381,12 +374,12 @@ class TestResume:
         with pytest.raises(GuardError, match="every"):
             NanGuard("observe", directory=tmp_path, resume=True)
 
-    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.from_any("stop")])
+    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.load("stop")])
     def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
         """`resume=True` is enough to keep snapshots on disk, whatever the policy is."""
         guard = NanGuard(policy, directory=tmp_path, resume=True)
         assert guard.policy.snapshot.storage == "disk"
-        assert guard.policy.rules == Policy.from_any(policy).rules
+        assert guard.policy.rules == Policy.load(policy).rules
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +495,7 @@ class TestFiles:
             if batch == 7:
                 (written(tmp_path / "snapshots")[-1] / "state.weights.h5").write_bytes(b"no")
 
-        guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "good_after": 1})
+        guard = on_disk(tmp_path, snapshot={"keep": 4, "every": 3, "verify_after": 1})
         callback = keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
         with pytest.warns(UserWarning, match="skips a snapshot"):
             zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[callback])
@@ -596,15 +589,15 @@ def test_sealed_json(tmp_path):
 def test_course_round_trip():
     """Every field of a course survives JSON, and a course with a field too many or too few is refused."""
     rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
-    from keras_nanguard._policy.ledger import Ledger
+    from keras_nanguard._policy.state import PolicyState
 
     course = GuardState(
-        Ledger(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
+        PolicyState(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
     )
     plain = json.loads(json.dumps(course.to_dict()))
     again = GuardState.from_dict(plain)
     assert again.to_dict() == course.to_dict()
-    for broken in ({**plain, "more": 1}, {k: v for k, v in plain.items() if k != "rates"}, {**plain, "format": 2}, [], None):
+    for broken in ({**plain, "more": 1}, {k: v for k, v in plain.items() if k != "rates"}, {**plain, "format": 7}, [], None):
         with pytest.raises(FileFormatError):
             GuardState.from_dict(broken)
 
@@ -619,7 +612,7 @@ from keras_nanguard import NanGuard
 def child(directory):
     data = zoo.poison(zoo.regression(), 3)
     guard = NanGuard(verbose=0, diagnose=False, directory=directory, resume=True,
-                     snapshot={{"storage": "disk", "every": 1, "good_after": 0, "keep": 2}})
+                     snapshot={{"storage": "disk", "every": 1, "verify_after": 0, "keep": 2}})
     zoo.run(lambda: zoo.plain(run_eagerly=True), data, guard=guard, epochs=10_000)
 
 def written():
@@ -683,7 +676,7 @@ def test_killed_often(tmp_path):
 @pytest.mark.parametrize("operation", range(14))
 def test_cut_at_each_operation(tmp_path, monkeypatch, operation):
     """Whichever file operation of a snapshot is the last one, what is on disk is whole."""
-    guard = on_disk(tmp_path, snapshot={"keep": 2, "every": 3, "good_after": 0})
+    guard = on_disk(tmp_path, snapshot={"keep": 2, "every": 3, "verify_after": 0})
     state = {"left": 60 + operation, "dead": False}
 
     def failing(real):

@@ -20,8 +20,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import clearly_lower, trial
 
 RNG = np.random.default_rng(0)
-BACK = {"name": "back", "do": [{"rollback": {"run_again": True}}], "limit": {"times": 1}}
-END = {"name": "end", "do": ["stop"], "after": {"consecutive": 50}, "limit": {"times": 1}}
+BACK = {"name": "back", "do": {"rollback": {"replay_steps": True}}}
 X, Y = RNG.standard_normal((256, 4)).astype("float32"), RNG.standard_normal((256, 1)).astype("float32")
 
 
@@ -71,7 +70,7 @@ def test_undone_whole(name):
 
 def test_none_where_the_policy_refuses_nothing():
     """Steps are run again only where a bad one of them would be refused again."""
-    guard = NanGuard({"preset": "recover", "version": 1, "refuse": False}, verbose=0)
+    guard = NanGuard(refuse=False, verbose=0)
     trial = Trial(guard, 10)
     zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[trial], epochs=1)
     assert trial.found == [None]
@@ -255,8 +254,8 @@ class Again(RunsAgain):
         self.counts = SimpleNamespace(step=5, epoch_start=0, return_to=self._count)
         access = SimpleNamespace(run_again=self.ran.append, sync_variables=lambda: None)
         self.state = SimpleNamespace(access=access, train_state=lambda: SimpleNamespace(metrics=()))
-        self.recovery = SimpleNamespace(pending=SimpleNamespace(return_to=self._count), ledger=None)
-        self.recovery.ledger = SimpleNamespace(rewound=lambda: None)
+        self.recovery = SimpleNamespace(pending=SimpleNamespace(return_to=self._count))
+        self.recovery.policy_state = SimpleNamespace(rewound=lambda: None)
         self.rerun = Rerun(Snapshot(0, 0), tuple("abcde"))
 
     def _count(self, step, *more):
@@ -279,7 +278,7 @@ def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
 
 def test_an_exception_while_steps_are_run_again_loses_no_incident():
     """Ctrl-C there: the incident that has led to it is reported."""
-    guard = NanGuard({"preset": "none", "version": 1, "rules": [BACK, END], "snapshot": {"every": 4, "good_after": 1}}, verbose=0)
+    guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0)
 
     class Interrupts(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):

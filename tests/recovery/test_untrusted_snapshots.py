@@ -17,11 +17,11 @@ from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
-from keras_nanguard._policy.ledger import Ledger
+from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
-GOOD = GuardState(Ledger().to_dict(), (RATE, None), SETTINGS, 3, (5, 6)).to_dict()
+GOOD = GuardState(PolicyState().to_dict(), (RATE, None), SETTINGS, 3, (5, 6)).to_dict()
 
 COURSES = {
     "an attribute of the optimizer": {"settings": [{"apply": 5}]},
@@ -39,7 +39,7 @@ COURSES = {
     "three numbers for two": {"recovery": [1, 2, 3]},
     "texts for numbers": {"lowered": ["a", "b"]},
     "rollbacks of many digits": {"rollbacks": 10**100},
-    "a ledger of texts": {"ledger": {**Ledger().to_dict(), "total": "many"}},
+    "a policy state of texts": {"policy_state": {**PolicyState().to_dict(), "total": "many"}},
 }
 
 
@@ -78,7 +78,7 @@ def test_a_course_is_taken_or_refused(name, value):
 def left(tmp_path_factory):
     """Return the folder of a short run with a snapshot on disk."""
     directory = tmp_path_factory.mktemp("run")
-    guard = NanGuard(verbose=0, diagnose=False, directory=directory, snapshot={"storage": "disk", "every": 4, "good_after": 0})
+    guard = NanGuard(verbose=0, diagnose=False, directory=directory, snapshot={"storage": "disk", "every": 4, "verify_after": 0})
     zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=1)
     return directory
 

@@ -93,7 +93,7 @@ def test_refused_steps_stand_in_history():
         def on_epoch_begin(self, epoch, logs=None):
             self.model.layers[0].bias.assign(np.full(8, np.nan if epoch == 1 else 0.0, "float32"))
 
-    rules = [{"name": "damaged", "enabled": False}]  # which has these steps run again, so that none is refused in the end
+    rules = [{"name": "damaged", "site": "state", "do": "skip"}]  # else a rollback replays these steps, and none is refused
     _, history = fit(data, NanGuard(verbose=0, rules=rules), Poison(), epochs=3)
     assert len({len(values) for values in history.values()}) == 1
     assert history["refused_steps"][0] == 0

@@ -91,7 +91,7 @@ def test_short_reprs():
     found = incident(diagnosis=long, findings=tuple(Finding("gradients", path=f"layer_{n}/kernel") for n in range(60)))
     scanned = ScanReport("model.keras", "keras", ())
     for record in (
-        *(long, found, found.decision, Policy.from_any("recover"), scanned),
+        *(long, found, found.decision, Policy.load("recover"), scanned),
         RepairReport("model.keras", None, None, True, (), scanned, None),
         LintReport("model", ()),
         RecalibrateReport("model", 3, ()),
@@ -108,7 +108,7 @@ def test_a_guard_prints_its_summary():
 
     guard = NanGuard("observe", verbose=0)
     assert repr(guard) == "NanGuard('observe', 0 incidents)" and str(guard) == guard.summary()
-    assert repr(NanGuard({"title": ""}, verbose=0)) == "NanGuard('a policy of its own', 0 incidents)"
+    assert repr(NanGuard("stop", verbose=0)) == "NanGuard('stop', 0 incidents)"
 
 
 class TestLines:

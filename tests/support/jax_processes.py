@@ -31,7 +31,7 @@ BATCH, STEPS = 16, 24
 BAD = {3: 1, 7: 14}
 """Bad batch and the row in it: one row of the first process, one of the second."""
 
-DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "good_after": 1, "keep": 3}}
+DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "verify_after": 1, "keep": 3}}
 
 
 class Die(keras.callbacks.Callback):

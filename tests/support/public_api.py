@@ -57,9 +57,12 @@ def of_class(value: type, members: list[str], everything: bool) -> Iterator[str]
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield f"field {name}.{field.name}{default_of(field)}"
+    elif hasattr(value, "model_fields"):  # the fields of a policy are those of its schema
+        yield f"class {name}"
     else:
         yield f"class {name}{signature(value.__init__)}"
     found = {attribute for attribute in vars(value) if attribute[0] != "_"} if everything else set()
+    found -= {name for name in found if name.startswith("model_")}
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
     for attribute in sorted((found | set(members)) - fields):
         member = inspect.getattr_static(value, attribute)
@@ -73,8 +76,9 @@ def actions() -> Iterator[str]:
     """The actions of policies, with their parameters."""
     for name, action in importlib.import_module("keras_nanguard.actions").ACTIONS.items():
         yield f"action {name} ({action.__name__})"
-        for field in dataclasses.fields(action):
-            yield f"action {name}: {field.name}{default_of(field)}"
+        for parameter, field in action.model_fields.items():
+            default = "" if field.is_required() else f" = {field.default!r}"
+            yield f"action {name}: {parameter}{default}"
 
 
 def errors() -> Iterator[str]:
@@ -106,7 +110,7 @@ def command_line() -> Iterator[str]:
 
 def policy_fields() -> Iterator[str]:
     """The fields of a policy file, with their defaults."""
-    schema = importlib.import_module("keras_nanguard._policy.schema").json_schema()
+    schema = importlib.import_module("keras_nanguard._policy.policy").json_schema()
     tables = {"": schema, **schema["$defs"]}
     for table, described in sorted(tables.items()):
         for name, field in sorted(described.get("properties", {}).items()):
@@ -158,7 +162,7 @@ FORMATS = {
     "bundle": ("_diagnose.bundle", "FORMAT"),
     "snapshot": ("_fit.snapshot_files", "FORMAT"),
     "course": ("_fit.guard_state", "FORMAT"),
-    "ledger": ("_policy.ledger", "FORMAT"),
+    "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.records", "FORMAT"),
     "recording.sqlite": ("_recording.database", "VERSION"),
     "scan report": ("_files.scan_report", "FORMAT"),

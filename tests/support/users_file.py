@@ -30,7 +30,7 @@ from keras_nanguard import (
     replay,
     scan,
 )
-from keras_nanguard.actions import LowerLr, from_file
+from keras_nanguard.actions import LowerLr, Skip
 from keras_nanguard.errors import NonFiniteError as TheSame
 from keras_nanguard.testing import corrupt, inject
 
@@ -56,7 +56,7 @@ def page(incident: Incident) -> str:
 
 def train(model: keras.Model, x: Array, y: Array) -> str:
     """Train with a guard that has every argument, and look at all that it holds."""
-    policy: Policy = Policy.from_any("recover", snapshot={"every": 50})
+    policy: Policy = Policy.load("recover", snapshot={"every": 50})
     guard = NanGuard(
         policy,
         directory="run1",
@@ -66,7 +66,7 @@ def train(model: keras.Model, x: Array, y: Array) -> str:
         resume=False,
         logs=True,
         sample_ids=["a", "b"],
-        checks={"gradients": False},
+        lower_lr={"factor": 0.5},
     )
     with inject(model, site="gradients", kind="inf", step=3) as fault:
         model.fit(x, y, callbacks=[guard])  # pyright: ignore[reportUnknownMemberType]  Keras has no types of its own
@@ -103,7 +103,7 @@ def files(model: keras.Model, x: Array) -> None:
     hazards: list[str] = [hazard.code for hazard in lint(model).hazards]
     corrupt(model, "nan")
     print(clean, statuses, healthy, hazards, recalibrate(model, x, batches=3), replay("run1/incidents/x"))
-    print(LowerLr(factor=0.5).factor, from_file("skip").name, keras_nanguard.__version__)
+    print(LowerLr(factor=0.5).factor, Skip().to_file(), keras_nanguard.__version__)
 
 
 def errors() -> Incident | None:

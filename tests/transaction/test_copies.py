@@ -151,7 +151,7 @@ class Test:
         guard = NanGuard(verbose=0)
         zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
         assert reported([COPIES[how](guard.incidents[0])]) == reported(guard.incidents)
-        for policy in (guard.policy, Policy.from_any("stop")):
+        for policy in (guard.policy, Policy.load("stop")):
             assert COPIES[how](policy) == policy
 
     def test_subclass(self):

@@ -167,7 +167,7 @@ def test_a_guard_of_its_own_resumes(tmp_path):
 
     def run(epochs):
         keras.utils.set_random_seed(0)
-        model = of_tensors(NanGuard(directory=tmp_path, resume=True, verbose=0, snapshot={"every": 4, "good_after": 1}))
+        model = of_tensors(NanGuard(directory=tmp_path, resume=True, verbose=0, snapshot={"every": 4, "verify_after": 1}))
         model.compile("adam", "mse")
         data = zoo.regression()
         history = model.fit(*data.all, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0)

@@ -22,18 +22,15 @@ SPACE = 8
 WARMUP = 32
 NONFINITE = ("nan", "inf", "-inf")
 
-ALWAYS = {"limit": {"times": 200}, "otherwise": "stop"}
+BACK = {"rollback": {"further_back": False, "replay_steps": False, "before_onset": False}}
 POLICY = {
-    "preset": "none",
-    "snapshot": {"every": 4, "good_after": 2},
-    "checks": {"loss_scale": {"patience": 0}},
+    "escalation": ["skip"],
+    "action_budget": 200,
+    "snapshot": {"every": 4, "verify_after": 2},
+    "loss_scale": {"streak": 0, "action": {"fix_loss_scale": {"reset_to": 64.0}}},
     "rules": [
-        {"name": "heal", "on": ["state", "weights", "statistics", "slots"], "do": "rollback", **ALWAYS},
-        {"name": "return", "when": "committed", "kind": ["spike", "explosion"], "do": "rollback", **ALWAYS},
-        {"name": "scale", "on": "loss_scale", "do": {"fix_loss_scale": {"reset_to": 64.0}}, **ALWAYS},
-        {"name": "endless", "when": "refused", "after": {"consecutive": 12}, "do": "stop"},
-        {"name": "spoiled", "when": "committed", "after": {"total": 100}, "do": "stop"},
-        {"name": "rest", "do": "warn"},
+        {"name": "heal", "site": ["state", "weights", "statistics", "slots"], "do": BACK},
+        {"name": "return", "kind": "spike", "do": BACK},
     ],
 }
 """Goes back at once, so that one fault is healed when the next one comes; three overflows are an incident each."""

@@ -11,11 +11,13 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._fit.snapshots_on_disk import DiskRing
-from keras_nanguard._policy.policy import Ledger, Policy, decide
+from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import PolicyState
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt, inject
 
-OFTEN = {"every": 4, "good_after": 2}
+OFTEN = {"every": 4, "verify_after": 2}
 
 
 def eager(optimizer="adam", **options):
@@ -85,15 +87,14 @@ def test_02_averages_poisoned_once():
     assert guard.session.ring.newest().step >= 8
 
 
-@pytest.mark.parametrize("preset", ["recover", "long-run", "finetune", "strict-fp16"])
+@pytest.mark.parametrize("preset", ["recover", "long-run"])
 def test_03_recovery_that_never_fires(preset, tmp_path):
     """In every preset that recovers, three bad steps in a row do lead back, and what is lowered is lower."""
     guard = guarded(preset, directory=tmp_path)
     run = zoo.run(eager, overflowing(6, 7, 8), guard=guard, epochs=1)
     assert done(guard, "rollback") == [8]
-    lowered = done(guard, "lower_lr")
-    assert lowered == ([] if preset == "long-run" else [8])
-    assert (float(run.model.optimizer.learning_rate.numpy()) < 1e-3) == bool(lowered)
+    assert done(guard, "lower_lr") == [8]
+    assert float(run.model.optimizer.learning_rate.numpy()) < 1e-3
 
 
 def test_04_restoring_in_inference_mode():
@@ -152,7 +153,7 @@ def test_07_skipping_by_multiplying_with_zero():
     for batch in range(20, 40, 2):
         zoo.poison(data, batch)
     data.y[50 * zoo.BATCH] = 1e6
-    guard = guarded(checks={"trend": {"warmup": 10}})
+    guard = guarded()
     run = zoo.run(lambda: eager("sgd"), data, guard=guard, epochs=1)
     assert zoo.bad_entries(run.model) == []
     assert any(f.kind in ("spike", "explosion") for i in guard.incidents for f in i.findings if i.step >= 50)
@@ -195,11 +196,11 @@ def test_10_a_decision_for_each_replica(mode):
         zoo.run(lambda options=options: zoo.plain(**options), data, guard=guard, epochs=1)
         reported.append([([getattr(i, f) for f in fields], i.decision) for i in guard.incidents])
     assert reported[0] == reported[1] and len(reported[0]) == 4
-    policy, ledgers = Policy.from_any(), [Ledger(), Ledger()]
+    policy, states = Policy.load(), [PolicyState(), PolicyState()]
     for step in (3, 4, 5, 9):
         incident = Incident(step, 0, step, (Finding("loss"),))
-        decisions, ledgers = zip(*(decide(policy, ledger, incident) for ledger in ledgers))
-        assert decisions[0] == decisions[1] and ledgers[0] == ledgers[1]
+        decisions, states = zip(*(decide(policy, state, incident) for state in states))
+        assert decisions[0] == decisions[1] and states[0] == states[1]
 
 
 @pytest.mark.parametrize("policy", ["stop", "recover"])
@@ -269,12 +270,7 @@ def test_14_forensics_on_the_wrong_batch(tmp_path):
     """With shuffled data the batch that is kept is the bad one, the rows are the bad rows, the state is that before."""
     data = zoo.regression()
     data.x[37, 2] = np.nan
-    rules = [
-        {"name": "keep", "do": ["quarantine"]},
-        {"name": "end", "after": {"consecutive": 12}, "do": "stop"},
-    ]
-    policy = {"version": 1, "preset": "none", "rules": rules}
-    guard = NanGuard(policy, verbose=0, directory=tmp_path)
+    guard = NanGuard(rules=[{"name": "keep", "do": "quarantine"}], verbose=0, directory=tmp_path)
     model = eager(dropout=False)
     model.fit(data.x, data.y, batch_size=8, shuffle=True, verbose=0, callbacks=[guard])
     (incident,) = guard.incidents

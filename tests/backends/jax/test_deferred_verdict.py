@@ -19,7 +19,7 @@ from keras_nanguard._fit.session import Session
 from keras_nanguard.testing import inject
 
 BATCHES = zoo.regression().batches
-PATIENT = {"preset": "none", "snapshot": {"every": 4, "good_after": 1}}
+PATIENT = {"snapshot": {"every": 4, "verify_after": 1}, "max_consecutive_refused": 99}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def ahead(order):
 
 def test_nobody_waits(order):
     """A step is read when the next one has been started; but for the ends of an epoch, and where the state is looked at."""
-    guard = NanGuard(verbose=0, snapshot={"every": 8, "good_after": 3})
+    guard = NanGuard(verbose=0, snapshot={"every": 8, "verify_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
     ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
@@ -122,7 +122,7 @@ def test_the_same_without_the_bad_batches(where, steps):
     """Nothing of a bad batch, nor of the start of the step after it, is in the state, in the logs, or in what was counted."""
     bad = BAD[where]
     build = lambda: zoo.plain(keras.optimizers.Adam(0.01), steps_per_execution=steps)  # noqa: E731
-    rule = {"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}
+    rule = {"name": "on", "do": "skip"}
     guard = lambda: NanGuard({**PATIENT, "rules": [rule]}, verbose=0, diagnose=False)  # noqa: E731
     clean = zoo.run(build, zoo.regression(), guard=guard())
     run = zoo.run(build, zoo.regression().with_poison(bad), guard=guard())
@@ -176,7 +176,7 @@ def _all(incident):
 @pytest.mark.parametrize(("action", "site"), [*((a, "x") for a in ACTIONS), ("rollback", "y"), ("reset slots", "weights")])
 def test_the_same_as_with_waiting(order, action, site):
     """What the policy does comes between the bad step and the one after it, though that was started already."""
-    policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action], "limit": {"times": 9}, "otherwise": "stop"}]}
+    policy = {**PATIENT, "rules": [{"name": "do", "do": ACTIONS[action]}]}
     data, inside = zoo.regression(), lambda model: contextlib.nullcontext()
     if site == "weights":
         inside = lambda model: inject(model, site=site, step=5, count=2)  # noqa: E731
@@ -190,7 +190,7 @@ def test_the_same_as_with_waiting(order, action, site):
 
 def test_an_epoch_of_bad_steps(order):
     """Its logs are those that they are with waiting."""
-    policy = {**PATIENT, "rules": [{"name": "on", "do": "skip", "limit": {"times": 99}, "otherwise": "stop"}]}
+    policy = {**PATIENT, "rules": [{"name": "on", "do": "skip"}]}
     data = zoo.regression()
     data.x[:] = np.nan
     one, other, _ = both(order, policy, data)

@@ -118,8 +118,8 @@ def test_an_update_that_overflows():
     data = zoo.regression(batches=24)
     data.y[6 * zoo.BATCH : 7 * zoo.BATCH] = 1e10
     net = network(keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([5], [1e-2, 1e30])))
-    rule = {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 1e-32}}], "limit": {"times": 9}, "otherwise": "stop"}
-    guard = NanGuard({"preset": "none", "snapshot": {"every": 4, "good_after": 1}, "rules": [rule]}, verbose=0, diagnose=False)
+    rule = {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 1e-32, "min_lr": 0.0}}]}
+    guard = NanGuard(snapshot={"every": 4, "verify_after": 1}, rules=[rule], verbose=0, diagnose=False)
     net.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert guard.incidents[0].step == 6 and "weights" in guard.incidents[0].sites
     assert not guard.incidents[0].refused, "it has committed when the new weights are read"
@@ -385,11 +385,8 @@ def test_rollback():
     """A rollback hands Keras the last verified state, and training goes on from there at a lower rate."""
     model, data = zoo.plain(keras.optimizers.Adam(0.01), dropout=False), zoo.regression(batches=60)
     policy = {
-        "preset": "none",
-        "snapshot": {"every": 10, "good_after": 2},
-        "rules": [
-            {"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
-        ],
+        "snapshot": {"every": 10, "verify_after": 2},
+        "rules": [{"name": "heal", "do": ["rollback", {"lower_lr": {"factor": 0.5}}]}],
     }
     guard = NanGuard(policy, verbose=0)
     with inject(model, site="weights", step=25):
@@ -404,8 +401,7 @@ def test_lowered_schedule():
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([10**6], [0.1, 0.1]))
     model, data = zoo.plain(optimizer, dropout=False), zoo.poison(zoo.regression(batches=20), 5)
     policy = {
-        "preset": "none",
-        "rules": [{"name": "lower", "do": {"lower_lr": {"factor": 0.0001}}, "limit": {"times": 9}, "otherwise": "stop"}],
+        "rules": [{"name": "lower", "do": {"lower_lr": {"factor": 0.0001}}}],
     }
     look = Look(lambda model: np.array(model.layers[0].kernel.value))
     model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[NanGuard(policy, verbose=0), look])
@@ -594,11 +590,8 @@ def test_loop_rolls_back():
     """A rollback hands the loop the last good state, and a lower rate in it."""
     loop, state = Loop(), None
     policy = {
-        "preset": "none",
-        "snapshot": {"every": 3, "good_after": 1},
-        "rules": [
-            {"name": "back", "do": ["rollback", {"lower_lr": {"factor": 0.5}}], "limit": {"times": 9}, "otherwise": "stop"}
-        ],
+        "snapshot": {"every": 3, "verify_after": 1},
+        "rules": [{"name": "back", "do": ["rollback", {"lower_lr": {"factor": 0.5}}]}],
     }
     guard, state, states = NanGuard(policy, verbose=0), loop.state, []
     with guard.watch(loop.model, loop.optimizer):

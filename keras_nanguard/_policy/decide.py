@@ -1,0 +1,248 @@
+"""`decide`: the pure function from an incident to what is done about it. Imports no backend.
+
+An incident is answered by the first of these that applies:
+
+1. a bound of the engine: `max_consecutive_refused`, `max_refused_share`: training ends;
+2. a rule that is due and does more than report;
+3. the policy: `loss_scale`, `divergence`, or for a bad step its `escalation`.
+
+What rules that only report ask for is added, and a change whose budget is used up ends training.
+
+Example:
+
+    >>> from keras_nanguard._core.incident import Finding, Incident
+    >>> policy, state = Policy(), PolicyState()
+    >>> incident = Incident(step=7, epoch=0, batch=7, findings=(Finding("loss"),))
+    >>> decision, state = decide(policy, state, incident)
+    >>> [action["action"] for action in decision.actions]
+    ['warn', 'skip']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard._core.incident import Decision, Incident
+from keras_nanguard._policy.actions import Action, Skip, Warn
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._policy.state import (
+    BUDGET_WINDOW,
+    SHARE_WINDOW,
+    STATE_SITES,
+    PolicyState,
+    is_of_data,
+)
+
+__all__ = ["RATE_CURES", "decide"]
+
+RATE_CURES = frozenset({"divergence", "float16_overflow", "input_scale", "unknown"})
+"""Causes that a lower learning rate can cure. For any other the rate stays as it is."""
+
+REPORT_WINDOW = 1000
+REPORTED_REFUSALS, REPORTED_OTHERS = 20, 3
+"""How often an incident is reported within `REPORT_WINDOW` steps: refused steps, and each kind of
+finite anomaly or bad result."""
+
+MAX_DEPTH = 100
+"""Maximum depth of a rollback that goes further back on each repetition."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is to be done about one incident, and why.
+
+    Attributes:
+        name: the rule, or the part of the policy, that decides.
+        actions: what is done.
+        reason: why.
+    """
+
+    name: str
+    actions: tuple[Action, ...]
+    reason: str
+
+    @property
+    def terminal(self) -> bool:
+        return any(action.terminal for action in self.actions)
+
+
+def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Decision, PolicyState]:
+    """Return what to do about an incident, and the state to pass in with the next one.
+
+    Pure and total: it has no side effects and never raises for a valid policy. A refused step stays
+    refused whatever the decision.
+    """
+    matching = [rule for rule in policy.rules if rule.matches(incident)]
+    state = state.counted(incident, [rule.name for rule in matching])
+    due = [rule for rule in matching if state.rules[rule.name].consecutive % rule.after == 0]
+    reports = [action for rule in due if rule.only_reports for action in rule.do]
+    deciding = next((rule for rule in due if not rule.only_reports), None)
+    choice = _bound(policy, state, incident)
+    if choice is None and deciding is not None:
+        reason = _in_a_row(state.rules[deciding.name].consecutive, "matching incident")
+        choice = _Choice(deciding.name, deciding.do, reason)
+    if choice is None:
+        choice = _of_policy(policy, state, incident)
+        if state.times(_report_key(incident), REPORT_WINDOW) < _most_reports(incident):
+            reports.append(Warn())
+            state = state.acted([_report_key(incident)])
+    choice = _within_budget(policy, state, choice)
+    actions = _ordered(incident, [*reports, *choice.actions], policy.refuse)
+    planned = tuple(_parameters(policy, state, incident, action) for action in actions)
+    state = state.acted(action.name for action in actions if action.changes)
+    names = {rule.name: None for rule in due if rule.only_reports} | {choice.name: None}
+    return Decision(
+        rule=" + ".join(names) if planned else "",
+        actions=planned,
+        reason=f"{choice.name}: {choice.reason}.",
+        terminal=policy.refuse and choice.terminal,
+    ), state
+
+
+def _report_key(incident: Incident) -> str:
+    first = incident.first
+    if incident.refused or first is None:
+        return "report refused"
+    return f"report {first.kind} {first.site}"
+
+
+def _most_reports(incident: Incident) -> int:
+    return REPORTED_REFUSALS if incident.refused else REPORTED_OTHERS
+
+
+def _in_a_row(count: int, what: str) -> str:
+    return f"the first {what}" if count == 1 else f"{count} {what}s in a row"
+
+
+def _bound(policy: Policy, state: PolicyState, incident: Incident) -> _Choice | None:
+    """Return the end of a run of which too many steps are bad."""
+    if not policy.refuse or state.last != state.step:
+        return None
+    if state.consecutive >= policy.max_consecutive_refused:
+        reason = f"{state.consecutive} bad steps in a row"
+        return _Choice("max_consecutive_refused", (policy.ending,), reason)
+    if incident.refused and len(state.refused) >= policy.max_refused_share * SHARE_WINDOW:
+        reason = f"{len(state.refused)} of the last {SHARE_WINDOW} steps were refused"
+        return _Choice("max_refused_share", (policy.ending,), reason)
+    return None
+
+
+def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
+    """Return what the policy does about an incident that no rule decides."""
+    if _before_training(incident):
+        return _Choice(
+            "before_training", (policy.ending,), "the model is bad before the first step"
+        )
+    if "loss_scale" in incident.sites and policy.loss_scale.action:
+        reason = "the loss scale is outside of its range"
+        return _Choice("loss_scale", policy.loss_scale.action, reason)
+    if _is_bad_state(incident):
+        return _bad_state(policy, state, incident)
+    if any(finding.kind == "divergence" for finding in incident.findings):
+        return _Choice("divergence", policy.divergence.action, "training has diverged")
+    if not incident.refused:
+        return _Choice("report", (), "nothing is changed")
+    if is_of_data(incident):
+        reason = _in_a_row(state.consecutive, "bad step")
+        return _Choice("bad_data", (Skip(),), f"{reason}; the step was skipped")
+    return _escalation(policy, state, incident)
+
+
+def _before_training(incident: Incident) -> bool:
+    return not incident.refused and incident.step <= 0 and "state" in incident.sites
+
+
+def _is_bad_state(incident: Incident) -> bool:
+    """Whether the state itself is bad: written by other code, or by a step that committed."""
+    sites = ("state",) if incident.refused else STATE_SITES
+    kinds = ("nonfinite", "out_of_range")
+    return any(f.site in sites and f.kind in kinds for f in incident.findings)
+
+
+def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
+    """Return the stage that the streak of bad steps has come to."""
+    place = min(state.climb, len(policy.escalation)) - 1
+    rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
+    nothing_committed = incident.committed == 0
+    actions = tuple(
+        action
+        for action in policy.escalation[place]
+        if not (action.name == "lower_lr" and not rate)
+        and not (action.name == "rollback" and nothing_committed)
+        and action.name not in state.without_effect
+    )
+    reason = _in_a_row(state.climb, "bad step")
+    if not any(action.changes or action.terminal for action in actions):
+        return _Choice("escalation", (*actions, Skip()), f"{reason}; the step was skipped")
+    return _Choice("escalation", actions, reason)
+
+
+def _bad_state(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
+    """Return the answer to a bad state, which skipping does not heal: the first stage that does more.
+
+    Each earlier rollback within `BUDGET_WINDOW` steps leads one such stage further. The rate is
+    lowered from the second time on: the first time nothing shows that it is to blame.
+    """
+    stages = [
+        stage
+        for stage in policy.escalation
+        if any(action.changes or action.terminal for action in stage)
+    ]
+    if not stages:
+        return _Choice("bad_state", (), "the escalation restores nothing")
+    again = state.times("rollback")
+    cured = not incident.causes or not incident.causes.isdisjoint({*RATE_CURES, "state_nonfinite"})
+    actions = tuple(
+        action
+        for action in stages[min(again, len(stages) - 1)]
+        if action.name != "lower_lr" or (again and cured)
+    )
+    return _Choice("bad_state", actions, f"the state is bad, after {again} rollbacks")
+
+
+def _within_budget(policy: Policy, state: PolicyState, choice: _Choice) -> _Choice:
+    """Return the choice, or the end of the run if an action of it was done too often."""
+    for action in choice.actions:
+        times = state.times(action.name)
+        if action.changes and times >= policy.action_budget and not choice.terminal:
+            reason = f"{action.name} was done {times} times within {BUDGET_WINDOW} steps"
+            return _Choice("action_budget", (policy.ending,), reason)
+    return choice
+
+
+def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> list[Action]:
+    """Return each action once, by phase; `skip` only if nothing is changed and training continues."""
+    chosen: dict[str, Action] = {}
+    for action in actions:
+        if refuse or not (action.changes or action.terminal):
+            chosen.setdefault(action.name, action)
+    more = any(action.changes or action.terminal for action in chosen.values())
+    chosen.pop("skip", None)
+    if incident.refused and not more:
+        chosen["skip"] = Skip()
+    return sorted(chosen.values(), key=lambda action: action.phase)
+
+
+def _parameters(
+    policy: Policy, state: PolicyState, incident: Incident, action: Action
+) -> dict[str, Any]:
+    """Return an action as data, with what the tables of the policy and earlier incidents set."""
+    given = action.model_dump(exclude_unset=True)
+    table = getattr(policy, action.name, None)
+    default = table.model_dump() if isinstance(table, Action) else action.model_dump()
+    found: dict[str, Any] = {"action": action.name, **default, **given}
+    diverged = "divergence" in incident.causes or any(
+        finding.kind == "divergence" for finding in incident.findings
+    )
+    times = state.times(action.name)
+    if action.name == "rollback":
+        further = times if found["further_back"] else 0
+        found["depth"] = min(found["depth"] + further, MAX_DEPTH)
+        found["before_onset"] = given.get("before_onset", found["before_onset"] or diverged)
+        replay = found["replay_steps"] or diverged or _is_bad_state(incident)
+        found["replay_steps"] = given.get("replay_steps", replay)
+    elif action.name == "lower_lr" and (diverged or times) and "recover_after" not in given:
+        found["recover_after"] = 0
+    return found

@@ -1,0 +1,194 @@
+"""What a policy remembers between incidents: frozen counts, by step number, that are saved as JSON.
+
+Healthy steps are not recorded one by one; they follow from the step numbers of the bad ones. Imports
+no backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from keras_nanguard._core.errors import FileFormatError, expected
+from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._policy.records import Record
+
+__all__ = ["FORMAT", "STATE_SITES", "PolicyState", "RuleState", "is_bad_step", "is_of_data"]
+
+FORMAT = 2
+"""Version of the JSON format of a `PolicyState`."""
+
+SHARE_WINDOW = 200
+"""Steps of which at most `max_refused_share` may be refused."""
+
+BUDGET_WINDOW = 5000
+"""Steps within which each action may be done `action_budget` times: a night of trouble is bounded,
+and a run of weeks may have a bad day each week."""
+
+STATE_SITES = ("state", "weights", "statistics", "slots", "loss_scale")
+"""The sites that persist after a step: a fault in one of them spoils every later step."""
+
+TRAINING_SITES = ("inputs", "targets", "outputs", "loss", "gradients", *STATE_SITES)
+"""The sites of a train step; `metrics`, `validation` and `predictions` only report on it."""
+
+BAD_DATA = frozenset({"input_nonfinite", "target_nonfinite", "target_out_of_range"})
+"""Causes in the batch itself: neither another state nor another rate changes anything."""
+
+
+def is_bad_step(incident: Incident) -> bool:
+    """Return whether the step was refused, or left NaN or Inf in the training state."""
+    if incident.refused:
+        return True
+    return any(f.kind == "nonfinite" and f.site in TRAINING_SITES for f in incident.findings)
+
+
+def is_of_data(incident: Incident) -> bool:
+    """Return whether a step was refused because of its batch."""
+    if not incident.refused or "state" in incident.sites:
+        return False
+    return not incident.causes.isdisjoint(BAD_DATA) or bool(
+        {"inputs", "targets"} & {*incident.sites}
+    )
+
+
+class RuleState(Record):
+    """The counts of one rule: its incidents in a row, and the step of the last one."""
+
+    consecutive: int = 0
+    last: int | None = None
+
+
+class PolicyState(Record):
+    """The counts of a policy. Start with `PolicyState()`; `decide` returns the next one.
+
+    Attributes:
+        step: the latest step of any incident, None before the first.
+        last: the latest bad step, None before the first.
+        consecutive: bad steps in a row, up to `last`.
+        climb: those of them that bad data does not explain: the place in the escalation.
+        total: bad steps in total.
+        refused: the refused ones of the last `SHARE_WINDOW` steps.
+        action_steps: the steps of the last `BUDGET_WINDOW` at which each action was decided.
+        without_effect: the actions that have changed nothing since the last good step.
+        rules: the counts of each rule, by its name.
+    """
+
+    step: int | None = None
+    last: int | None = None
+    consecutive: int = Field(default=0, ge=0)
+    climb: int = Field(default=0, ge=0)
+    total: int = Field(default=0, ge=0)
+    refused: tuple[int, ...] = ()
+    action_steps: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
+    rules: dict[str, RuleState] = Field(default_factory=dict)
+
+    def counted(self, incident: Incident, matching: Iterable[str]) -> PolicyState:
+        """Return the state after one more incident.
+
+        Its step is its own number, unless an incident of a later step was counted before: then it
+        counts as one more step after that one, so that no order of reporting keeps a streak short.
+
+        Args:
+            incident: the incident.
+            matching: names of the rules that match it.
+        """
+        step = incident.step
+        if self.step is not None and step < self.step:
+            step = self.step + 1
+        changes: dict[str, Any] = {"step": step}
+        if is_bad_step(incident) and step != self.last:
+            joined = self.last is not None and step - self.last == 1
+            before = self if joined else PolicyState()
+            changes |= {
+                "last": step,
+                "consecutive": before.consecutive + 1,
+                "climb": before.climb + (not is_of_data(incident)),
+                "total": self.total + 1,
+                "without_effect": before.without_effect,
+            }
+        if incident.refused and step not in self.refused[-1:]:
+            recent = (*self.refused, step)
+            changes["refused"] = tuple(s for s in recent if s > step - SHARE_WINDOW)
+        state = self.replaced(**changes)
+        rules = {name: state._rule(name, step) for name in matching}
+        return state.replaced(rules={**self.rules, **rules})
+
+    def _rule(self, name: str, step: int) -> RuleState:
+        """Return the counts of a rule after one more incident that matches it."""
+        rule = self.rules.get(name, RuleState())
+        if rule.last is None or rule.last == step:
+            return RuleState(consecutive=max(rule.consecutive, 1), last=step)
+        unbroken = self.last == step and step - self.consecutive < rule.last
+        joined = unbroken or step - rule.last == 1
+        return RuleState(consecutive=rule.consecutive + 1 if joined else 1, last=step)
+
+    def times(self, action: str, steps: int = BUDGET_WINDOW) -> int:
+        """Return how often an action was decided within the last steps."""
+        if self.step is None:
+            return 0
+        return sum(step > self.step - steps for step in self.action_steps.get(action, ()))
+
+    def acted(self, actions: Iterable[str]) -> PolicyState:
+        """Return the state after these actions were decided at the latest step."""
+        step = self.step or 0
+        found = dict(self.action_steps)
+        for name in actions:
+            recent = (*found.get(name, ()), step)
+            found[name] = tuple(earlier for earlier in recent if earlier > step - BUDGET_WINDOW)
+        return self.replaced(action_steps=found)
+
+    def performed(self, outcomes: Iterable[Outcome]) -> PolicyState:
+        """Return the state with what came of the actions: one without effect is not repeated."""
+        status = {outcome.action: outcome.status for outcome in outcomes}
+        skipped = {name for name, what in status.items() if what == "skipped"}
+        kept = {name for name in self.without_effect if status.get(name) != "done"}
+        return self.replaced(without_effect=tuple(sorted(kept | skipped)))
+
+    def rewound(self) -> PolicyState:
+        """Return this state for steps that are replayed: each counts as a later step."""
+        return self if self.step is None else self.replaced(step=self.step + 1)
+
+    def resumed(self) -> PolicyState:
+        """Return this state for a fit that counts its steps from 0: budgets stay, streaks end."""
+        if self.step is None:
+            return self
+        by = -(self.step + 2)
+        return self.replaced(
+            step=-2,
+            last=None if self.last is None else self.last + by,
+            refused=tuple(step + by for step in self.refused),
+            action_steps={
+                name: tuple(step + by for step in steps)
+                for name, steps in self.action_steps.items()
+            },
+            rules={
+                name: rule.replaced(last=None if rule.last is None else rule.last + by)
+                for name, rule in self.rules.items()
+            },
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values with a format version."""
+        return {"format": FORMAT, **self.model_dump(mode="json")}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> PolicyState:
+        """Rebuild a state from `to_dict()`.
+
+        Raises:
+            FileFormatError: if it has another format, or a field is unknown or of another type.
+        """
+        what, remedy = f"a policy state of format {FORMAT}", "Start without resume=True."
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise FileFormatError(expected(what, plain_text(f"format={found!r}"), remedy))
+        try:
+            plain = {name: value for name, value in data.items() if name != "format"}
+            return cls.model_validate_json(json.dumps(plain))
+        except (ValidationError, TypeError, ValueError, RecursionError) as error:
+            raise FileFormatError(expected(what, plain_text(error), remedy)) from error
