@@ -59,8 +59,8 @@ class Origin:
         order: index of the operation within the step.
         source: `"operation"`; `"batch"`, `"variable"` or `"constant"` where the value existed before the step.
         op: type of the operation as the backend names it (`"Exp"`), or the name of the source.
-        phase: `"forward"`, `"loss"`, `"backward"`, `"update"` or `"other"`; `"slope"` where forward and backward pass cannot be
-            distinguished.
+        phase: `"forward"`, `"loss"`, `"regularizer"`, `"backward"`, `"update"` or `"other"`; `"slope"` if
+            forward and backward pass cannot be distinguished.
         frames: what was running, outermost first: paths of layers, names of losses.
         culprit: path of the layer or name of the loss to blame, `""` where none was running.
         layer_class: class of that layer or loss.
@@ -73,6 +73,8 @@ class Origin:
         all_rows: whether every row is bad.
         variables: paths of the variables that it reads directly.
         line: source line in the user's code, `""` where there is none.
+        steep: the last operation of the same layer or loss whose derivative is infinite at one of its
+            operands, `""` if there is none.
     """
 
     order: int
@@ -91,6 +93,7 @@ class Origin:
     all_rows: bool = False
     variables: tuple[str, ...] = ()
     line: str = ""
+    steep: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Spread:
         features: number of features.
         outliers: rows whose largest magnitude is far above that of the others.
         integer: whether its dtype is an integer dtype.
+        counts: whether all entries are whole numbers and none is negative.
     """
 
     name: str
@@ -116,6 +120,7 @@ class Spread:
     features: int = 1
     outliers: tuple[int, ...] = ()
     integer: bool = False
+    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +235,7 @@ class OptimizerFacts:
         clips: whether it clips gradients.
         momentum: its momentum, 0.0 where it has none.
         scaled: whether a `LossScaleOptimizer` wraps it.
+        scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
     """
 
@@ -241,6 +247,7 @@ class OptimizerFacts:
     clips: bool = False
     momentum: float = 0.0
     scaled: bool = False
+    scheduled: bool = False
     settings: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -291,6 +298,7 @@ class Evidence:
         growth: the history before the step.
         optimizers: the optimizers.
         objective: name and value of each loss weight and regularizer of unusual size.
+        exponents: loss, parameter and value of each exponent among the parameters of a compiled loss.
         gradient_norm: global gradient norm of the step, NaN where it is not known.
         written: whether the update cannot have produced the bad weights or slots, because all of its numbers are moderate.
         loss_scale: the loss scale, `None` where there is none.
@@ -332,6 +340,7 @@ class Evidence:
     growth: Growth = Growth()
     optimizers: tuple[OptimizerFacts, ...] = ()
     objective: tuple[tuple[str, float], ...] = ()
+    exponents: tuple[tuple[str, str, float], ...] = ()
     gradient_norm: float = math.nan
     written: bool = False
     loss_scale: float | None = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from keras_nanguard._core.data_names import argument_path
-from keras_nanguard._core.evidence import Evidence, OptimizerFacts
-from keras_nanguard._diagnose.causes import Conclusion, kind
+from keras_nanguard._core.evidence import BACKWARD, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion, kind
 from keras_nanguard._diagnose.words import at_rows
 
 __all__ = ["ADVICE", "advice"]
@@ -39,7 +38,10 @@ def _rate(e: Evidence) -> str:
 def _hint(e: Evidence) -> str:
     """Return the advice for the operation that produced the bad value, or for the layer that contains it."""
     origin = e.origin
-    return (HINTS.get(origin.op) or HINTS.get(origin.layer_class, "")) if origin is not None else ""
+    if origin is None:
+        return ""
+    steep = STEEP_HINTS.get(origin.steep, "") if origin.phase in BACKWARD else ""
+    return steep or HINTS.get(origin.op) or HINTS.get(origin.layer_class, "")
 
 
 def _clause(e: Evidence) -> str:
@@ -48,21 +50,50 @@ def _clause(e: Evidence) -> str:
 
 def _forward(e: Evidence, v: Conclusion) -> Iterator[str]:
     yield f"Keep {_name(v, 'the layer')} inside its domain{_clause(e)}"
-    if kind(e.origin) in ("exp", "overflow") and not _hint(e):
-        yield "Bound its input: normalize before it, or use a saturating activation."
+    if kind(e.origin) in ("exp", "overflow"):
+        if not _hint(e):
+            yield "Bound its input: normalize before it, or use a saturating activation."
+        yield from _raw_inputs(e)
     if v.samples and e.without_rows == "finite":
         yield f"Check {at_rows(v.samples)} of this batch: without {'it' if len(v.samples) == 1 else 'them'} the step is finite."
 
 
+def _raw_inputs(e: Evidence) -> Iterator[str]:
+    """Advice for inputs that no network takes as they are."""
+    for part in e.inputs:
+        name = repr(argument_path(part.name))
+        if part.integer or part.max_abs < RAW:
+            continue
+        if part.counts:
+            yield f"{name} holds counts up to {part.max_abs:.3g}: train on log1p of them (keras.ops.log1p)."
+        else:
+            yield (
+                f"{name} has magnitudes up to {part.max_abs:.3g}: scale each feature to about unit standard deviation "
+                "(keras.layers.Normalization, adapted to the data)."
+            )
+
+
+def _clean(e: Evidence, v: Conclusion) -> Iterator[str]:
+    names = list(dict.fromkeys(repr(argument_path(part.name)) for part in (*e.inputs_bad, *e.targets_bad)))
+    what = " and ".join(names) if len(names) > 1 else _data(v, "the inputs")
+    yield f"Clean {what}: find where the NaN or Inf comes from (missing values, division, parsing)."
+
+
 def _loss(e: Evidence, v: Conclusion) -> Iterator[str]:
+    if e.origin is not None and e.origin.phase == "regularizer":
+        yield f"Make the {e.origin.layer_class} of {_name(v, 'the layer')} defined everywhere{_clause(e)}"
+        yield f"Check that it accepts every value that {_name(v, 'the layer')} can take."
+        return
     yield f"Make {_name(v, 'the loss')} defined everywhere{_clause(e)}"
+    if kind(e.origin) in ("exp", "overflow"):
+        yield from _raw_inputs(e)
     yield "Check that the last activation fits the loss (softmax, sigmoid, softplus), or use from_logits=True."
 
 
 HINTS = {
     "Log": "take log(x + epsilon) or log_softmax, not log of something that can be 0 or negative.",
     "Log1p": "keep its argument above -1.",
-    "Exp": "subtract the maximum first (keras.ops.softmax, logsumexp), or clip its argument.",
+    "Exp": "use softplus, softmax or logsumexp, which do not overflow, or clip its argument.",
     "RealDiv": "divide by maximum(x, epsilon), or use keras.ops.divide_no_nan.",
     "Sqrt": "take sqrt(maximum(x, 0) + epsilon).",
     "Rsqrt": "add an epsilon before rsqrt.",
@@ -76,11 +107,42 @@ HINTS = {
     "Atanh": "clip its argument to the open interval from -1 to 1.",
     "Xlogy": "keep its second argument above 0.",
     "Xdivy": "keep its second argument away from 0.",
+    "Cholesky": "add a small multiple of the identity to the matrix, so that it is positive definite.",
+    "MatrixInverse": "add a small multiple of the identity to the matrix, or solve in the least-squares sense.",
     "Cast": "its input exceeds the range of the lower dtype.",
 }
 
+_INSIDE = "its derivative at -1 and 1 is infinite: clip its argument to 1 - 1e-6 in magnitude."
+_SPECTRUM = (
+    "its derivative divides by differences of {}, which are 0 if two are equal: add small distinct numbers to "
+    "the diagonal, or use a loss without the decomposition."
+)
+STEEP_HINTS = {
+    "Acos": _INSIDE,
+    "Acosh": "its derivative at 1 is infinite: keep its argument above 1.",
+    "Asin": _INSIDE,
+    "Atanh": _INSIDE,
+    "Cholesky": "its derivative solves with the factor: add a small multiple of the identity to the matrix.",
+    "Pow": "a power with an exponent below 1 has an infinite derivative at 0: keep its base above 0 (add an epsilon).",
+    "Qr": "its derivative needs a matrix of full rank: add a small multiple of the identity.",
+    "SelfAdjointEig": _SPECTRUM.format("eigenvalues"),
+    "Sqrt": "add an epsilon inside the square root: its derivative at 0 is infinite.",
+    "Svd": _SPECTRUM.format("singular values"),
+}
+"""Advice by the operation of the forward pass whose derivative is infinite."""
+
+RAW = 100.0
+"""Magnitude of an input from which it counts as not scaled."""
+
 
 def _rescale(e: Evidence, v: Conclusion) -> Iterator[str]:
+    if v.because == "outlier":
+        each, is_far = ("it", "its values are") if len(v.samples) == 1 else ("them", "their values are")
+        yield (
+            f"Check {at_rows(v.samples)} of this batch in {_data(v, 'the data')}: {is_far} far larger than "
+            f"those of all other rows, and without {each} the step is finite. Correct or drop {each}."
+        )
+        return
     if v.because == "constant":
         yield f"Drop constant features before {_name(v, 'Normalization')}: it divides by their standard deviation, which is 0."
         return
@@ -90,7 +152,19 @@ def _rescale(e: Evidence, v: Conclusion) -> Iterator[str]:
 
 
 def _gradient(e: Evidence, v: Conclusion) -> Iterator[str]:
-    yield f"The value of {_name(v, 'the loss')} is finite, its gradient is not{_clause(e)}"
+    what = _name(v, "the loss")
+    if e.origin is not None and e.origin.layer_class.startswith("regularizer "):
+        what = f"the {e.origin.layer_class} of {what}"
+    power = e.origin is not None and "Pow" in (e.origin.op, e.origin.steep)
+    low = [(key, value) for name, key, value in e.exponents if name == v.culprit and value < 1.0]
+    if power and low:
+        for key, value in low:
+            yield (
+                f"{what} has {key}={value:g}: a power with an exponent below 1 has no finite derivative at 0. "
+                f"Use {key} of at least 1, or the same loss without the power."
+            )
+        return
+    yield f"The value of {what} is finite, its gradient is not{_clause(e)}"
     yield "With `where`, put a safe value into the unused branch before the function is applied, not after: 0 times Inf is NaN."
 
 
@@ -141,10 +215,18 @@ def _underflowed(e: Evidence, v: Conclusion) -> Iterator[str]:
 
 
 def _optimizer(e: Evidence, v: Conclusion) -> Iterator[str]:
-    rates = [o.learning_rate for o in e.optimizers if not math.isfinite(o.learning_rate)]
-    yield from (f"The learning rate is {rate}: fix the schedule that returns it." for rate in rates)
-    if rates:
+    if v.because == "rate":
+        for o in e.optimizers:
+            if not abs(o.learning_rate) <= MAX_RATE:
+                cure = "fix the schedule, which has a pole at this step" if o.scheduled else "set a finite one"
+                yield f"The learning rate of {o.name} is {o.learning_rate:.3g}: {cure}."
         return
+    for o in e.optimizers:
+        if dict(o.settings).get("centered"):
+            yield (
+                f"Use {o.name} with centered=False, or a larger epsilon: it divides by the root of a variance, "
+                "a difference of nearly equal numbers that rounding makes 0 or negative."
+            )
     yield from (f"Raise epsilon in {o.name}{_epsilon(o)}." for o in e.optimizers if not o.epsilon_in_dtype and o.epsilon is not None)
     yield from (f"Lower weight_decay in {o.name}." for o in e.optimizers if abs(o.shrinks) > 1.0)
     half = any(o.dtype == "float16" for o in e.optimizers)
@@ -172,9 +254,7 @@ def _scale(e: Evidence, v: Conclusion) -> Iterator[str]:
 
 
 ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
-    "input_nonfinite": lambda e, v: iter(
-        (f"Clean {_data(v, 'the inputs')}: find where its NaN or Inf comes from (missing values, division, parsing).",)
-    ),
+    "input_nonfinite": lambda e, v: _clean(e, v),
     "target_nonfinite": lambda e, v: iter(
         (f"Clean {_data(v, 'the targets')}, or leave those rows out with a sample weight of 0 *and* a finite target.",)
     ),
@@ -213,7 +293,7 @@ ADVICE: dict[str, Callable[[Evidence, Conclusion], Iterator[str]]] = {
     "spike": lambda e, v: iter(
         (
             f"Check {f'{at_rows(v.samples)} of the batch' if v.samples else 'the batch'} of this step"
-            + ("." if any(o.clips for o in e.optimizers) else "; clip gradients (global_clipnorm=1.0) or lower the rate."),
+            + ("." if any(o.clips for o in e.optimizers) else ", or clip gradients (global_clipnorm=1.0)."),
         )
     ),
     "transient": lambda e, v: iter(

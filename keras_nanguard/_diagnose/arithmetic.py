@@ -14,8 +14,9 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 __all__ = ["must_stay_finite"]
 
 KNOWN = ("SGD", "Adam", "AdamW", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion")
-"""Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and weight, and divides only by
-`epsilon` plus a nonnegative number (keras/src/optimizers, `update_step` of each)."""
+"""Optimizers of Keras whose update consists of sums, products and roots of gradient, slots and weight, and
+divides only by `epsilon` plus a nonnegative number (keras/src/optimizers, `update_step` of each). A centered
+RMSprop divides by the root of a difference, which cancels: it is not among them."""
 
 MODERATE = 1e15
 """With numbers up to this size, a rate up to `MAX_RATE` and an epsilon of at least `MIN_EPSILON` every term of these updates
@@ -48,6 +49,7 @@ def _known(optimizer: Any, facts: OptimizerFacts) -> bool:
     return (
         type(optimizer).__module__.startswith("keras.")
         and facts.name in KNOWN
+        and not getattr(optimizer, "centered", False)
         and facts.dtype in ("float32", "float64")
         and abs(facts.learning_rate) <= MAX_RATE
         and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)

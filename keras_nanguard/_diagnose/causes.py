@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from keras_nanguard._core.evidence import BACKWARD, Evidence, Origin
+from keras_nanguard._core.evidence import BACKWARD, Evidence, OptimizerFacts, Origin
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
 
@@ -36,8 +36,8 @@ HUGE_DATA = 1e4
 LARGE_DATA = 1e3
 """Magnitude above which a trial is made whether they explain it."""
 
-MIN_RISE_BEFORE_JUMP = 1e3
-"""Rise of the loss before a jump above which the jump is part of a divergence."""
+MAX_RATE = 1e3
+"""Learning rate of a schedule above which the schedule is wrong."""
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
@@ -97,7 +97,7 @@ def grown(e: Evidence, factor: float = 1e3) -> bool:
 
 def _culprit(e: Evidence) -> str:
     if e.origin is not None and e.origin.source == "operation":
-        inside = "loss" if e.origin.phase in ("loss", "forward") else e.first_path
+        inside = "loss" if e.origin.phase in ("loss", "forward", "regularizer") else e.first_path
         return e.origin.culprit or (e.origin.variables[0] if e.origin.variables else inside)
     return e.first_path
 
@@ -126,8 +126,6 @@ def _modes(e: Evidence) -> Conclusion | None:
 
 def _monitors(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, whose kind alone decides the cause."""
-    if any(site.endswith(":lasting_spike") for site in e.sites):
-        return Conclusion("spike", e.first_path, confidence=0.9, because="divergence")
     if e.replay or e.refused:
         return None
     kinds = {site.partition(":")[0]: site.partition(":")[2] for site in e.sites}
@@ -151,10 +149,7 @@ def _monitors(e: Evidence) -> Conclusion | None:
     if "explosion" in kinds.values():
         return Conclusion("divergence", e.first_path, confidence=0.85, because="explosion")
     if "spike" in kinds.values():
-        rows = _outliers(e)
-        if e.growth.jump[0] >= MIN_RISE_BEFORE_JUMP and not rows:
-            return Conclusion("divergence", e.first_path, confidence=0.8, because="explosion")
-        return Conclusion("spike", e.first_path, rows, confidence=0.8, because="spike")
+        return Conclusion("spike", e.first_path, _outliers(e), confidence=0.8, because="spike")
     return None
 
 
@@ -189,6 +184,9 @@ def _batch(e: Evidence) -> Conclusion | None:
     if origin is not None and origin.source == "batch":
         if origin.op.startswith("inputs"):
             return Conclusion("input_nonfinite", origin.op, _rows_of(e, e.inputs_bad), 0.95, "batch")
+        if e.inputs_bad and any(not row.finite for row in e.table):  # later operations may have dropped it
+            rows = _rows_of(e, (*e.inputs_bad, *e.targets_bad))
+            return Conclusion("input_nonfinite", e.inputs_bad[0].name, rows, 0.95, "batch")
         if e.first in ("loss", "statistics") or not e.first:
             return Conclusion("target_nonfinite", origin.op, _rows_of(e, e.targets_bad), 0.95, "batch")
         return Conclusion("gradient_domain", _last_loss(e), _rows_of(e, e.targets_bad), 0.8, "where")
@@ -244,16 +242,32 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     )
 
 
+def _divides_by_zero(facts: OptimizerFacts) -> bool:
+    """Whether the divisor of an update can be 0: its epsilon rounds to 0, or it is a variance that cancels."""
+    return bool((facts.epsilon_in_dtype == 0.0 and facts.epsilon) or dict(facts.settings).get("centered"))
+
+
 def _update(e: Evidence) -> Conclusion | None:
     if e.first not in ("weights", "slots"):
         return None
-    if any(not math.isfinite(o.learning_rate) for o in e.optimizers):
-        return Conclusion("optimizer_domain", e.first_path, confidence=0.95, because="rate")
-    if grown(e, 1e4) and not any(o.epsilon_in_dtype == 0.0 and o.epsilon for o in e.optimizers):
+    broken = next((o for o in e.optimizers if not abs(o.learning_rate) <= MAX_RATE), None)
+    if broken is not None and (broken.scheduled or not math.isfinite(broken.learning_rate)):
+        return Conclusion("optimizer_domain", f"{broken.name}/learning_rate", confidence=0.95, because="rate")
+    if grown(e, 1e4) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
     if e.written:
         return Conclusion("state_nonfinite", e.first_path, confidence=0.85, because="written")
     return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
+
+
+def _outlier_row(e: Evidence) -> Conclusion | None:
+    """A few rows are far larger than all others, and without them the step is finite."""
+    few = 0 < len(e.rows) <= max(1.0, e.count / 4)
+    if not few or e.without_rows != "finite" or kind(e.origin) not in ("", "overflow"):
+        return None
+    parts = [part for part in (*e.inputs, *e.targets) if not part.integer and part.max_abs >= HUGE_DATA]
+    part = next((part for part in parts if set(e.rows) <= set(part.outliers)), None)
+    return Conclusion("input_scale", part.name, e.rows, 0.9, "outlier") if part is not None else None
 
 
 def _divergence(e: Evidence) -> Conclusion | None:
@@ -332,7 +346,7 @@ def _domain(e: Evidence) -> Conclusion | None:
         return None
     if origin.phase == "backward" or _masked(e, origin):
         return Conclusion("gradient_domain", _culprit(e) or "loss", e.rows, 0.9, "domain")
-    in_loss = origin.phase == "loss" or not origin.frames
+    in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
         return Conclusion("loss_domain", _culprit(e), e.rows, 0.9, "domain")
     if origin.phase in ("forward", "slope"):
@@ -342,7 +356,8 @@ def _domain(e: Evidence) -> Conclusion | None:
 
 def _masked(e: Evidence, origin: Origin) -> bool:
     """Whether the bad value is masked in the loss (the unused branch of a `where`), but not in the gradient."""
-    return e.first == "gradients" and origin.phase in ("forward", "loss", "slope") and all(row.finite for row in e.table)
+    phases = ("forward", "loss", "regularizer", "slope")
+    return e.first == "gradients" and origin.phase in phases and all(row.finite for row in e.table)
 
 
 def _committed_growth(e: Evidence) -> Conclusion | None:
@@ -361,6 +376,7 @@ RULES: tuple[Callable[[Evidence], Conclusion | None], ...] = (
     _targets,
     _scale,
     _low_precision,
+    _outlier_row,
     _update,
     _divergence,
     _input_scale,

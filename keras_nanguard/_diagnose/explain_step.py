@@ -23,7 +23,7 @@ from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose import raised
 from keras_nanguard._diagnose.arithmetic import must_stay_finite
 from keras_nanguard._diagnose.conclude import conclude
-from keras_nanguard._diagnose.facts import growth, negative_loss, objective, optimizer_facts
+from keras_nanguard._diagnose.facts import exponents, growth, negative_loss, objective, optimizer_facts
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.notice import when_slow
 from keras_nanguard._diagnose.precision import lowest
@@ -141,6 +141,7 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
         growth=growth(run.history, incident.step, own, () if committed else train_state.trainable),
         optimizers=facts,
         objective=objective(run.model),
+        exponents=exponents(run.model),
         gradient_norm=own[1],
         written=bool(first) and _written(run, incident.committed, train_state, facts, norm),
         loss_scale=incident.values.get("loss_scale"),

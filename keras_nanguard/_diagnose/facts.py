@@ -20,19 +20,22 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-__all__ = ["growth", "negative_loss", "objective", "optimizer_facts", "target_fault"]
+__all__ = ["exponents", "growth", "negative_loss", "objective", "optimizer_facts", "target_fault"]
 
 RECENT = 5
 """Number of last steps that are reported, and from which the magnitude before the incident is taken."""
 
 SETTINGS = (
     *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon", "clipnorm", "clipvalue", "global_clipnorm"),
-    "gradient_accumulation_steps",
+    *("centered", "gradient_accumulation_steps"),
 )
 """Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
 
 UNUSUAL = 100.0
 """Factor above which, or below whose inverse, a loss weight is reported."""
+
+EXPONENTS = ("gamma", "exponent", "power")
+"""Names of parameters of a loss that are exponents."""
 
 PROBABILITIES = (
     "categorical_crossentropy",
@@ -115,6 +118,7 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
         clips=clips,
         momentum=known.get("momentum", 0.0),
         scaled=scaled,
+        scheduled=keras_optimizers.has_schedule(optimizer),
         settings=tuple(known.items()),
     )
 
@@ -130,6 +134,15 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
                 value = float(factor) if np.ndim(factor) == 0 and factor is not None else 0.0
                 if value >= 1.0:
                     found.append((f"The {norm} of the {name} of {layer.path!r}", value))
+    return tuple(found)
+
+
+def exponents(model: Any) -> tuple[tuple[str, str, float], ...]:
+    """Return loss, parameter and value of each exponent among the parameters of the compiled losses."""
+    found = []
+    for _, loss in keras_losses.losses_by_output(model):
+        values = ((name, getattr(loss, name, None)) for name in EXPONENTS)
+        found += [(str(loss.name), name, float(v)) for name, v in values if isinstance(v, (int, float))]
     return tuple(found)
 
 

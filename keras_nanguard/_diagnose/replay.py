@@ -22,7 +22,7 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._diagnose import bundle as _bundle, raised
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.counterfactuals import Rerun, counterfactual_results
-from keras_nanguard._diagnose.facts import objective, optimizer_facts
+from keras_nanguard._diagnose.facts import exponents, objective, optimizer_facts
 from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import Trials
 from keras_nanguard._diagnose.words import table
@@ -245,6 +245,7 @@ def _run(found: _bundle.Bundle, step: ReplayableStep, batch: Any, mode: str) -> 
         growth=found.growth,
         optimizers=optimizer_facts(step.optimizers),
         objective=objective(step.model),
+        exponents=exponents(step.model),
         gradient_norm=own.values.get("gradient_norm", math.nan),
         loss_scale=own.values.get("loss_scale"),
         low_precision=lowest(step.model),

@@ -35,26 +35,19 @@ def bad_rows(run: ReplayResult, count: int) -> tuple[int, ...]:
     return ()
 
 
-def bisected(count: int, suspects: Sequence[int], is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Return the rows without which the step is finite, if few are to blame; none where that is not known.
+def bisected(count: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Return the one row on which the step is bad, none if there is not exactly one.
 
     Args:
         count: number of rows.
-        suspects: outliers, tried first.
         is_bad: runs the step on these rows only and returns whether it is bad.
     """
-    everything = list(range(count))
-    if 0 < len(suspects) <= max(1, count // 4):
-        rest = [row for row in everything if row not in set(suspects)]
-        if rest and not is_bad(rest):
-            return tuple(suspects)
-    trials, rows = 1, everything
-    while len(rows) > 1 and trials < MAX_TRIALS:
-        left, right = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    trials, found = 0, list(range(count))
+    while len(found) > 1 and trials < MAX_TRIALS:
+        left, right = found[: len(found) // 2], found[len(found) // 2 :]
         bad_left, bad_right = is_bad(left), is_bad(right)
         trials += 2
         if bad_left == bad_right:
             return ()
-        rows = left if bad_left else right
-    rest = [row for row in everything if row not in set(rows)]
-    return tuple(rows) if rest and len(rows) == 1 and not is_bad(rest) else ()
+        found = left if bad_left else right
+    return tuple(found) if len(found) == 1 else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -143,38 +143,67 @@ class Trials:
                 self._add(unscaled=self.step.run(self.batch).word)
 
     def _find_rows(self, run: ReplayResult) -> None:
+        """Find the rows without which the step is finite; rows that do not pass this test are not named."""
         count = batches.row_count(self.batch)
-        if grown(self.evidence) and kind(run.origin) != "pole":
+        if self.evidence.first in ("slots", "weights"):
+            self._accept(self._outliers())
             return
-        found = rows.bad_rows(run, count)
-        if self.evidence.replay == "finite":  # only the compiled step is bad, and these trials run eagerly
-            self._add(rows=found)
+        suspects = rows.bad_rows(run, count)
+        if self._accept(suspects) or self._accept(self._further(suspects)):
             return
-        known = tuple(dict.fromkeys(row for part in (*self.evidence.inputs_bad, *self.evidence.targets_bad) for row in part.rows))
-        if not found and 0 < len(known) < count and not self._bad_without(count)([r for r in range(count) if r not in known]):
-            self._add(rows=known, without_rows="finite")
+        bad_data = (*self.evidence.inputs_bad, *self.evidence.targets_bad)
+        if self._accept(tuple(dict.fromkeys(row for part in bad_data for row in part.rows))):
             return
-        if not found and self._may_be_rows(count):
-            suspects = self._outliers()
-            found = rows.bisected(count, suspects, self._bad_without(count))
-        if found:
-            without = self._rerun(batches.without(self.batch, found)).word if len(found) < count else ""
-            self._add(rows=found, without_rows=without)
+        if self._accept(self._outliers()) or suspects or grown(self.evidence):
+            return
+        if self.evidence.replay == "bad" and self._may_be_rows(count):
+            self._accept(rows.bisected(count, self._is_bad_on))
+
+    def _accept(self, suspects: Sequence[int]) -> bool:
+        """Blame these rows, if the step without them is finite."""
+        if not 0 < len(suspects) < batches.row_count(self.batch):
+            return False
+        if not self._without(suspects).finite:
+            return False
+        self._add(rows=tuple(suspects), without_rows="finite")
+        return True
+
+    def _without(self, suspects: Sequence[int], observe: bool = False) -> ReplayResult:
+        """Run the step without some rows, in the mode in which it is bad."""
+        rest = batches.without(self.batch, suspects)
+        if observe:
+            return self.step.run(rest, observe=True)
+        if self.evidence.first in ("slots", "weights"):
+            return self.step.run(rest, update=True)
+        if self.evidence.replay == "finite":  # bad in its compiled form alone
+            result: ReplayResult = current.compiled_replay().run_compiled(self.step, rest, jit=self.evidence.mode == "xla")
+            return result
+        return self._rerun(rest)
+
+    def _further(self, suspects: tuple[int, ...]) -> tuple[int, ...]:
+        """Add the rows that are bad once the first suspects are gone, for another reason."""
+        count = batches.row_count(self.batch)
+        if not suspects or self.evidence.replay != "bad":
+            return ()
+        kept = [row for row in range(count) if row not in suspects]
+        run = self._without(suspects, observe=True)
+        more = {kept[row % len(kept)] for row in rows.bad_rows(run, batches.row_count(batches.without(self.batch, suspects)))}
+        return (*suspects, *sorted(more)) if more else ()
 
     def _may_be_rows(self, count: int) -> bool:
         e = self.evidence
         return count > 1 and e.first in ("loss", "statistics", "gradients")
 
     def _outliers(self) -> tuple[int, ...]:
+        """Return the outliers of the batch, if they are few."""
         spreads: tuple[Spread, ...] = (*self.evidence.inputs, *self.evidence.targets)
-        return tuple(dict.fromkeys(row for spread in spreads for row in spread.outliers))
+        found = tuple(dict.fromkeys(row for spread in spreads for row in spread.outliers))
+        return found if len(found) <= max(1, self.evidence.count // 4) else ()
 
-    def _bad_without(self, count: int) -> Callable[[Sequence[int]], bool]:
-        def is_bad(chosen: Sequence[int]) -> bool:
-            others = [row for row in range(count) if row not in set(chosen)]
-            return not self._rerun(batches.without(self.batch, others)).finite
-
-        return is_bad
+    def _is_bad_on(self, chosen: Sequence[int]) -> bool:
+        """Run the step on these rows only."""
+        others = [row for row in range(batches.row_count(self.batch)) if row not in set(chosen)]
+        return not self._rerun(batches.without(self.batch, others)).finite
 
     def _rerun_in_inference(self, run: ReplayResult) -> None:
         origin = run.origin

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from keras_nanguard._core.data_names import argument_path
-from keras_nanguard._core.evidence import Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
+from keras_nanguard._core.evidence import BACKWARD, Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._files.stored import plain_text
@@ -16,6 +16,7 @@ __all__ = ["at_rows", "sentences", "table"]
 PHASES = {
     "forward": "in the forward pass",
     "loss": "in the loss",
+    "regularizer": "in the regularizer",
     "backward": "in the backward pass",
     "slope": "in the forward or backward pass",
     "update": "in the optimizer's update",
@@ -58,6 +59,8 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         reproduced = "A replay on the unchanged state reproduces it, in"
         reached = reproduced if e.replay and e.refused else "It reaches" if e.replay else "The step left it in"
         yield f"{reached} {SITES.get(e.first, e.first)}{path}."
+    if e.origin is not None and e.origin.phase in BACKWARD and e.origin.steep:
+        yield f"{e.origin.steep} in the forward pass has no finite derivative at one of its values."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         yield f"With these gradients, rates, weights and slots the update of {names} stays finite: something else has written it."
@@ -89,7 +92,10 @@ def _origin_sentence(origin: Origin) -> str:
     given = f" from {finite}operands ({taken})" if taken else ""
     line = f", at {origin.line}" if origin.line else ""
     name = origin.op or "An operation"
-    return f"{name}{where} produced {what}{given}, {PHASES.get(origin.phase, 'in the step')}{line}."
+    phase = PHASES.get(origin.phase, "in the step")
+    if origin.layer_class.startswith("regularizer "):
+        phase = f"{phase}, in the {origin.layer_class}" if origin.phase != "regularizer" else f"in the {origin.layer_class}"
+    return f"{name}{where} produced {what}{given}, {phase}{line}."
 
 
 def _counts(origin: Origin) -> str:
@@ -196,7 +202,7 @@ def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
 def _settings(facts: OptimizerFacts) -> str:
     """Return the hyperparameters of an optimizer by Keras' names, with their values."""
     named = [("learning_rate", facts.learning_rate), *facts.settings]
-    text = ", ".join(f"{name}={value:.4g}" for name, value in named)
+    text = ", ".join(f"{name}={'True' if name == 'centered' else f'{value:.4g}'}" for name, value in named)
     return f"{facts.name} has {text}" + ("." if facts.clips else ", and no clipping.")
 
 

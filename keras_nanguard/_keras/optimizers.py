@@ -28,7 +28,8 @@ from keras_nanguard._keras import layers as keras_layers, native_variables, vari
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "can_clip", "find_optimizers", "fresh_like", "inner", "is_loss_scaled", "learning_rate", "momentum"),
+    *("averages_of", "can_clip", "find_optimizers", "fresh_like", "has_schedule", "inner", "is_loss_scaled"),
+    *("learning_rate", "momentum"),
     *("rate_before", "rate_variable", "register_twins", "scales_of", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
 ]
 
@@ -95,6 +96,11 @@ def rate_variable(optimizer: Any) -> Any:
     """Return the variable of a learning rate that is a number; `None` for a schedule or a callable."""
     given = inner(optimizer)._learning_rate
     return given if hasattr(given, "assign") else None
+
+
+def has_schedule(optimizer: Any) -> bool:
+    """Whether the learning rate comes from a schedule or a callable."""
+    return rate_variable(optimizer) is None
 
 
 def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overrides: Overrides) -> None:

@@ -62,10 +62,8 @@ SCHEMA = {
     "bins": f"CREATE TABLE bins (id INTEGER PRIMARY KEY, {_columns(BIN_COLUMNS)})",
     "events": "CREATE TABLE events (id INTEGER PRIMARY KEY, step INTEGER, epoch INTEGER, time REAL, kind TEXT, text TEXT, data TEXT)",
     "layers": "CREATE TABLE layers (id INTEGER PRIMARY KEY, step INTEGER, path TEXT, kind TEXT, a REAL, b REAL, c REAL)",
-    "samples": (
-        "CREATE TABLE samples (fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, steps TEXT, why TEXT, "
-        "PRIMARY KEY (fingerprint, label))"
-    ),
+    "samples": "CREATE TABLE samples (fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, steps TEXT, why TEXT, "
+    "PRIMARY KEY (fingerprint, label))",
 }
 """The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and `samples.steps` hold JSON."""
 

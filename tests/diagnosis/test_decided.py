@@ -117,7 +117,6 @@ def jumped(factor):
 
 
 MONITORS = {
-    "lasting spike": (bad(sites=("loss:lasting_spike",)), decided("spike", because="divergence")),
     "divergence": (seen("weights:stuck", "loss:divergence"), decided("divergence", because="divergence")),
     "divergence, refused": (seen("loss:divergence", refused=True), UNKNOWN),
     "divergence, replayed": (seen("loss:divergence", replay="bad"), UNKNOWN),
@@ -147,8 +146,7 @@ MONITORS = {
     ),
     "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8, "negative")),
     "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.85, because="explosion")),
-    "spike after a rise": (seen("loss:spike", growth=jumped(1e3)), decided("divergence", confidence=0.8, because="explosion")),
-    "spike after less": (seen("loss:spike", growth=jumped(below(1e3))), decided("spike", confidence=0.8, because="spike")),
+    "spike after a rise": (seen("loss:spike", growth=jumped(1e9)), decided("spike", confidence=0.8, because="spike")),
     "spike of rows": (seen("loss:spike", growth=jumped(1e3), count=12, **ROWS), decided("spike", "d/kernel", (3, 1, 9), 0.8, "spike")),
     "spike of too many rows": (seen("loss:spike", count=11, **ROWS), decided("spike", confidence=0.8, because="spike")),
     "spike of whole numbers": (
@@ -174,6 +172,14 @@ FROM_INPUTS, FROM_TARGETS = (Origin(-1, "batch", name, "forward") for name in ("
 NAMED = {"origin": origin(), "inputs_bad": MISSING, "rows": (7, 2), "without_rows": "finite"}
 
 BATCH = {
+    "from the targets, and a layer has bad inputs": (
+        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, inputs_bad=MISSING, table=(layer(nan=1),)),
+        decided("input_nonfinite", "inputs/a", (2, 5, 7, 4, 6), 0.95, "batch"),
+    ),
+    "from the targets, and the inputs are masked": (
+        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, inputs_bad=MISSING, table=(layer(),)),
+        decided("target_nonfinite", "targets", (4, 6), 0.95, "batch"),
+    ),
     "from the inputs": (bad(origin=FROM_INPUTS, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.95, "batch")),
     "from the inputs, rows by trial": (bad(origin=FROM_INPUTS, rows=(1,)), decided("input_nonfinite", "inputs/a", (1,), 0.95, "batch")),
     **{
@@ -304,12 +310,25 @@ UPDATE = {
     **{
         f"a rate of {rate}": (
             bad(first="weights", optimizers=(ADAM, replace(ADAM, learning_rate=rate))),
-            decided("optimizer_domain", confidence=0.95, because="rate"),
+            decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
         )
         for rate in (NAN, INF)
     },
+    "a pole of a schedule, in float32": (
+        bad(first="weights", optimizers=(replace(ADAM, learning_rate=above(1e3), scheduled=True),)),
+        decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
+    ),
+    "a large rate of a schedule": (
+        bad(first="weights", optimizers=(replace(ADAM, learning_rate=1e3, scheduled=True),)),
+        BLAMED,
+    ),
+    "a large rate": (bad(first="weights", optimizers=(replace(ADAM, learning_rate=1e9),)), BLAMED),
     "after growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=1e4)), EXPLODED),
     "after growth of the gradients": (bad(first="weights", growth=grows(norm=1e4)), EXPLODED),
+    "after growth, by a variance that cancels": (
+        bad(first="weights", optimizers=(replace(ADAM, settings=(("centered", 1.0),)),), growth=grows(loss=1e4)),
+        BLAMED,
+    ),
     "after less growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
     "after growth, with an epsilon of 0": (bad(first="weights", optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
     "after growth, without epsilon": (bad(first="weights", optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
@@ -380,6 +399,27 @@ DIVERGENCE = {
     ),
 }
 """Loss, gradients or weights have grown."""
+
+FAR = {"rows": (1,), "without_rows": "finite", "inputs": (spread("inputs", 1e4, outliers=(1, 3)),)}
+OUTLIER = decided("input_scale", "inputs", (1,), 0.9, "outlier")
+DIVERGENCE |= {
+    "an outlier": (bad(origin=OVERFLOW, growth=RISEN, **FAR), OUTLIER),
+    "an outlier among the targets": (
+        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "inputs": (), "targets": FAR["inputs"]}),
+        OUTLIER,
+    ),
+    "an outlier in the optimizer": (bad(first="slots", **FAR), OUTLIER),
+    "an outlier of an ordinary size": (
+        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "inputs": (spread("inputs", below(1e4), outliers=(1,)),)}),
+        GREW,
+    ),
+    "an outlier that is not alone to blame": (
+        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "without_rows": "bad"}),
+        GREW,
+    ),
+    "another row is to blame": (bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "rows": (2,)}), GREW),
+    "too many outliers": (bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "rows": (1, 3), "count": 7}), GREW),
+}
 
 HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
 UNSCALED = decided("input_scale", "inputs", confidence=0.85, because="huge")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras.overrides import ThreadOverrides
@@ -38,6 +38,7 @@ NAMES = {
     "convert_element_type": "Cast",
     "cosh": "Cosh",
     "digamma": "Digamma",
+    "eigh": "SelfAdjointEig",
     "div": "RealDiv",
     "erf_inv": "Erfinv",
     "exp": "Exp",
@@ -48,13 +49,17 @@ NAMES = {
     "log": "Log",
     "log1p": "Log1p",
     "pow": "Pow",
+    "qr": "Qr",
     "rem": "FloorMod",
     "rsqrt": "Rsqrt",
     "sinh": "Sinh",
     "sqrt": "Sqrt",
+    "svd": "Svd",
     "tan": "Tan",
 }
 """Words of JAX for operations that `causes` knows by TensorFlow's; any other is called as JAX calls it."""
+
+_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 FILLING = ("broadcast_in_dim", "full", "copy")
 
@@ -106,9 +111,12 @@ class Origins(OriginTracker):
     def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note one primitive that has run."""
         self.count += 1
+        name = NAMES.get(primitive, primitive)
+        if name in _MAY_BE_STEEP:
+            self._note_steep(name, inputs)
         bad = [t for t in outputs if not _is_finite(t)]
         if bad:
-            origin = self._inherited(NAMES.get(primitive, primitive), inputs, bad)
+            origin = self._inherited(name, inputs, bad)
             for tensor in bad:
                 self._keep(tensor, origin)
         elif primitive in ("convert_element_type", "copy") and inputs and id(inputs[0]) in self._variables:
@@ -160,7 +168,7 @@ if EvalTrace is not None:
 
 def _is_float(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _is_finite(value: Any) -> bool:

@@ -48,15 +48,15 @@ class Instrument(instrument.Instrument):
         known = isinstance(value, (jax.Array, jax.core.Tracer)) and hasattr(value, "dtype")
         return known and bool(jnp.issubdtype(value.dtype, jnp.floating)) and primal(value, None) is not None
 
-    def _push(self, call: Any, loss: bool) -> None:
+    def _push(self, call: Any) -> None:
         if self.origins is not None and self.origins.phase == "backward":
             self.origins.phase, self.origins.frames = "forward", []
-        super()._push(call, loss)
+        super()._push(call)
 
-    def _pop(self, loss: bool) -> None:
+    def _pop(self, call: Any) -> None:
         if self.origins is not None and not self.origins.frames:
             self.origins.frames.append(("", ""))
-        super()._pop(loss)
+        super()._pop(call)
 
     def _note(self, call: Any, number: int) -> None:
         for values in (call.inputs, call.outputs):

@@ -130,6 +130,7 @@ def spread(name: str, array: np.ndarray[Any, Any]) -> Spread:
             features,
             outliers,
             integer,
+            bool((finite >= 0.0).all() and (finite == np.floor(finite)).all()),
         )
 
 

@@ -21,12 +21,15 @@ from keras_nanguard._keras.overrides import Overrides
 
 __all__ = ["Call", "Instrument", "layer_row"]
 
+LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
+"""What a call is one of."""
+
 CALLS = 4
 """Calls of one layer that get a row of their own (the cell of an RNN runs once for each time step)."""
 
 
 class Call:
-    """One call of one layer or loss: what went in, what came out, and the gradients that came back."""
+    """One call of a layer, loss or regularizer: inputs, outputs, and the gradients that came back."""
 
     __slots__ = (
         "finished",
@@ -34,19 +37,31 @@ class Call:
         "gradients_out",
         "inputs",
         "layer_class",
-        "loss",
+        "outer_phase",
         "outputs",
         "parent",
         "path",
+        "role",
     )
 
-    def __init__(self, path: str, layer_class: str, parent: Call | None, loss: bool):
-        self.path, self.layer_class, self.parent, self.loss = path, layer_class, parent, loss
+    def __init__(self, path: str, layer_class: str, parent: Call | None, role: str):
+        self.path, self.layer_class, self.parent, self.role = path, layer_class, parent, role
+        self.outer_phase = ""
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
         self.gradients_out: list[Any] = []
         self.gradients_in: list[Any] = []
         self.finished = -1
+
+    @property
+    def loss(self) -> bool:
+        """Whether a loss was called."""
+        return self.role == LOSS
+
+    @property
+    def phase(self) -> str:
+        """The phase of a step that it belongs to."""
+        return "forward" if self.role == LAYER else self.role
 
 
 class Instrument:
@@ -72,8 +87,8 @@ class Instrument:
         self._overrides = Overrides()
 
     def __enter__(self) -> Instrument:
-        for target, name, loss in self._targets():
-            self._overrides.set(target, name, self._watching(target, getattr(target, name), loss))
+        for target, name, role in self._targets():
+            self._overrides.set(target, name, self._watching(target, getattr(target, name), role))
         self._begin()
         return self
 
@@ -81,14 +96,18 @@ class Instrument:
         self._end()
         self._overrides.give_back()
 
-    def _targets(self) -> list[tuple[Any, str, bool]]:
-        """Return what is watched: `(target, method, whether it is a loss)`."""
-        watched: dict[int, tuple[Any, str, bool]] = {}
-        for layer in (*keras_layers.layers_of(self.model), *keras_layers.operations_of(self.model)):
-            watched[id(layer)] = (layer, "call", False)
+    def _targets(self) -> list[tuple[Any, str, str]]:
+        """Return what is watched: `(target, attribute, role)`."""
+        watched: dict[int, tuple[Any, str, str]] = {}
+        layers = keras_layers.layers_of(self.model)
+        for layer in (*layers, *keras_layers.operations_of(self.model)):
+            watched[id(layer)] = (layer, "call", LAYER)
         for loss in keras_losses.losses_of(self.model):
-            watched[id(loss)] = (loss, "call", True)
-        return list(watched.values())
+            watched[id(loss)] = (loss, "call", LOSS)
+        places = [*((layer, "activity_regularizer") for layer in layers)]
+        places += [(variable, "regularizer") for variable in self.model.trainable_variables]
+        penalties = [(target, name, REGULARIZER) for target, name in places if callable(getattr(target, name, None))]
+        return [*watched.values(), *penalties]
 
     def _begin(self) -> None:
         """Override what starts a backward pass, in this thread, with `differentiate`."""
@@ -118,53 +137,63 @@ class Instrument:
         """Whether it is a tensor that can hold NaN."""
         raise NotImplementedError
 
+    def _tensor_of(self, variable: Any) -> Any:
+        """Return the value of a variable of Keras as a tensor."""
+        return keras.ops.convert_to_tensor(variable)
+
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         """Return the value, with a gradient that goes through `passed`."""
         raise NotImplementedError
 
-    def _watching(self, target: Any, real: Callable[..., Any], loss: bool) -> Callable[..., Any]:
-        kind = type(target).__name__
+    def _watching(self, target: Any, real: Callable[..., Any], role: str) -> Callable[..., Any]:
+        watched = f"{REGULARIZER} {type(real).__name__}" if role == REGULARIZER else type(target).__name__
 
-        @functools.wraps(real)
+        @functools.wraps(real, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._here():
                 return real(*args, **kwargs)
-            current = Call(self._path(target, loss), kind, self._stack[-1] if self._stack else None, loss)
-            first = self._counts[id(target)] = self._counts.get(id(target), 0) + 1
-            self._push(current, loss)
+            parent = self._stack[-1] if self._stack else None
+            current = Call(self._path(target, role), watched, parent, role)
+            number = self._counts[id(target)] = self._counts.get(id(target), 0) + 1
+            self._push(current)
             try:
                 args, kwargs = keras.tree.map_structure(lambda t: self._taken_in(current, t), (args, kwargs))
                 outputs = real(*args, **kwargs)
                 outputs = keras.tree.map_structure(lambda t: self._given_out(current, t), outputs)
             finally:
-                self._pop(loss)
-            self._note(current, first)
+                self._pop(current)
+            self._note(current, number)
             return outputs
 
         return call
 
-    def _path(self, target: Any, loss: bool) -> str:
-        if loss:
+    def _path(self, target: Any, role: str) -> str:
+        if role == LOSS:
             return str(getattr(target, "name", "") or COMPILE_LOSS)
+        if isinstance(target, keras.Variable):  # a weight with a regularizer
+            return str(target.path)
         parent = next((c for c in reversed(self._stack) if not c.loss), None)
         return keras_layers.path_of(target, parent.path if parent is not None else None, self.model)
 
-    def _push(self, call: Call, loss: bool) -> None:
+    def _push(self, call: Call) -> None:
         self._stack.append(call)
         if self.origins is not None:
             self.origins.frames.append((call.path, call.layer_class))
-            if loss and self.origins.phase == "forward":
-                self.origins.phase = "loss"
+            call.outer_phase = self.origins.phase
+            if self.origins.phase == "forward":
+                self.origins.phase = call.phase
 
-    def _pop(self, loss: bool) -> None:
+    def _pop(self, call: Call) -> None:
         self._stack.pop()
         if self.origins is not None:
             self.origins.frames.pop()
-            if loss and not any(c.loss for c in self._stack) and self.origins.phase == "loss":
+            if call.outer_phase == "forward" and self.origins.phase == call.phase:
                 self.origins.phase = "forward"
 
     def _taken_in(self, call: Call, value: Any) -> Any:
-        if not self._is_float(value):
+        if isinstance(value, keras.Variable) and call.role == REGULARIZER:
+            value = self._tensor_of(value)
+        elif not self._is_float(value):
             return value
         call.inputs.append(value)
         if self.origins is not None:
@@ -192,11 +221,13 @@ class Instrument:
 
     def _note(self, call: Call, number: int) -> None:
         call.finished = len(self.calls)
-        if call.loss and call.path != COMPILE_LOSS and not self.keep:
-            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
         if self.keep:
             self.calls.append(call)
             return
+        if call.role == REGULARIZER:
+            return
+        if call.loss and call.path != COMPILE_LOSS:
+            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
         bad = not all(finiteness.is_finite(keras_variables.dense(t)) for t in call.outputs)
         if number <= CALLS or bad:
             finite = all(finiteness.is_finite(keras_variables.dense(t)) for t in call.inputs)

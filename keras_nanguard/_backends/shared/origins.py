@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,26 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Operand, Origin
 
-__all__ = ["CONSTANT", "MAX_ORIGINS", "OriginTracker", "operand"]
+__all__ = ["CONSTANT", "MAX_ORIGINS", "STEEP", "OriginTracker", "operand"]
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Stands for an infinite constant of the program itself."""
 
 MAX_ORIGINS = 20000
 """Origins that are recorded in one run; a masked overflow inside a long loop can make very many."""
+
+STEEP: dict[str, Callable[[np.ndarray[Any, Any]], Any] | None] = {
+    "Acos": lambda x: np.abs(x) >= 1.0,
+    "Acosh": lambda x: x <= 1.0,
+    "Asin": lambda x: np.abs(x) >= 1.0,
+    "Atanh": lambda x: np.abs(x) >= 1.0,
+    "Cholesky": None,
+    "Qr": None,
+    "SelfAdjointEig": None,
+    "Sqrt": lambda x: x == 0.0,
+    "Svd": None,
+}
+"""Where the derivative of an operation is infinite; `None` if that depends on the whole matrix."""
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
@@ -63,6 +76,7 @@ class OriginTracker:
         self._variables, self._tolerated = variables or {}, set(tolerated)
         self._lineage: dict[int, Origin] = {}
         self._casts = Casts()
+        self._steep: list[tuple[tuple[str, ...], str]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], Origin]] = []
         for place, (name, tensor) in enumerate(batch):
             self._begin_with(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
@@ -98,6 +112,15 @@ class OriginTracker:
 
     def _completed(self, found: Origin | None) -> Origin | None:
         return None if found is None else self._casts.complete(found)
+
+    def _note_steep(self, op: str, values: Sequence[Any]) -> None:
+        """Note an operation of the forward pass, if its derivative is infinite at one of its values."""
+        if self.phase not in ("backward", "update") and _is_steep(op, values):
+            self._steep.append((tuple(frame for frame, _ in self.frames), op))
+
+    def _steep_here(self) -> str:
+        here = tuple(frame for frame, _ in self.frames)
+        return next((op for frames, op in reversed(self._steep) if frames == here), "")
 
     def _known(self, parents: Iterable[Origin | None], constant: bool) -> Origin | None:
         """Return the origin that an operation's result has from its inputs, `None` where the operation is an origin itself.
@@ -150,10 +173,23 @@ class OriginTracker:
             all_rows=every,
             variables=tuple(variables),
             line=users_line() if self.phase != "backward" else "",
+            steep=self._steep_here(),
         )
         if len(self.origins) < MAX_ORIGINS:
             self.origins.append(origin)
         return origin
+
+
+def _is_steep(op: str, values: Sequence[Any]) -> bool:
+    if op not in STEEP and op != "Pow":
+        return False
+    arrays = [finiteness.widen(np.asarray(value)) for value in values]
+    if not arrays or arrays[0].dtype.kind not in "fiu":
+        return False
+    if op == "Pow":
+        return len(arrays) > 1 and bool(((arrays[0] == 0.0) & (arrays[1] < 1.0)).any())
+    test = STEEP[op]
+    return test is None or bool(np.any(test(arrays[0])))
 
 
 class Casts:
@@ -185,11 +221,14 @@ def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
     finite = array[np.isfinite(array)]
     magnitude = np.abs(finite)
     positive = magnitude[magnitude > 0]
-    bad = {"NaN": np.isnan(array), "Inf": array == np.inf, "-Inf": array == -np.inf} if finite.size < array.size else {}
+    bad = {}
+    if finite.size < array.size:
+        lower = array == -np.inf
+        bad = {"NaN": np.isnan(array), "Inf": np.isinf(array) & ~lower, "-Inf": lower}
     return Operand(
         max_abs=float(magnitude.max()) if magnitude.size else 0.0,
         zero=bool(positive.size < magnitude.size),
-        negative=bool((finite < 0).any()),
+        negative=bool((finite.real < 0).any()),
         dtype=dtype,
         tiny=bool(positive.size and positive.min() < TINY.get(dtype, 0.0)),
         infinite=bool(bad),

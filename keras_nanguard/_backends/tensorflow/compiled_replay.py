@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.instrument import Call, layer_row
+from keras_nanguard._backends.shared.instrument import LAYER, Call, layer_row
 from keras_nanguard._backends.shared.origins import operand
 from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult
 from keras_nanguard._backends.tensorflow.intercept import Intercept
@@ -60,9 +60,10 @@ class _Traced:
         rows = tuple(
             layer_row(c.path, c.layer_class, keras_variables.dense(t), _finite(c.inputs))
             for c in self.calls
-            if not c.loss
+            if c.role == LAYER
             for t in c.outputs
         )
+        self.count = batches.row_count(args)
         self.batch = [part for part in batches.parts(args) if not _finite([part.value])]
         first, path, origin = self._judge(losses, gradients, statistics)
         return ReplayResult(first=first, first_path=path, origin=origin, loss=_sum(losses), rows=rows)
@@ -103,26 +104,26 @@ class _Traced:
         """Return where the forward pass goes bad: in a call, else in the statistics of this layer, else in the loss."""
         for call in self.calls:
             if not _finite(call.outputs) and _finite(call.inputs):
-                return _origin(call, "loss" if call.loss else "forward", call.outputs, call.inputs)
+                return _origin(call, call.phase, call.outputs, call.inputs, self.count)
         if self.batch:
             return Origin(0, "batch", self.batch[0].path, "forward")
         for call in self.calls:
             if layer and call.path == layer:
-                return _origin(call, "forward", call.outputs, call.inputs)
+                return _origin(call, "forward", call.outputs, call.inputs, self.count)
         return Origin(0, "operation", "", "loss", culprit="loss")
 
     def _backward(self, bad: Sequence[str]) -> Origin | None:
         """Return the layer where the gradient goes bad: what comes back to it is finite, what it passes on is not."""
         for call in reversed(self.calls):
             if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
-                return _origin(call, "backward", call.gradients_in, call.inputs)
+                return _origin(call, "backward", call.gradients_in, call.inputs, self.count)
         for call in reversed(self.calls):
             if not call.loss and _finite(call.gradients_out) and any(p.startswith(f"{call.path}/") for p in bad):
-                return _origin(call, "backward", call.gradients_out, call.inputs)
+                return _origin(call, "backward", call.gradients_out, call.inputs, self.count)
         return None
 
 
-def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any]) -> Origin:
+def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any], count: int) -> Origin:
     arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
     counted = [finiteness.counts(a) for a in arrays]
     path = "" if call.path == COMPILE_LOSS else call.path
@@ -138,13 +139,14 @@ def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any
         inf=sum(i for _, i, _ in counted),
         size=sum(s for _, _, s in counted),
         operands=tuple(operand(keras_variables.dense(t), str(t.dtype.name)) for t in inputs),
-        rows=_rows(arrays),
+        rows=_rows(arrays, count),
     )
 
 
-def _rows(arrays: Sequence[np.ndarray[Any, Any]]) -> tuple[int, ...]:
+def _rows(arrays: Sequence[np.ndarray[Any, Any]], count: int) -> tuple[int, ...]:
+    """Return the bad rows of the first array that has one for each row of the batch, none if all are bad."""
     for array in arrays:
-        if array.ndim and array.shape[0] > 1:
+        if array.ndim and count > 1 and array.shape[0] == count:
             wrong = ~np.isfinite(array).reshape(array.shape[0], -1).all(axis=1)
             if wrong.any() and not wrong.all():
                 return tuple(int(i) for i in np.flatnonzero(wrong))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -29,6 +29,10 @@ except ImportError:
 
 __all__ = ["CONSTANT", "Origins"]
 
+Frames = list[tuple[str, str]]
+
+_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
+
 
 class Origins(OriginTracker):
     """Context in which every operation that runs eagerly on this thread is watched. Variables are known by the id of their handles."""
@@ -39,6 +43,8 @@ class Origins(OriginTracker):
         super().__init__(*args, **kwargs)
         self._written: dict[int, Origin] = {}
         self._reads: dict[int, str] = {}
+        self._forward: dict[int, Frames] = {}
+        self._derived: dict[int, Frames] = {}
 
     def __enter__(self) -> Origins:
         if self.available:
@@ -70,16 +76,42 @@ class Origins(OriginTracker):
             return
         self.count += 1
         bad = [t for t in outputs if _is_float(t) and not _is_finite(t)]
+        frames = self._note_frames(inputs, outputs)
         name = op_type.decode() if isinstance(op_type, bytes) else str(op_type)
+        if name.removesuffix("V2") in _MAY_BE_STEEP:
+            self._note_steep(name.removesuffix("V2"), [_array(t) for t in inputs])
         if name == "ReadVariableOp" and inputs[0]._id in self._variables:
             self._reads[outputs[0]._id] = self._variables[inputs[0]._id]
         if not bad:
             if not outputs and name.startswith("Assign") and len(inputs) == 2:
                 self._assigned(name, inputs)
             return
+        before, self.frames = self.frames, frames
         origin = self._inherited(name, inputs, bad)
+        self.frames = before
         for tensor in bad:
             self._lineage[tensor._id] = origin
+
+    def _note_frames(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Frames:
+        """Return the layers that an operation belongs to.
+
+        The tape of TensorFlow runs the backward passes of several branches in turns, so what runs
+        there belongs where the values of the forward pass that it takes were made.
+        """
+        if self.phase != "backward":
+            self._forward.update((t._id, list(self.frames)) for t in outputs)
+            return self.frames
+        made = [t._id for t in inputs if t._id in self._forward]
+        derived = [t._id for t in inputs if t._id in self._derived]
+        if made:
+            frames = self._forward[max(made)]
+        elif derived:
+            frames = self._derived[max(derived)]
+        else:
+            return self.frames
+        if len(made) + len(derived) + sum(not len(t.shape) for t in inputs) >= len(inputs):
+            self._derived.update((t._id, frames) for t in outputs)
+        return frames
 
     def _assigned(self, name: str, inputs: Sequence[Any]) -> None:
         handle, value = inputs
@@ -120,11 +152,11 @@ def _array(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_float(tensor: Any) -> bool:
-    return bool(tensor.dtype.is_floating)
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _is_finite(tensor: Any) -> bool:
-    return not tensor.dtype.is_floating or finiteness.is_finite(keras_variables.dense(tensor))
+    return not _is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
 
 
 def _has_nan(tensor: Any) -> bool:

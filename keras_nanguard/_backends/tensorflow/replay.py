@@ -42,6 +42,9 @@ class Instrument(instrument.Instrument):
     def _is_float(self, value: Any) -> bool:
         return isinstance(value, tf.Tensor) and bool(value.dtype.is_floating)
 
+    def _tensor_of(self, variable: Any) -> Any:
+        return tf.convert_to_tensor(variable.value)
+
     def _identity(self, value: Any, passed: Callable[[Any], Any]) -> Any:
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def identity(x: Any) -> Any:

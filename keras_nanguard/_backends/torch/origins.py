@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, operand
+from keras_nanguard._backends.shared.origins import CONSTANT, STEEP, OriginTracker, operand
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -24,6 +24,8 @@ __all__ = ["Origins", "storage"]
 NAMES = {
     "_log_softmax": "LogSoftmax",
     "_softmax": "Softmax",
+    "_linalg_eigh": "SelfAdjointEig",
+    "_linalg_svd": "Svd",
     "_to_copy": "Cast",
     "acos": "Acos",
     "acosh": "Acosh",
@@ -39,7 +41,9 @@ NAMES = {
     "exp2": "Exp",
     "fmod": "FloorMod",
     "lgamma": "Lgamma",
+    "cholesky": "Cholesky",
     "linalg_cholesky_ex": "Cholesky",
+    "linalg_qr": "Qr",
     "linalg_inv_ex": "MatrixInverse",
     "linalg_solve_ex": "MatrixSolve",
     "log": "Log",
@@ -64,6 +68,8 @@ NAMES = {
     "binary_cross_entropy_backward": "RealDiv",
 }
 """Words of torch for operations that `causes` knows by TensorFlow's; any other is called as torch calls it."""
+
+_MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is whatever stood in memory."""
@@ -111,6 +117,9 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         name = func.overloadpacket.__name__
         written = _written(func, args, kwargs)
         before = [self._looked_at(inputs) for _, inputs in _groups((), args, kwargs)] if written else []
+        known = NAMES.get(name, name)
+        if known in _MAY_BE_STEEP:
+            self._note_steep(known, [_numbers(a) if isinstance(a, torch.Tensor) else a for a in args[:2]])
         result = func(*args, **kwargs)
         self.count += 1
         if not name.startswith(UNWRITTEN):
@@ -124,7 +133,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
 
     def _looked_at(self, inputs: Sequence[Any]) -> tuple[list[Origin | None], tuple[Any, ...]]:
         """Return the origins behind the inputs of an operation, and the description of each input."""
-        operands = tuple(operand(keras_variables.dense(t), _dtype(t)) for t in inputs)
+        operands = tuple(operand(_numbers(t), _dtype(t)) for t in inputs)
         return [self._parent(t) for t in inputs], operands
 
     def _see(
@@ -147,7 +156,7 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         if known is not None:
             return known
         variables = [self._variables[n] for n in map(storage, inputs) if n in self._variables]
-        return self._add(NAMES.get(name, name), keras_variables.dense(bad), _dtype(bad), operands, variables)
+        return self._add(NAMES.get(name, name), _numbers(bad), _dtype(bad), operands, variables)
 
     def _parent(self, tensor: Any) -> Origin | None:
         if _is_finite(tensor):
@@ -156,14 +165,14 @@ class Origins(OriginTracker, TorchDispatchMode):  # type: ignore[misc]
         if number in self._lineage:
             return self._lineage[number]
         if number in self._variables and number not in self._tolerated:
-            return self._add(self._variables[number], keras_variables.dense(tensor), _dtype(tensor), stored=True)
-        return self._of_batch(keras_variables.dense(tensor)) or CONSTANT
+            return self._add(self._variables[number], _numbers(tensor), _dtype(tensor), stored=True)
+        return self._of_batch(_numbers(tensor)) or CONSTANT
 
 
 def _tensors(values: Any) -> Iterator[Any]:
     """Yield the float tensors in nested arguments or results."""
     if isinstance(values, torch.Tensor):
-        if values.is_floating_point() and values.layout == torch.strided and not values.is_meta:
+        if _is_float(values) and values.layout == torch.strided and not values.is_meta:
             yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
@@ -208,8 +217,16 @@ def _bad_number(given: Any) -> bool:
     return isinstance(given, float) and not np.isfinite(given)
 
 
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _numbers(tensor: Any) -> np.ndarray[Any, Any]:
+    return keras_variables.dense(tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor)
+
+
 def _is_finite(tensor: Any) -> bool:
-    return not tensor.is_floating_point() or finiteness.is_finite(keras_variables.dense(tensor))
+    return not _is_float(tensor) or finiteness.is_finite(_numbers(tensor))
 
 
 def _dtype(tensor: Any) -> str:

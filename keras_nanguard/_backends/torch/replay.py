@@ -29,15 +29,15 @@ __all__ = [
 class Instrument(instrument.Instrument):
     """Layers and losses under observation; `Tensor.backward` and `torch.autograd.grad` start the backward pass."""
 
-    def _targets(self) -> list[tuple[Any, str, bool]]:
+    def _targets(self) -> list[tuple[Any, str, str]]:
         if not isinstance(self.model, TorchModule):
             return super()._targets()
         self._names = {id(module): name for name, module in self.model.of.named_modules()}
-        return [(module, "forward", False) for module in self.model.of.modules()]
+        return [(module, "forward", instrument.LAYER) for module in self.model.of.modules()]
 
-    def _path(self, target: Any, loss: bool) -> str:
+    def _path(self, target: Any, role: str) -> str:
         if not isinstance(self.model, TorchModule):
-            return super()._path(target, loss)
+            return super()._path(target, role)
         return self._names[id(target)] or self.model.name
 
     def _begin(self) -> None:

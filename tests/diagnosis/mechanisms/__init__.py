@@ -3,7 +3,7 @@
 `PROGRAMS` maps a name to a function `build(bad) -> Case`. The healthy twin is `build(False)`.
 """
 
-from mechanisms import batch, compiled, forward, growth, losses, more_layers, precision  # noqa: F401  they register
+from mechanisms import batch, compiled, forward, growth, losses, more_layers, precision, slopes  # noqa: F401  they register
 from mechanisms.case import PROGRAMS, SKIPPED, Case
 
 __all__ = ["PROGRAMS", "SKIPPED", "Case"]

@@ -1,0 +1,77 @@
+"""The advice of a diagnosis fits the program: it names what to change there."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_nanguard._core.evidence import Constant, Evidence, Operand, OptimizerFacts, Origin, Spread
+from keras_nanguard._diagnose.advice import STEEP_HINTS, advice
+from keras_nanguard._diagnose.causes import decide
+
+LARGE = (Operand(5e3, zero=False, negative=False, dtype="float32"),)
+
+
+def advised(**evidence):
+    """Return the advice of a refused step as one text."""
+    e = Evidence(**{"replay": "bad", "count": 16, **evidence})
+    return " ".join(advice(e, decide(e)))
+
+
+def origin(op, phase="forward", **more):
+    known = {"source": "operation", "frames": ("mean",), "culprit": "mean", "layer_class": "Dense", "dtype": "float32"}
+    return Origin(5, op=op, phase=phase, operands=LARGE, **{**known, **more})
+
+
+@pytest.mark.parametrize("steep", STEEP_HINTS)
+@pytest.mark.parametrize("phase", ["backward", "slope"])
+def test_a_derivative_is_explained_by_the_operation_that_was_written(steep, phase):
+    """The backward pass of an acos divides and takes roots; nobody has written these."""
+    said = advised(first="gradients", origin=origin("Reciprocal", phase, steep=steep))
+    assert STEEP_HINTS[steep] in said and "denominator" not in said
+
+
+def test_an_exponential_of_counts():
+    """Counts are taken by their logarithm, other raw inputs are scaled, and ordinary ones are left alone."""
+    counts = Spread("inputs", 1e4, 100.0, 600.0, counts=True)
+    raw = Spread("inputs", 1e4, 100.0, 600.0)
+    cases = {"log1p": counts, "standard deviation": raw, "": Spread("inputs", 3.0, 0.0, 1.0)}
+    for words, spread in cases.items():
+        said = advised(first="loss", origin=origin("Exp"), inputs=(spread,))
+        assert "softplus" in said and (words in said if words else "'x'" not in said)
+
+
+def test_inputs_and_targets_are_both_named():
+    said = advised(
+        first="loss",
+        origin=Origin(0, "batch", "inputs", "forward"),
+        inputs_bad=(Constant("inputs", (2,), 1, 0),),
+        targets_bad=(Constant("targets", (2,), 1, 0),),
+    )
+    assert "'x' and 'y'" in said
+
+
+def test_a_loss_of_the_library_is_changed_by_its_parameter():
+    """Nobody can add an epsilon inside of a loss of Keras."""
+    focal = origin("Pow", "backward", culprit="focal", frames=("focal",))
+    known = {"first": "gradients", "origin": focal}
+    said = advised(**known, exponents=(("focal", "gamma", 0.0),))
+    assert "gamma=0" in said and "epsilon" not in said
+    assert "epsilon" in advised(**known, exponents=(("focal", "gamma", 2.0),))
+
+
+def test_a_centered_optimizer_is_told_apart():
+    facts = OptimizerFacts("RMSprop", 1e-3, 1e-7, 1e-7, settings=(("centered", 1.0),))
+    assert "centered=False" in advised(first="weights", optimizers=(facts,), gradient_norm=1.0)
+
+
+def test_a_spike_is_no_divergence():
+    """One bad batch is no reason to train more slowly."""
+    e = Evidence(refused=False, sites=("loss:spike",), count=16)
+    said = " ".join(advice(e, decide(e)))
+    assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said
+
+
+def test_an_outlier_is_a_matter_of_its_row():
+    far = Spread("inputs", 1e20, 0.0, 1e19, outliers=(3,))
+    said = advised(first="loss", origin=None, rows=(3,), without_rows="finite", inputs=(far,))
+    assert "row at index 3" in said and "Scale" not in said
