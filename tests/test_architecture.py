@@ -200,7 +200,7 @@ def _programs() -> str:
     return "".join(text(page) for page in sorted((ROOT / "tests" / "diagnosis" / "mechanisms").glob("*.py")))
 
 
-ELSEWHERE = {"spike": "tests/diagnosis/test_true_sentences.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
+ELSEWHERE = {"spike": "tests/diagnosis/test_counterfactuals.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
 """Causes that no program of `mechanisms` fails by: a spike takes a longer run, and `unknown` is what remains."""
 
 
