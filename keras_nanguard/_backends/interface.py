@@ -163,6 +163,7 @@ class GuardedSession(Protocol):
     """The host's side of a run, as the attachment of a backend sees it."""
 
     policy: Any
+    agreement: Any
     stopped: bool
     began: bool
     healed: bool
@@ -373,8 +374,11 @@ class Host(Protocol):
     def place(self) -> tuple[int, int]:
         """Return the number of this process among those that train together, from 0, and how many there are."""
 
-    def exchanged(self, number: int) -> list[int]:
-        """Return the numbers that all processes hand in, in their order."""
+    def trains_together(self, model: Any, loop: bool) -> bool:
+        """Return whether this process trains the model together with others; `loop` for a loop of the user's own, else `fit`."""
+
+    def gathered(self, payload: bytes, what: str) -> list[bytes]:
+        """Return what each process hands in, by rank, or raise a `GuardError` that names the one that does not answer."""
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
         """Return the state of the generator that belongs to no variable, `None` where there is none."""

@@ -1,12 +1,13 @@
 """Training that is spread over several processes: which of them this one is, and what all of them hold together.
 
-Every process sees the same verdicts and so decides the same, step for step. Only the first one prints, and writes to the
+Every process decides the same, from what all of them have exchanged. Only the first one prints, and writes to the
 guard's directory; the others run the same code with a folder of their own that goes when they end, for some of what it does
 (reading a value that is spread over processes, giving a variable a value) has to be done by all of them at once.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 from keras_nanguard._backends import current
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.fitting import print_message
-from keras_nanguard._keras.spread_arrays import waiting_for
 
-__all__ = ["agreed", "count", "folder", "index", "print_line"]
+__all__ = ["agreed", "count", "exchange", "folder", "index", "print_line"]
 
 
 def count() -> int:
@@ -43,6 +43,20 @@ def folder(directory: Path | None) -> tuple[Path | None, Any]:
     return Path(scratch.name), scratch
 
 
+def exchange(value: Any, what: str) -> list[Any]:
+    """Return the values that all processes hand in, by rank.
+
+    Args:
+        value: what JSON can hold, NaN and Inf included; at most some 16 kB of text.
+        what: what it is, in words, for the error if a process does not answer.
+
+    Raises:
+        GuardError: if a process has ended or does not answer within the limit of the backend.
+    """
+    messages = current.host().gathered(json.dumps(value).encode(), what)
+    return [json.loads(message) for message in messages]
+
+
 def agreed(number: int, what: str) -> None:
     """Check that all processes found the same.
 
@@ -55,8 +69,7 @@ def agreed(number: int, what: str) -> None:
     """
     if count() == 1:
         return
-    with waiting_for(what, count()):
-        found = current.host().exchanged(number)
+    found = exchange(number, what)
     if len(set(found)) > 1:
         remedy = "Give all of them the same directory, on a file system that they share."
         raise GuardError(expected(f"all processes to find the same {what}", f"{found}, by process", remedy))

@@ -62,9 +62,11 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
-        overflow = not (report is not None and report.left_by_previous) and self._is_ordinary_overflow(verdict, report)
+        left = report is not None and report.left_by_previous
+        left, extraordinary = run.agreement.any_of(left, not self._is_ordinary_overflow(verdict, report))
+        overflow = not (left or extraordinary)
         run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale, OVERFLOW if overflow else REFUSED)
-        if report is not None and report.left_by_previous:
+        if left:
             self.raise_incident(run.step - 1, run.scan("weights"), verdict=verdict)
             return
         if overflow:
@@ -159,6 +161,7 @@ class Incidents:
             values: numbers that the incident carries besides the measured ones.
         """
         run, counts = self._run, self._run.counts
+        findings = run.agreement.findings(findings, report)
         measured = measurements(verdict, run.train_state().optimizers) if verdict is not None else {}
         measured |= values or {}
         if refused and "learning_rate" in measured:
@@ -166,18 +169,19 @@ class Incidents:
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident = Incident(step, *counts.place(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
-        incident = incident.with_(diagnosis=diagnosis or self._explain(run, incident, report))
-        run.bad_rows.note(incident, report)
+        incident = run.agreement.diagnosis(incident.with_(diagnosis=diagnosis or self._explain(run, incident, report)))
+        own = report if run.agreement.is_of(incident) else None
+        run.bad_rows.note(incident, own)
         if _has_onset(incident):
             incident = incident.with_(values={"onset": onset(run.history.series), **measured})
-        incident = incident.with_(bundle=self._explain.bundle(run, incident, report))
+        incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
         if not act:
             self._report(incident)
             return incident
         decision, run.recovery.policy_state = decide(run.policy, run.recovery.policy_state, incident)
         before = recorded.rate_factor(run)
         incident = incident.with_(decision=decision)
-        outcomes = perform.perform(run, incident, report)
+        outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         recorded.acted(run, outcomes, before)
         outcomes = self._with_result(incident, outcomes)

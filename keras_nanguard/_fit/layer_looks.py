@@ -75,7 +75,7 @@ class LayerLooks:
     def _copy(self, run: Run) -> None:
         train_state = run.train_state()
         most = min(MAX_COPIED, 2 * train_state.gradient_bytes)
-        left = most if self._fits(run, most) else 0
+        left = most if run.agreement.fits(self._fits(run, most)) else 0
         slots = gradient_slots(train_state.optimizers)
         for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
             value, slot = keras_variables.view(variable), slots.get(id(variable))

@@ -239,10 +239,10 @@ def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -
 def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if incident.refused and not any(f.site == "state" for f in incident.findings):
         return "the refused step left the last good state in place"
-    snapshot = newest(run)
+    snapshot = run.agreement.snapshot(newest(run), run.ring)
     if snapshot is None:
         return "there is no good state to restore"
-    rerun = rerun_of(run, snapshot, incident)
+    rerun = run.agreement.rerun(rerun_of(run, snapshot, incident))
     put_back(run, snapshot, incident, report, rerun)
     if rerun is None:
         return f"the state {moment(snapshot)} restored"

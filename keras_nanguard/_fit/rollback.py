@@ -87,9 +87,10 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
 def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
     """Do the action `rollback` with these parameters; return whether it is done or skipped, with the detail or the reason."""
     snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
+    snapshot = run.agreement.snapshot(snapshot, run.ring)
     if snapshot is None:
         return "skipped", "there is no verified snapshot to restore"
-    rerun = rerun_of(run, snapshot, incident) if p.get("replay_steps") else None
+    rerun = run.agreement.rerun(rerun_of(run, snapshot, incident)) if p.get("replay_steps") else None
     undone = put_back(run, snapshot, incident, report, rerun)
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._fit.agreement import agreement
 from keras_nanguard._fit.bad_rows import BadRows
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._fit.live_state import LiveState
@@ -41,6 +42,7 @@ class Run:
         recovery: what the policy has changed.
         history, recent, ring: what is remembered of the steps so far: what they measured, their batches, and snapshots.
         short_of_memory: what there was no room for, as far as it was said.
+        agreement: how several processes that train together decide as one.
         transaction: the guarded step; `None` before it is made.
         rerun: the steps that a rollback has undone and that are to be run again.
         began: whether the state before the first step was looked at.
@@ -69,9 +71,11 @@ class Run:
         self.recovery = Recovery(self.state, self.counts)
         self.history, self.recent = History(), Recent()
         kept = policy.snapshot
+        self.agreement = agreement(model, loop=optimizers is not None)
         self.ring = Ring(kept.keep, kept.good_steps)
         if directory is not None and kept.storage == "disk":
             self.ring = DiskRing(kept.keep, kept.good_steps, directory, self.recovery, say)
+        self.ring.agree_on_room = self.agreement.room
         self.short_of_memory: set[str] = set()
         self.transaction: Any = None
         self.rerun: Rerun | None = None

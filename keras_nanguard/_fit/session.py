@@ -238,7 +238,7 @@ class Session(RunsAgain):
         """
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict  # attributes of a record cost more than this
         total = loss + gradients + statistics + weights + slots
-        if refused or self.checks_fully or not (isfinite(total) and 0.0 < scale < inf):
+        if refused or self.checks_fully or self.agreement.news or not (isfinite(total) and 0.0 < scale < inf):
             self._attend(verdict)
             return False
         counts = self.counts
@@ -267,6 +267,8 @@ class Session(RunsAgain):
             return
         self._judge(verdict, self.transaction.report_queue.take() if verdict.refused or not verdict.finite else ())
         self.counts.step += 1
+        if self.agreement.news:
+            self.incidents.between_steps(self.agreement.pick_up())
         self.checks_fully = self.recovery.goes_on
         self._keep()
 
@@ -339,7 +341,7 @@ class Session(RunsAgain):
             with self.state.access.variables_readable():
                 if self.recorder.wants_rate and processes.count() == 1:  # a value that is spread is read by all processes at once
                     recorded.note_rate(self)
-                findings = self.monitors.look(self)
+                findings = self.agreement.between_steps(self.monitors.look(self))
             if findings:
                 self.incidents.between_steps(findings)
         if step >= self.divergence.due and not self.running_again and not self.stopped:

@@ -48,7 +48,7 @@ def _taken(run: Run, take: Callable[[], str]) -> str:
     keep, bad = run.ring.keep, take()
     if not bad and run.ring.lacks and run.directory is not None and not isinstance(run.ring, DiskRing):
         before, run.ring = run.ring, DiskRing(run.policy.snapshot.keep, run.ring.good_after, run.directory, run.recovery, run.say)
-        run.ring.snapshots = before.snapshots
+        run.ring.snapshots, run.ring.agree_on_room = before.snapshots, before.agree_on_room
         run.say(f"{_short(before.lacks)}: snapshots are written to {run.ring.folder} from here on.")
         keep, bad = run.ring.keep, take()
     _say(run, keep)

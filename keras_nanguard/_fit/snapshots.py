@@ -10,7 +10,7 @@ kept (`Ring.lacks`).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -98,6 +98,9 @@ class Ring:
     lean = False
     """Whether there was no room for as many copies as there might be, so that `keep` is lower."""
 
+    agree_on_room: Callable[[float, int, str], tuple[float, int, str]] = staticmethod(lambda missing, keep, bad: (missing, keep, bad))
+    """What several processes do about a snapshot; see `Agreement.room`."""
+
     def __init__(self, keep: int, good_after: int):
         self.keep, self.good_after = max(keep, 1), good_after
         self.snapshots: list[Snapshot] = []
@@ -117,11 +120,13 @@ class Ring:
         """
         self.promote(good)
         proof, variables = self.good_after, list(variables)
-        self.lacks = self._missing(variables, step, level)
+        keep, self.lacks = self.keep, self._missing(variables, step, level)
         values: Iterable[tuple[Any, np.ndarray[Any, Any]]] = ((v, keras_variables.view(v)) for v in variables)
         values = values if self.lacks else list(values)
         bad = first_bad(values, tolerated)
-        if isinstance(values, list) and not bad:
+        self.lacks, self.keep, bad = self.agree_on_room(self.lacks, self.keep, bad)
+        self.lean |= self.keep < keep
+        if isinstance(values, list) and not (bad or self.lacks):
             try:
                 self._store(values, step, good, verified or proof == 0, proof, level)
             except Exception as error:
@@ -129,6 +134,10 @@ class Ring:
                     raise
                 self.lacks, self.lean = float(size_of(variables)), True
                 self.keep = max(sum(s.step > 0 for s in self.snapshots), 1)
+            stored = any(s.step == step for s in self.snapshots)
+            missing, self.keep, _ = self.agree_on_room(0.0 if stored else 1.0, self.keep, "")
+            if missing and stored:
+                self.forget_after(step - 1)  # another process has no copy
         return bad
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SPREADS_ARRAYS", "advance_generator", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+__all__ = [
+    "SPREADS_ARRAYS",
+    "advance_generator",
+    "gathered",
+    "generator_state",
+    "place",
+    "set_generator_state",
+    "trains_together",
+    "without_gradients",
+]
 SPREADS_ARRAYS = False
 """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
@@ -18,9 +27,14 @@ def place() -> tuple[int, int]:
     return 0, 1
 
 
-def exchanged(number: int) -> list[int]:
-    """Return the numbers that all processes hand in, in their order."""
-    return [number]
+def trains_together(model: Any, loop: bool) -> bool:
+    """Return whether this process trains the model together with others."""
+    return False
+
+
+def gathered(payload: bytes, what: str) -> list[bytes]:
+    """Return what each process hands in, by rank."""
+    return [payload]
 
 
 def generator_state() -> np.ndarray[Any, Any] | None:

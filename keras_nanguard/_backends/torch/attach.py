@@ -20,7 +20,6 @@ from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.spread_arrays import waiting_for
 
 __all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
 
@@ -75,6 +74,7 @@ class ModelAttachment(attach.Attachment):
             compiled=self._cached_step("compiled") if model.jit_compile else None,
             note_created=session.note_created,
             refuse=session.policy.refuse,
+            agreement=session.agreement,
         )
         if old is not None:
             transaction.inherit(old)
@@ -116,22 +116,6 @@ class ModelAttachment(attach.Attachment):
         return logs, transaction.verdict
 
 
-def _agree(outcome: int) -> int:
-    """Return the least of what all processes hand in for a step: one number is exchanged, and all do the same.
-
-    Raises:
-        GuardError: if another process is gone, or did not answer within the limit of the process group.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return outcome
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    with waiting_for("their verdict on a step", distributed.get_world_size()):
-        least = torch.tensor(float(outcome), device=device)
-        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
-        return int(least.item())
-
-
 class LoopStep(attach.LoopStep):
     """One hand-written step with its transaction."""
 
@@ -143,7 +127,7 @@ class LoopStep(attach.LoopStep):
             jit=function is not self.function,
             note_created=self.session.note_created,
             refuse=self.session.policy.refuse,
-            agree=_agree,
+            agreement=self.session.agreement,
         )
 
     can_run_again = True

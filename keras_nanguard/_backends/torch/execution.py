@@ -10,7 +10,7 @@ import keras
 import torch
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.torch import reductions, reports
+from keras_nanguard._backends.torch import group, reductions, reports
 from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
@@ -88,6 +88,7 @@ class StepRun:
         self.created_count = 0
         self.update_sums = [0.0, 0.0]
         self.undoable = False
+        self.is_shared = owner.agreement is not None and owner.agreement.count > 1
         self.left_by_previous = False
         self.compiled: Any = None
 
@@ -118,6 +119,8 @@ class StepRun:
             except Exception as error:
                 if not (owner.refuse and self.may_commit is not True and is_numeric(error)):
                     self._abandon()
+                    if self.is_shared:
+                        group.leave(error)
                     raise
                 self.error = error
         owner.adds_to_gradients |= any(grad._version != version for _, grad, version in self.grads)
@@ -193,13 +196,26 @@ class StepRun:
             may_commit = self._read_update_sums(now) and may_commit
         if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
             self.update_sums, self.left_by_previous, may_commit = previous, True, False
+        self.own = self.loss, self.gradients, self.statistic
         overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
         self._agree(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
 
     def _agree(self, outcome: int) -> None:
         """Let all processes do the same: what the most careful of them does."""
-        outcome = self.owner.agree(outcome)
+        if self.is_shared:
+            outcome = self._agreed(outcome)
         self.may_commit, self.undoable = outcome > REFUSED, outcome == UNDOABLE
+
+    def _agreed(self, outcome: int) -> int:
+        """Return what all processes do; the numbers of the verdict become the means over all of them. One message."""
+        agreement = self.owner.agreement
+        flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
+        numbers = [self.loss, self.gradients, self.statistic, self.scale]
+        *flags, loss, gradients, statistic, scale = group.summed([*map(float, flags), *numbers], "their verdict on a step")
+        means = (number / agreement.count for number in (loss, gradients, statistic, scale))
+        self.loss, self.gradients, self.statistic, self.scale = means
+        agreement.news = flags[2] > 0
+        return REFUSED if flags[0] else UNDOABLE if flags[1] else COMMITTED
 
     def _gradients(self) -> list[Any]:
         """Return the gradients of this step: of its updates, or those that an exception before the first update has left."""
@@ -252,7 +268,8 @@ class StepRun:
             places = reports.places(self)
             owner.report_queue.places = tuple((site, path) for site, path, _ in places)
             counts = reductions.counts([tensor for _, _, tensor in places])
-            owner.report_queue.put(self._verdict(owner.refuse), counts, args, left_by_previous=self.left_by_previous)
+            own = self._verdict(owner.refuse)._replace(loss=self.own[0], gradients=self.own[1], statistics=self.own[2])
+            owner.report_queue.put(own, counts, args, left_by_previous=self.left_by_previous)
         if self.may_commit or not owner.refuse:
             self.seen.make(keep=False)
             if self._note_slots():
@@ -292,10 +309,11 @@ class StepRun:
     def _read_later(self) -> None:
         """Read the sums over the updated state.
 
-        At once, or, if the host would have to wait for a device once more, with the verdict of the next step.
+        At once, or with the verdict of the next step: if the host would have to wait for a device once more, and if other
+        processes have to hear of it.
         """
         update_sums = self._update_sums(self.gradients)
-        if reductions.is_away(update_sums[0]):
+        if self.is_shared or reductions.is_away(update_sums[0]):
             self.owner.unread = update_sums
         else:
             (self.update_sums,) = reductions.looked_at(update_sums)

@@ -7,26 +7,31 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 
-__all__ = ["SPREADS_ARRAYS", "advance_generator", "exchanged", "generator_state", "place", "set_generator_state", "without_gradients"]
+from keras_nanguard._backends.torch.group import gathered, place
+from keras_nanguard._backends.torch.local_replay import communicates
+
+__all__ = [
+    "SPREADS_ARRAYS",
+    "advance_generator",
+    "gathered",
+    "generator_state",
+    "place",
+    "set_generator_state",
+    "trains_together",
+    "without_gradients",
+]
 SPREADS_ARRAYS = False
 """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
 
-def place() -> tuple[int, int]:
-    """Return the number of this process among those that train together, from 0, and how many there are."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
+def trains_together(model: Any, loop: bool) -> bool:
+    """Return whether this process trains the model together with others.
 
-
-def exchanged(number: int) -> list[int]:
-    """Return the numbers that all processes hand in, in their order."""
-    found = [0] * place()[1]
-    torch.distributed.all_gather_object(found, number)
-    return found
+    A loop does wherever the process group has several members. A `fit` does only if a part of its model communicates, as Keras
+    itself trains in one process.
+    """
+    return place()[1] > 1 and (loop or communicates(model))
 
 
 def generator_state() -> np.ndarray[Any, Any] | None:

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad
 
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
+from keras_nanguard._backends.torch.local_replay import locally
 from keras_nanguard._backends.torch.modules import LIVE, TorchModule
 from keras_nanguard._backends.torch.origins import Origins, storage
 from keras_nanguard._backends.torch.outputs import LogOutputs
@@ -136,7 +137,7 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
     for tensor in natives:
         tensor.grad = None
     try:
-        with undo_log:
+        with undo_log, locally():
             yield
     finally:
         undo_log.give_back(unseen=True)

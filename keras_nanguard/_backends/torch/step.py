@@ -46,7 +46,7 @@ class Transaction:
         compiled: the body as an earlier run has compiled it.
         note_created: called with each variable that is created inside the step, and its first value.
         refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are reported all the same.
-        agree: called with what is to become of a step here (`execution.REFUSED` and the others); returns what all processes do.
+        agreement: what the processes that train together decide as one, with `count`, `has_news` and `news`; `None` for one process.
 
     Attributes:
         verdict: the verdict on the last step.
@@ -77,11 +77,11 @@ class Transaction:
         compiled: Compiled | None = None,
         note_created: Callable[[Any, Any], None] = lambda variable, value: None,
         refuse: bool = True,
-        agree: Callable[[int], int] = int,
+        agreement: Any = None,
     ):
         self.body = self.replayed = body
         self.read_train_state, self.model = train_state, model
-        self.stock, self.note_created, self.refuse, self.agree = stock, note_created, refuse, agree
+        self.stock, self.note_created, self.refuse, self.agreement = stock, note_created, refuse, agreement
         self.jit, self.compiled = jit, compiled
         self.report_queue = ReportQueue()
         self.outputs = step_outputs.LogOutputs() if logs else step_outputs.PlainOutputs()

@@ -1,0 +1,139 @@
+"""The processes that train together on PyTorch, and how they exchange what has to be decided once for all of them.
+
+Everything goes through a process group of the guard's own, on the CPU. So a message of the guard is never taken for one
+of the training (a bucket of gradients), and it has a time limit of its own: that of the default process group. A process
+that waits in vain finds out through the store of the default group which process is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from keras_nanguard._core.errors import GuardError, expected
+
+__all__ = ["gathered", "leave", "place", "summed"]
+
+SIZE = 1 << 14
+"""Bytes of the message of one process: the same in each exchange, whatever there is to say."""
+
+GRACE = 5.0
+"""Seconds that a process whose exchange has failed waits for the others to notice that, too."""
+
+LOST = re.compile(r"gloo|NCCL|[Cc]onnection (?:reset|closed)|Broken pipe|[Tt]imed out")
+"""What the messages of torch contain if an exchange has failed."""
+
+_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The guard's group by the default group that it was made from."""
+
+
+def place() -> tuple[int, int]:
+    """Return the rank of this process, from 0, and how many processes there are."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def summed(numbers: Sequence[float], what: str) -> list[float]:
+    """Return the sums of these numbers over all processes: one message.
+
+    Raises:
+        GuardError: if a process has ended or does not answer within the limit; names it, and `what` was waited for.
+    """
+    total = torch.tensor(numbers, dtype=torch.float64)
+    with _waiting_for(what):
+        torch.distributed.all_reduce(total, group=_group())
+    return [float(number) for number in total]
+
+
+def gathered(payload: bytes, what: str) -> list[bytes]:
+    """Return what each process hands in, by rank.
+
+    Args:
+        payload: at most `SIZE - 4` bytes.
+        what: what is exchanged, in words.
+
+    Raises:
+        GuardError: as `summed` does.
+    """
+    message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(place()[1])]
+    with _waiting_for(what):
+        torch.distributed.all_gather(found, own, group=_group())
+    messages = [bytes(tensor.numpy()) for tensor in found]
+    return [message[4 : 4 + int.from_bytes(message[:4], "big")] for message in messages]
+
+
+def leave(error: BaseException) -> None:
+    """Let the other processes know why this one ends, or name the one that has ended before; never raises.
+
+    Args:
+        error: the exception of a step. If it is that of a lost connection, it gets a note that names the other process.
+    """
+    with contextlib.suppress(Exception):
+        if not (isinstance(error, RuntimeError) and LOST.search(str(error))):
+            _store().set(f"ended/{place()[0]}", f"{type(error).__name__}: {error}"[:500])
+        elif hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"NanGuard: the step waited for {_missing()}.")
+
+
+def _group() -> Any:
+    """Return the guard's own process group, made by all processes together at the first exchange."""
+    world = torch.distributed.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = torch.distributed.new_group(backend="gloo", timeout=_limit())
+    return _GROUPS[world]
+
+
+def _limit() -> datetime.timedelta | None:
+    """Return the time limit of the default group, `None` if it is not known."""
+    try:
+        return torch.distributed.distributed_c10d._get_default_store().timeout  # type: ignore[no-any-return]
+    except Exception:  # noqa: BLE001  a name private to torch
+        return None
+
+
+def _store() -> Any:
+    """Return the part of the store of the default group that belongs to the guard."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.PrefixStore("keras_nanguard", store)
+
+
+@contextlib.contextmanager
+def _waiting_for(what: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = time.monotonic() - started
+        reason = str(error).strip().partition("\n")[0]
+        received = f"none of {_missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
+        remedy = "Check the output of that process: it has ended, or runs a different number of steps. Then restart all of them."
+        raise GuardError(expected(f"an answer of all {place()[1]} processes", received, remedy)) from error
+
+
+def _missing() -> str:
+    """Return in words which processes do not respond: those that do not notice, as this one has, that an exchange has failed."""
+    rank, count = place()
+    try:
+        store = _store()
+        store.set(f"waits/{rank}", "1")
+        missing, end = [other for other in range(count) if other != rank], time.monotonic() + GRACE
+        while missing and time.monotonic() < end:
+            missing = [other for other in missing if not store.check([f"waits/{other}"])]
+            time.sleep(0.05)
+        ended = {other: store.get(f"ended/{other}").decode() for other in range(count) if store.check([f"ended/{other}"])}
+    except RuntimeError:
+        return "rank 0, which holds the store of the process group," if rank else "another rank"
+    names = [f"rank {other}" + (f" ({ended[other]})" if other in ended else "") for other in missing or sorted(ended)]
+    return ", ".join(names) or "a rank whose connection was lost"

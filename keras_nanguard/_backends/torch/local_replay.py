@@ -1,0 +1,74 @@
+"""Replaying a step of several processes in one of them alone: without the communication of its modules.
+
+`DistributedDataParallel` is replayed as the module that it wraps: without its forward pass it exchanges no gradients in the
+backward pass, either, and no buffers. Any other communication ends the replay with an exception before a message is sent.
+A replay that sent one would be answered by a training step of another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keras_nanguard._backends.torch.group import place
+from keras_nanguard._keras.overrides import ThreadOverrides
+
+__all__ = ["communicates", "locally"]
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
+"""Where torch registers the operations that exchange messages."""
+
+
+class _Local(TorchDispatchMode):  # type: ignore[misc]
+    """Raises in the place of an operation that exchanges messages."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        if func.namespace in NAMESPACES:
+            raise RuntimeError(f"the step communicates with other processes ({func.overloadpacket}), so one alone cannot replay it")
+        return func(*args, **(kwargs or {}))
+
+
+def _unwrapped(real: Callable[..., Any], _: Any, wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
+    if not wrapper.device_ids:
+        return wrapper.module(*inputs, **kwargs)
+    from torch.distributed.utils import _to_kwargs
+
+    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+    (inputs, *_), (kwargs, *_) = _to_kwargs(inputs, kwargs, device, False)
+    return wrapper.module(*inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def locally() -> Iterator[None]:
+    """Let steps in this thread run without communication, and raise a `RuntimeError` if they cannot."""
+    if place()[1] == 1:
+        yield
+        return
+    entered = object()
+    _UNWRAPPED.enter(entered)
+    try:
+        with _Local():
+            yield
+    finally:
+        _UNWRAPPED.leave(entered)
+
+
+_UNWRAPPED = ThreadOverrides(torch.nn.parallel.DistributedDataParallel, {"forward": _unwrapped})
+
+
+def communicates(model: Any) -> bool:
+    """Return whether a module of this model exchanges messages with other processes."""
+    module = getattr(model, "of", model)
+    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
+    return any(_is_parallel(type(part)) for part in modules)
+
+
+def _is_parallel(kind: type) -> bool:
+    """Return whether a class is one of `DistributedDataParallel`, `FullyShardedDataParallel` or what `fully_shard` makes."""
+    return any(base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule") for base in kind.__mro__)

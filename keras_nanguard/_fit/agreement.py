@@ -1,0 +1,242 @@
+"""Several processes decide as one: what they exchange, and what follows from it on each of them.
+
+A step reports in one message whether any process has found something. Only then there is more to exchange, always by all
+processes and in the same order:
+
+    findings    what each has found, with the rows of a bad batch
+    diagnosis   what each has made of its own batch and state, alone
+    outcomes    whether each action was done on all of them
+
+Each answer is a pure function of what all have handed in, so every process has the same incident, the same decision and the
+same budgets. `Alone` is the same for one process, where nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from keras_nanguard._backends import current, processes
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._core.data_names import ARGUMENTS, argument_path
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
+from keras_nanguard._core.verdict import Report
+from keras_nanguard._fit.recent_batches import Rerun
+from keras_nanguard._fit.snapshots import Ring, Snapshot
+
+__all__ = ["Agreement", "Together", "agreement"]
+
+MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
+"""How much of an incident fits into a message: findings, rows in a path, sentences, samples, and characters of a text."""
+
+OF_ITS_OWN = ("inputs", "targets", "state", "outputs", "loss", "statistics")
+"""Sites that one process has to itself; gradients, weights and slots are those of all."""
+
+
+class Agreement:
+    """The decisions of a process that trains alone.
+
+    Attributes:
+        count, rank: the number of processes, and the number of this one, from 0.
+        has_news: whether this process has found something between two steps that the others do not know of.
+        news: whether any process has, as the last step has shown.
+    """
+
+    count, rank = 1, 0
+    has_news = news = False
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """Return of each flag whether it is set in any process."""
+        return flags
+
+    def between_steps(self, findings: list[Finding]) -> list[Finding]:
+        """Return what was found between two steps if all processes know of it now; else keep it until they do."""
+        return findings
+
+    def pick_up(self) -> list[Finding]:
+        """Return what this process has kept, once all know that there is something."""
+        return []
+
+    def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
+        """Return what all processes have found in a step; `report` holds the batch of this one."""
+        return list(findings)
+
+    def diagnosis(self, incident: Incident) -> Incident:
+        """Return the incident with the diagnosis of the process that knows most about it."""
+        return incident
+
+    def is_of(self, incident: Incident) -> bool:
+        """Return whether the rows of an incident are those of the batch of this process."""
+        return True
+
+    def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        """Return the outcomes of the actions on all processes."""
+        return outcomes
+
+    def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
+        """Return the snapshot to restore, which all processes have; `None` if they have none in common."""
+        return snapshot
+
+    def rerun(self, rerun: Rerun | None) -> Rerun | None:
+        """Return the steps to be replayed, `None` unless all processes can replay the same ones."""
+        return rerun
+
+    def fits(self, fits: bool) -> bool:
+        """Return whether a copy fits that all processes have to read together."""
+        return fits
+
+    def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
+        """Return what all processes do about a snapshot.
+
+        Args:
+            missing: the bytes that are not free for it, 0 if there is room.
+            keep: how many snapshots there is room for.
+            bad: the path of a variable that is not finite, `""` if all are.
+        """
+        return missing, keep, bad
+
+
+class Together(Agreement):
+    """The same for a process that trains together with others."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = processes.index(), processes.count()
+        self._kept: list[Finding] = []
+        self._own: set[str] = set()
+        self._of = 0
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        return processes.exchange(value, what)
+
+    @property
+    def has_news(self) -> bool:  # type: ignore[override]
+        return bool(self._kept)
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        return tuple(map(any, zip(*self._exchange(flags, "what they have found in a step"))))
+
+    def between_steps(self, findings: list[Finding]) -> list[Finding]:
+        if current.host().SPREADS_ARRAYS:  # every process has read the same numbers
+            return findings
+        self._kept += findings
+        return []
+
+    def pick_up(self) -> list[Finding]:
+        self.news = False
+        found, self._kept = self._kept, []
+        return found
+
+    def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
+        labelled = findings if current.host().SPREADS_ARRAYS else _with_rows(findings, report, self.rank)
+        self._own = {f.site for f in findings}
+        ordered = sorted(labelled, key=lambda f: SITES.index(f.site))[:MAX_FINDINGS]
+        found = self._exchange([_short(asdict(f)) for f in ordered], "what they have found in a step")
+        return united([[Finding(**f) for f in part] for part in found])
+
+    def diagnosis(self, incident: Incident) -> Incident:
+        own = incident.diagnosis
+        sites = [site for site in OF_ITS_OWN if site in self._own]
+        known = self._exchange([sites[:1], None if own is None else _short(asdict(own))], "their diagnosis of a step")
+        self._of = rank = informed([(site, (given or {}).get("cause")) for site, given in known])
+        given = known[rank][1]
+        if given is None:
+            return incident
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        chosen = Diagnosis(**fields)
+        if not current.host().SPREADS_ARRAYS and chosen.samples:
+            place = f"rank {rank}: {_place(chosen)}{_rows(chosen.samples)}"
+            chosen = replace(chosen, evidence=(f"{place}.", *chosen.evidence))
+        return incident.with_(diagnosis=chosen)
+
+    def is_of(self, incident: Incident) -> bool:
+        return self._of == self.rank
+
+    def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+        known = self._exchange([[o.status, o.detail[:MAX_TEXT]] for o in outcomes], "the outcome of their actions")
+        for number, outcome in enumerate(outcomes):
+            done = [rank for rank, given in enumerate(known) if given[number][0] == "done"]
+            if done and len(done) < self.count:
+                other = next(rank for rank in range(self.count) if rank not in done)
+                received = f"done on rank {done[0]}, and not on rank {other}: {known[other][number][1]}"
+                raise GuardError(expected(f"{outcome.action} on all processes", received, "Restart them from a checkpoint."))
+        return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
+
+    def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
+        steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
+        found = next((s for s in ring.snapshots if s.step == min(steps)), None)
+        able = found is not None and ring.restorable(found)
+        return found if all(self._exchange(able, "whether they can restore it")) else None
+
+    def rerun(self, rerun: Rerun | None) -> Rerun | None:
+        steps = None if rerun is None else [batch is not None for batch in rerun.batches]
+        known = self._exchange(steps, "the steps to replay")
+        return rerun if all(given == known[0] for given in known) else None
+
+    def fits(self, fits: bool) -> bool:
+        return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
+
+    def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
+        known = self._exchange([missing, keep, bad], "whether there is room for a snapshot")
+        return max(m for m, _, _ in known), min(k for _, k, _ in known), next((b for _, _, b in known if b), "")
+
+
+def agreement(model: Any, loop: bool) -> Agreement:
+    """Return how the run of a model decides; `loop` for a loop of the user's own."""
+    return Together() if current.host().trains_together(model, loop) else Agreement()
+
+
+def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:
+    """Return the findings of all processes, in the order of their ranks: of each place the first one."""
+    known: dict[tuple[str, str, str], Finding] = {}
+    for finding in (finding for part in found for finding in part):
+        known.setdefault((finding.site, finding.kind, finding.path), finding)
+    return list(known.values())
+
+
+def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
+    """Return the rank whose diagnosis counts: the one that has found most at the earliest site.
+
+    Args:
+        known: for each rank the first site that it has to itself and has found something at, if any, and its cause.
+    """
+
+    def order(rank: int) -> tuple[int, bool, int]:
+        sites, cause = known[rank]
+        return SITES.index(sites[0]) if sites else len(SITES), cause in (None, "unknown", "transient"), rank
+
+    return min(range(len(known)), key=order)
+
+
+def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:
+    """Return findings in a batch with rank and rows in their path: `rank 1: x, row 8`."""
+    of_batch = batches.bad(report.batch, ARGUMENTS) if report is not None and report.batch is not None else ()
+    rows = {argument_path(part.name): part.rows for part in of_batch}
+    named = {f.path: f"rank {rank}: {f.path}{_rows(rows.get(f.path, ()))}" for f in findings if f.site in ("inputs", "targets")}
+    return [replace(f, path=named[f.path]) if f.path in named and f.site in ("inputs", "targets") else f for f in findings]
+
+
+def _rows(rows: Sequence[int]) -> str:
+    """Return rows in words that follow the name of an array, `""` if there is none."""
+    if not rows:
+        return ""
+    listed = ", ".join(str(row) for row in rows[:MAX_ROWS]) + (", ..." if len(rows) > MAX_ROWS else "")
+    return f", row{'s' if len(rows) > 1 else ''} {listed}"
+
+
+def _place(diagnosis: Diagnosis) -> str:
+    return diagnosis.culprit_shown if diagnosis.cause.startswith(("input", "target")) else "batch"
+
+
+def _short(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record with no more text than fits into a message."""
+    return {name: _cut(value) for name, value in values.items()}
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if isinstance(value, (list, tuple)):
+        return [_cut(part) for part in value[: MAX_SENTENCES if isinstance(value[0], str) else MAX_SAMPLES]] if value else []
+    return value
