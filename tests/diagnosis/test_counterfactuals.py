@@ -13,7 +13,6 @@ from keras import layers
 from keras_nanguard import NanGuard, replay
 from keras_nanguard._core.errors import BundleError, GuardError
 from keras_nanguard._diagnose import bundle as _bundle
-from keras_nanguard.testing import inject
 
 BACKEND = keras.backend.backend()
 MODES = {"tensorflow": ("eager", "graph", "xla"), "jax": ("eager", "graph", "xla"), "torch": ("eager",)}[BACKEND]
@@ -107,18 +106,3 @@ def test_a_bundle_without_it_still_reads(bundle, tmp_path):
     (copy / "bundle.json").write_text(json.dumps(about))
     reported = dict(replay(copy, counterfactuals=True).counterfactuals)
     assert "10 steps on the batch" in reported["unchanged"]
-
-
-def test_of_a_finite_jump_the_batch_is_known_and_its_rows(tmp_path):
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x = np.random.default_rng(0).standard_normal((512, 8)).astype("float32")
-    policy = {"rules": [{"name": "keep", "site": "loss", "kind": "spike", "do": "quarantine"}]}
-    guard = NanGuard(policy, verbose=0, directory=tmp_path)
-    with inject(model, site="targets", kind="spike", step=30, rows=5, magnitude=1e5):
-        model.fit(x, x.sum(1, keepdims=True), batch_size=8, verbose=0, callbacks=[guard])
-    first = guard.incidents[0]
-    assert (first.step, first.diagnosis.cause, first.diagnosis.samples) == (30, "spike", (5,))
-    assert "the row at index 5" in " ".join(first.diagnosis.advice)
-    assert [o.status for o in first.outcomes if o.action == "quarantine"] == ["done"]
