@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,10 @@ __all__ = [
     "MISUSE",
     "Command",
     "check_policy",
-    "completion",
     "demo",
     "diagnose",
     "lint",
+    "print_error",
     "recalibrate",
     "repair",
     "report",
@@ -48,17 +48,34 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def scan(given: argparse.Namespace) -> int:
-    """Scan files one after the other."""
+    """Scan files one after the other; one that cannot be read does not end the command, but is its exit code."""
+    from keras_nanguard._core.errors import NanGuardError
+    from keras_nanguard._files.reading import one_worker
     from keras_nanguard._files.scan import scan as scan_file
 
-    code = CLEAN
-    for path in given.paths:
-        with _progress() as progress:
-            report = scan_file(path, progress=progress, **_limits(given))
-        if not report.clean:
-            code = FOUND
-        _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
-    return code
+    codes = {CLEAN}
+    with one_worker():
+        for path in given.paths:
+            try:
+                with _progress() as progress:
+                    report = scan_file(path, progress=progress, **_limits(given))
+            except NanGuardError as error:
+                print_error(error, given.words)
+                codes.add(MISUSE)
+                continue
+            codes.add(CLEAN if report.ok else FOUND)
+            _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
+    return max(codes)
+
+
+def print_error(error: Exception, words: Mapping[str, str]) -> None:
+    """Print an error in one line, with the options of the command line in place of arguments."""
+    print(f"keras-nanguard: {in_options(_one_line(str(error)), words)}", file=sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    """Return a text in one line, without control characters: what it quotes may come from a file."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
 
 
 def _scan_table(tables: Any, report: Any, notes: bool) -> None:
@@ -74,7 +91,7 @@ def repair(given: argparse.Namespace) -> int:
     report = repair_file(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
     translated = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
     _show(translated, given.json, lambda tables: tables.repair(translated))
-    return CLEAN if report.clean else FOUND
+    return CLEAN if report.ok else FOUND
 
 
 def recalibrate(given: argparse.Namespace) -> int:
@@ -84,7 +101,8 @@ def recalibrate(given: argparse.Namespace) -> int:
 
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
-    report = estimate(model, inputs, given.batches, batch_size=given.batch_size, only=tuple(given.only))
+    with _taking_data(given.data):
+        report = estimate(model, inputs, given.batches, batch_size=given.batch_size, only=tuple(given.only))
     output = save_model(model, given.path, given.output, given.overwrite)
     if given.json:
         _print_json({**report.to_dict(), "output": output})
@@ -92,6 +110,20 @@ def recalibrate(given: argparse.Namespace) -> int:
         print(report)
         print(f"Written to {output}.")
     return CLEAN
+
+
+@contextmanager
+def _taking_data(path: str) -> Iterator[None]:
+    """Convert what Keras raises where a model does not take the data, which may be anything, to one sentence."""
+    from keras_nanguard._core.errors import GuardError, NanGuardError, expected
+
+    try:
+        yield
+    except NanGuardError:
+        raise
+    except Exception as error:
+        received = f"{path}: {type(error).__name__}: {_one_line(str(error))[:200]}"
+        raise GuardError(expected("data that the model takes", received, "Check shapes and names of its inputs.")) from error
 
 
 def lint(given: argparse.Namespace) -> int:
@@ -102,7 +134,7 @@ def lint(given: argparse.Namespace) -> int:
     data = data_arrays(given.data) if given.data else (None, None)
     report = lint_model(load_model(given.path), *data, ignore=tuple(given.ignore))
     _show(report, given.json, lambda tables: tables.lint(report))
-    return CLEAN if report.clean else FOUND
+    return CLEAN if report.ok else FOUND
 
 
 def check_policy(given: argparse.Namespace) -> int:
@@ -146,7 +178,8 @@ def diagnose(given: argparse.Namespace) -> int:
     model = load_model(given.path)
     from keras_nanguard._diagnose.examine import diagnose as examine
 
-    found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
+    with _taking_data(given.data):
+        found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
     if given.json:
         print(json.dumps(_finite(found.to_dict()), allow_nan=False))
     else:
@@ -200,10 +233,10 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
     for name in modules:
         try:
             module = importlib.import_module(name.removesuffix(".py"))
-        except ImportError as error:
-            raise GuardError(
-                expected("a module that can be imported", f"--import {name}: {error}", "Run the command where Python finds the module.")
-            ) from error
+        except (Exception, SystemExit) as error:  # whatever the module does
+            received = f"--import {name}: {type(error).__name__}: {error}"
+            remedy = "Run the command where Python finds the module."
+            raise GuardError(expected("a module that can be imported", received, remedy)) from error
         found |= {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("__")}
     return found
 
@@ -234,7 +267,7 @@ def _compared(given: argparse.Namespace) -> int:
     from pathlib import Path
 
     from keras_nanguard._core.errors import GuardError, expected
-    from keras_nanguard._report import compare, console, files
+    from keras_nanguard._report import compare, files
 
     runs, problems = [], []
     for path in given.paths:
@@ -242,7 +275,7 @@ def _compared(given: argparse.Namespace) -> int:
             runs.append(compare.RunSeen(path, files.recorded(path), tuple(files.read(path))))
         except GuardError as error:  # a pattern such as RUNS/* meets other files, too
             problems.append(error)
-            print(f"keras-nanguard: passed over {console.printable(' '.join(str(error).split()))}", file=sys.stderr)
+            print(f"keras-nanguard: skipped {_one_line(str(error))}", file=sys.stderr)
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
@@ -275,14 +308,6 @@ def demo(given: argparse.Namespace) -> int:
         return run()
     except ImportError as error:
         raise GuardError(no_backend(error) or str(error)) from error
-
-
-def completion(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print a completion script."""
-    from keras_nanguard._cli.completion import script
-
-    print(script(parser, given.shell), end="")
-    return CLEAN
 
 
 def _limits(given: argparse.Namespace) -> dict[str, Any]:

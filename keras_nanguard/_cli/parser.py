@@ -1,7 +1,8 @@
 """The command line: `keras-nanguard`, or `python -m keras_nanguard`.
 
 argparse instead of Typer: Typer 0.29 imports pydantic to convert any argument, which takes 0.14 s of the 0.3 s that
-`scan` may take to start (0.32 s of processor time with it, 0.18 s without). `completion` writes completion scripts.
+`scan` may take to start (0.32 s of processor time with it, 0.18 s without). argcomplete completes words in the shell: it
+reads this parser, and is imported only then.
 Every command imports its dependencies when it runs: `--help` loads only this file, and no command that reads files
 imports Keras.
 """
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from keras_nanguard._cli import commands as command_functions
 from keras_nanguard._cli.commands import CLEAN, FOUND, MISUSE
-from keras_nanguard._cli.wording import in_options, option_words
+from keras_nanguard._cli.wording import option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
@@ -37,31 +38,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words: dict[str, str] = {}
     _print_what_can_be_encoded()
+    root = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
+        import argcomplete
+
+        argcomplete.autocomplete(root)
     try:
-        given = parser().parse_args(arguments)
+        given = root.parse_args(arguments)
         words = given.words = option_words(given.command)
         code = int(given.run(given))
         sys.stdout.flush()
         return code
     except SystemExit as leaving:  # argparse exits like this, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
-    except NanGuardError as error:
-        print(f"keras-nanguard: {in_options(_one_line(error), words)}", file=sys.stderr)
-        return MISUSE
-    except ModuleNotFoundError as error:
-        if not (text := no_backend(error)):
-            raise
-        print(f"keras-nanguard: {text}", file=sys.stderr)
-        return MISUSE
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLEAN
-    except OSError as error:
-        print(f"keras-nanguard: {_what_failed(error)}", file=sys.stderr)
-        return MISUSE
     except KeyboardInterrupt:
         print("keras-nanguard: interrupted; no partial file was left.", file=sys.stderr)
         return 130
+    except Exception as error:
+        if sys.flags.dev_mode:  # python -X dev
+            raise
+        command_functions.print_error(_explained(error), words)
+        return MISUSE
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error whose message is one sentence for the user of a command."""
+    if isinstance(error, NanGuardError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and (text := no_backend(error)):
+        return NanGuardError(text)
+    if isinstance(error, OSError) and error.filename:  # what cannot be read is an error of ours
+        reason = str(error.strerror or error).rstrip(".")
+        return NanGuardError(f"{error.filename} cannot be written: {reason}.")
+    if isinstance(error, OSError):
+        return NanGuardError(f"{str(error.strerror or error).rstrip('.')}.")
+    return NanGuardError(f"the command failed, {type(error).__name__}: {error} (python -X dev shows where)")
 
 
 def _print_what_can_be_encoded() -> None:
@@ -69,17 +83,6 @@ def _print_what_can_be_encoded() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
-
-
-def _one_line(error: Exception) -> str:
-    """Return the message of an error in one line, without control characters: what it quotes may come from a file."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(error).split()))
-
-
-def _what_failed(error: OSError) -> str:
-    """Return one sentence about a file that could not be read or written."""
-    reason = " ".join(str(error.strerror or error).split()).rstrip(".")
-    return f"{error.filename} cannot be written or read: {reason}." if error.filename else f"{reason}."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _watch, _demo, _completion):
+    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report, _watch, _demo):
         add(commands)
     return root
 
@@ -145,7 +148,7 @@ def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     command.add_argument("--in-place", action="store_true", help="replace the file; the old one is kept as FILE.bak")
     command.add_argument("--dry-run", action="store_true", help="list what would change and write nothing")
     command.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    command.add_argument("--seed", type=int, metavar="NUMBER", help="seed for the weights of --weights initial")
+    command.add_argument("--seed", type=_seed, metavar="NUMBER", help="seed for the weights of --weights initial")
     _json(command)
 
 
@@ -155,8 +158,8 @@ def _recalibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file with the inputs (x)")
     command.add_argument("-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.keras)")
-    command.add_argument("--batches", type=int, metavar="NUMBER", help="number of batches to run (default: all)")
-    command.add_argument("--batch-size", type=int, default=32, metavar="NUMBER", help="number of rows per batch (default: 32)")
+    command.add_argument("--batches", type=_count, metavar="NUMBER", help="number of batches to run (default: all)")
+    command.add_argument("--batch-size", type=_count, default=32, metavar="NUMBER", help="number of rows per batch (default: 32)")
     command.add_argument("--only", action="append", metavar="PATTERN", default=[], help="only layers whose path matches: '*bn*'")
     command.add_argument("--overwrite", action="store_true", help="replace an existing output")
     _json(command)
@@ -176,7 +179,7 @@ def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command = _command(commands, "diagnose", summary, command_functions.diagnose)
     command.add_argument("path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model")
     command.add_argument("--data", required=True, metavar="FILE", help="an .npz or .npy file: inputs (x), targets (y)")
-    command.add_argument("--rows", type=int, default=32, metavar="NUMBER", help="number of rows of the data to run (default: 32)")
+    command.add_argument("--rows", type=_count, default=32, metavar="NUMBER", help="number of rows of the data to run (default: 32)")
     _json(command)
 
 
@@ -222,6 +225,20 @@ def _watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--once", action="store_true", help="show it once and exit, as where the output is no terminal")
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, received {text}")
+    return count
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if seed < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or above, received {text}")
+    return seed
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0.05 <= seconds <= 3600:
@@ -232,12 +249,6 @@ def _seconds(text: str) -> float:
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     summary = "train a small network on data with five corrupted images, with and without the guard, and without the five"
     _command(commands, "demo", summary, command_functions.demo)
-
-
-def _completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "print a completion script: source <(keras-nanguard completion bash)"
-    command = _command(commands, "completion", summary, lambda given: command_functions.completion(given, parser()))
-    command.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
 def _limits(command: argparse.ArgumentParser) -> None:

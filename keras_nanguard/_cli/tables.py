@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from keras_nanguard._files.repair import RepairReport
-    from keras_nanguard._files.scan_report import ScannedVariable, ScanReport
+    from keras_nanguard._files.reports import RepairReport, ScannedVariable, ScanReport
     from keras_nanguard._lint import LintReport
 
 __all__ = ["Tables"]
@@ -51,7 +50,7 @@ class Tables:
             self._line(f"and {len(rows) - _MAX_ROWS} more; --json lists all of them")
         for note in report.notes:
             self._line(note, "dim")
-        self._line(report.headline(), "green" if report.clean else "bold red")
+        self._line(report.headline, "green" if report.ok else "bold red")
 
     def repair(self, report: RepairReport) -> None:
         """Print the changes of a repair, and the variables that it did not change."""
@@ -62,8 +61,8 @@ class Tables:
             self._console.print(table)
         if len(report.changes) > _MAX_ROWS:
             self._line(f"and {len(report.changes) - _MAX_ROWS} more; --json lists all of them")
-        for line in report.closing():
-            self._line(line, "" if report.clean else "yellow")
+        for line in report.closing:
+            self._line(line, "" if report.ok else "yellow")
 
     def lint(self, report: LintReport) -> None:
         """Print the hazards of a model, worst first."""
@@ -74,7 +73,7 @@ class Tables:
         if report.hazards:
             self._console.print(table)
         count = len(report.hazards)
-        self._line(f"{report.model}: {count} hazards." if count else str(report), "green" if report.clean else "bold red")
+        self._line(f"{report.model}: {count} hazards." if count else str(report), "green" if report.ok else "bold red")
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

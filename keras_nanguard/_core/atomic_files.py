@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,10 +26,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Lock", "beside", "fingerprint", "flush_to_disk", "put", "read_json", "remove", "sweep", "write_json"]
+__all__ = ["Lock", "beside", "fingerprint", "flush_to_disk", "publish", "read_json", "remove", "sweep", "write_json"]
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
+
+REPLACE_WAITS = (0.01, 0.05, 0.2, 0.5)
+"""Seconds to wait before a file that is open elsewhere is replaced again."""
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -44,19 +48,32 @@ def fingerprint(path: Path) -> str:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Sync the contents of a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Sync the contents of a file, or the entries of a folder, to the disk. Windows syncs no folder."""
+    if path.is_dir() and os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs only what can be written
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def put(finished: Path, path: Path) -> None:
-    """Move a finished file or folder to its final path, and sync the folder that contains it."""
-    os.replace(finished, path)
-    if os.name != "nt":  # which opens no folder
-        flush_to_disk(path.parent)
+def publish(finished: Path, path: Path) -> None:
+    """Move a finished file or folder to its final path, and sync the folder that contains it.
+
+    Windows replaces no file that a program has open, such as a scanner of viruses for a moment: so it is tried again.
+    """
+    for wait in REPLACE_WAITS:
+        try:
+            os.replace(finished, path)
+            break
+        except PermissionError:
+            if not path.exists() or os.name == "posix":
+                raise
+            time.sleep(wait)
+    else:
+        os.replace(finished, path)
+    flush_to_disk(path.parent)
 
 
 @functools.lru_cache(64)
@@ -75,15 +92,20 @@ def beside(path: Path, name: str = "") -> Iterator[Path]:
     Args:
         path: the final one.
         name: what the temporary one is called after, by default the name of the final one.
+
+    Raises:
+        OSError: if it cannot be written; it names the final path.
     """
     unfinished = path.with_name(_unfinished(name or path.name, os.getpid()))
     _discard(unfinished)
     try:
         yield unfinished
-        put(unfinished, path)
-    except BaseException:
+        publish(unfinished, path)
+    except BaseException as error:
         with suppress(OSError):
             _discard(unfinished)
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(unfinished)):
+            raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -40,7 +40,7 @@ from keras_nanguard._core.plain_text import markdown_text, plain_text
 from keras_nanguard._diagnose.guarded_run import GuardedRun
 from keras_nanguard._diagnose.words import table
 from keras_nanguard._files import archives
-from keras_nanguard._files.stored import MAX_UNBACKED, READ_FAULTS
+from keras_nanguard._files.stored import MAX_UNBACKED, PARSE_ERRORS
 from keras_nanguard._keras import spread_arrays, variables as keras_variables
 from keras_nanguard._version import __version__
 
@@ -310,7 +310,7 @@ def read(path: str | Path | None) -> Bundle:
         return Bundle(folder, incident, about, _packed(about["batch"], arrays), state, start, before, growth, model)
     except BundleError:
         raise
-    except (FileFormatError, *READ_FAULTS) as error:
+    except (FileFormatError, *PARSE_ERRORS) as error:
         raise BundleError(f"The bundle {str(path)!r} cannot be read: {type(error).__name__}: {plain_text(error)}") from error
 
 

@@ -16,7 +16,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
@@ -26,8 +25,7 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._files.arrays import float_name
 from keras_nanguard._files.hdf5 import open_hdf5, stored_arrays
-from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
-from keras_nanguard._files.window import Window
+from keras_nanguard._files.stored import BOMB_FLOOR, MAX_JSON, PARSE_ERRORS, Alive, Contents, StoredArray, Window, plain_text
 
 __all__ = ["WEIGHTS", "npy_header", "read_archive", "read_arrays", "read_json", "refuse_bomb"]
 
@@ -40,10 +38,6 @@ _MAX_EXPANSION = 100
 _MAX_DECLARED = 1000
 """Maximum ratio of what all arrays declare to the size of the archive, as of all datasets of an HDF5 file."""
 
-_MAX_JSON = 32 << 20
-"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON that consists of
-empty lists takes 25 times its size in memory."""
-
 _READ_BYTES = 4 << 20
 
 _MAX_HEADER = 1 << 16
@@ -52,11 +46,12 @@ _MAX_HEADER = 1 << 16
 _UNNAMED = "layers are named by their location in the file"
 
 
-def read_archive(path: str) -> Contents:
+def read_archive(path: str, alive: Alive = lambda: None) -> Contents:
     """Read a `.keras` or `.npz` archive.
 
     Args:
         path: path of the archive.
+        alive: called for each array that is found.
 
     Returns:
         Its contents, open until `close` is called.
@@ -68,9 +63,9 @@ def read_archive(path: str) -> Contents:
         archive = stack.enter_context(zipfile.ZipFile(path))
         names = archive.namelist()
         if WEIGHTS in names:
-            contents = _read_keras(archive, path, stack)
+            contents = _read_keras(archive, path, stack, alive)
         elif names and all(name.endswith(".npy") for name in names):
-            contents = Contents("npz", _npy_members(archive, path))
+            contents = Contents("npz", _npy_members(archive, path, alive))
         else:
             raise FileFormatError(
                 expected(
@@ -108,47 +103,50 @@ def read_json(text: bytes, what: str, notes: list[str]) -> Any:
     """Return parsed JSON, or `None` with a note of the reason."""
     try:
         return json.loads(text)
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         notes.append(f"{what} could not be parsed ({plain_text(error, 120)}): {_UNNAMED}.")
         return None
 
 
-def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
+def _read_keras(archive: zipfile.ZipFile, path: str, stack: ExitStack, alive: Alive) -> Contents:
     notes: list[str] = []
     config = _member_json(archive, "config.json", notes)
     info = archive.getinfo(WEIGHTS)
-    window = _window(archive, info, path, stack)
+    window = _window(archive, info, path, stack, alive)
     packed = min(1.0, info.compress_size / max(1, info.file_size))
-    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window, packed)
+    arrays, names = stored_arrays(stack.enter_context(open_hdf5(window)), window, alive, packed)
     return Contents("keras", arrays, names, config if isinstance(config, dict) else None, notes)
 
 
 def _member_json(archive: zipfile.ZipFile, name: str, notes: list[str]) -> Any:
     try:
         info = archive.getinfo(name)
-        if info.file_size > _MAX_JSON:
+        if info.file_size > MAX_JSON:
             notes.append(f"{name} declares {info.file_size} bytes and was skipped: {_UNNAMED}.")
             return None
         with archive.open(info) as member:
-            return read_json(member.read(_MAX_JSON), name, notes)
-    except READ_FAULTS as error:
+            return read_json(member.read(MAX_JSON), name, notes)
+    except PARSE_ERRORS as error:
         notes.append(f"{name} was not read ({plain_text(error, 120)}): {_UNNAMED}.")
         return None
 
 
-def _window(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str, stack: ExitStack) -> Window:
+def _window(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str, stack: ExitStack, alive: Alive
+) -> Window:
     refuse_bomb(info)
     if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
-        raw = stack.enter_context(Path(path).open("rb"))  # noqa: SIM115 (the stack closes it)
-        return Window(raw.fileno(), _data_start(raw, info), info.file_size)
+        raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
+        return Window(raw, _data_start(raw, info), info.file_size)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if info.file_size > free:
         raise FileFormatError(f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and {tempfile.gettempdir()} has {free}.")
-    unpacked = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
+    unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
     with archive.open(info) as member:  # ends after `file_size` bytes, whatever the compressed data holds
-        shutil.copyfileobj(member, unpacked, _READ_BYTES)
-    unpacked.flush()
-    return Window(unpacked.fileno(), 0, info.file_size)
+        while block := member.read(_READ_BYTES):
+            unpacked.write(block)
+            alive()
+    return Window(unpacked, 0, info.file_size)
 
 
 def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
@@ -172,11 +170,12 @@ def refuse_bomb(info: zipfile.ZipInfo) -> None:
         raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
 
 
-def _npy_members(archive: zipfile.ZipFile, path: str) -> list[StoredArray]:
+def _npy_members(archive: zipfile.ZipFile, path: str, alive: Alive = lambda: None) -> list[StoredArray]:
     """Return all arrays; not those that are left where all together declare far more than the archive has: entries may share their data."""
     left, found = max(BOMB_FLOOR, _MAX_DECLARED * os.path.getsize(path)), []
     for info in archive.infolist():
         left -= info.file_size
+        alive()
         found.append(_npy_member(archive, info, left))
     return found
 
@@ -196,7 +195,7 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, left: int) -> S
             raise ValueError(f"values of the unnamed kind {dtype}, which no reader can interpret")
         if min(shape, default=0) < 0 or size != info.file_size - offset:
             raise ValueError(f"its header declares {size} bytes, but {info.file_size - offset} follow")
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=info.filename)
     except FileFormatError as error:
         return StoredArray(location, "?", (), 0, False, str(error), key=info.filename)

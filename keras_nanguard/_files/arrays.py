@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FLOAT16_MAX", "Scratch", "Statistics", "Tally", "blocks", "chunk_blocks", "float_name", "named_dtype", "statistics"]
+from keras_nanguard._files.reports import Statistics
+
+__all__ = ["FLOAT16_MAX", "Scratch", "Tally", "blocks", "chunk_blocks", "float_name", "named_dtype", "statistics"]
 
 FLOAT16_MAX = 65504.0
 """Largest finite float16 (IEEE 754 binary16)."""
@@ -29,57 +30,6 @@ Measured on 2**24 float32 values in memory: pieces of 2**14, 2**16, 2**18, 2**20
 """
 
 _SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The statistics of one array of floats.
-
-    Attributes:
-        size: number of values (a complex value counts as two).
-        nan: number of NaN.
-        posinf: number of +Inf.
-        neginf: number of -Inf.
-        zeros: number of exact zeros, of either sign.
-        denormals: number of nonzero values below the smallest normal number of the dtype of the array.
-        beyond_float16: number of finite values above 65504 in magnitude.
-        beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was given.
-        min: smallest finite value, or `None` where there is none.
-        max: largest finite value, or `None` where there is none.
-        mean: mean of the finite values (summed pairwise in at least float32), or `None` where there is none.
-    """
-
-    size: int = 0
-    nan: int = 0
-    posinf: int = 0
-    neginf: int = 0
-    zeros: int = 0
-    denormals: int = 0
-    beyond_float16: int = 0
-    beyond_limit: int = 0
-    min: float | None = None
-    max: float | None = None
-    mean: float | None = None
-
-    @property
-    def inf(self) -> int:
-        """Number of infinities of either sign."""
-        return self.posinf + self.neginf
-
-    @property
-    def nonfinite(self) -> int:
-        """Number of values that are NaN or infinite."""
-        return self.nan + self.posinf + self.neginf
-
-    @property
-    def constant(self) -> bool:
-        """Whether there are at least two values and all of them are the same finite number."""
-        return self.size > 1 and self.nonfinite == 0 and self.min == self.max
-
-    @property
-    def all_zero(self) -> bool:
-        """Whether there is at least one value and every value is zero."""
-        return self.size > 0 and self.zeros == self.size
 
 
 def named_dtype(name: str) -> np.dtype[Any] | None:

@@ -1,6 +1,7 @@
 """Initial values of a variable from its layer's configuration, drawn with NumPy: no model, no backend.
 
-Constants are those of Keras. Random values have the same distribution, but not the same numbers.
+Constants are those of Keras. Random values have the same distribution, but not the same numbers; for a live model the
+layer's own initializer is called (`_keras.layers.initial_value`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _BY_NAME = {
 """Default initial values of these variables of layers."""
 
 _SCALING = {
+    "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
     "GlorotUniform": (1.0, "fan_avg", "uniform"),
     "GlorotNormal": (1.0, "fan_avg", "truncated_normal"),
     "HeUniform": (2.0, "fan_in", "uniform"),
@@ -28,13 +30,15 @@ _SCALING = {
     "LecunUniform": (1.0, "fan_in", "uniform"),
     "LecunNormal": (1.0, "fan_in", "truncated_normal"),
 }
-"""The named cases of `keras.initializers.VarianceScaling`: scale, mode, distribution."""
+"""`keras.initializers.VarianceScaling` and its named cases: scale, mode, distribution."""
 
 _TRUNCATED_STDDEV = 0.87962566103423978
 """Standard deviation of a unit normal distribution truncated at 2, by which Keras divides."""
 
 
-def initial_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
+def initial_value(
+    name: str, shape: tuple[int, ...], settings: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | str:
     """Return initial values for a variable, or the reason why there are none.
 
     Args:
@@ -46,61 +50,52 @@ def initial_value(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]
     Returns:
         An array of float64, or a reason.
     """
-    node = settings.get("depthwise_initializer") if name == "depthwise_kernel" else settings.get(f"{name}_initializer")
+    node = settings.get("depthwise_initializer" if name == "depthwise_kernel" else f"{name}_initializer")
     if name == "moving_stddev":
         node = None  # derived from the initializer of the variance, whose default has the same square root
     if not isinstance(node, dict):
         value = _BY_NAME.get(name)
         return f"its initial value is not in the file ({name})" if value is None else np.full(shape, value)
     kind, given = str(node.get("class_name")), node.get("config")
-    options: Mapping[str, Any] = given if isinstance(given, dict) else {}
     try:
-        return _drawn(kind, shape, options, draw)
+        return _drawn(kind, shape, given if isinstance(given, dict) else {}, draw)
     except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
         return f"its initializer {kind!r} could not be evaluated ({error})"
 
 
-def _drawn(kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator) -> NDArray[Any] | str:
-    if kind in ("Zeros", "Ones"):
-        return np.full(shape, float(kind == "Ones"))
-    if kind == "Constant":
-        return np.full(shape, float(options.get("value", 0.0)))
+def _drawn(
+    kind: str, shape: tuple[int, ...], options: Mapping[str, Any], draw: np.random.Generator
+) -> NDArray[Any] | str:
+    def number(name: str, default: float) -> float:
+        return float(options.get(name, default))
+
+    if kind in ("Zeros", "Ones", "Constant"):
+        return np.full(shape, number("value", 0.0) if kind == "Constant" else float(kind == "Ones"))
     if kind == "RandomUniform":
-        return draw.uniform(float(options.get("minval", -0.05)), float(options.get("maxval", 0.05)), shape)
+        return draw.uniform(number("minval", -0.05), number("maxval", 0.05), shape)
     if kind in ("RandomNormal", "TruncatedNormal"):
-        mean, stddev = float(options.get("mean", 0.0)), float(options.get("stddev", 0.05))
-        return mean + stddev * (_truncated_normal(shape, draw) if kind == "TruncatedNormal" else draw.standard_normal(shape))
-    if kind == "VarianceScaling" or kind in _SCALING:
-        scale, mode, distribution = _SCALING.get(kind, (1.0, "fan_in", "truncated_normal"))
-        return _scaled(
-            shape,
-            float(options.get("scale", scale)),
-            str(options.get("mode", mode)),
-            str(options.get("distribution", distribution)),
-            draw,
-        )
-    return f"its initializer {kind!r} is not supported"
-
-
-def _scaled(shape: tuple[int, ...], scale: float, mode: str, distribution: str, draw: np.random.Generator) -> NDArray[Any]:
-    """Draw with variance `scale / fan` (`keras.initializers.VarianceScaling`)."""
-    fan_in, fan_out = _fans(shape)
-    fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
-    variance = scale / max(1.0, fan)
+        units = draw.standard_normal(shape) if kind == "RandomNormal" else _truncated_normal(shape, draw)
+        return number("mean", 0.0) + number("stddev", 0.05) * units
+    if kind not in _SCALING:
+        return f"its initializer {kind!r} is not supported"
+    scale, mode, distribution = _SCALING[kind]
+    fan = _fan(shape, str(options.get("mode", mode)))
+    stddev = math.sqrt(number("scale", scale) / max(1.0, fan))
+    distribution = str(options.get("distribution", distribution))
     if distribution == "uniform":
-        bound = math.sqrt(3.0 * variance)
-        return draw.uniform(-bound, bound, shape)
+        return draw.uniform(-math.sqrt(3.0) * stddev, math.sqrt(3.0) * stddev, shape)
     if distribution == "untruncated_normal":
-        return math.sqrt(variance) * draw.standard_normal(shape)
-    return math.sqrt(variance) / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
+        return stddev * draw.standard_normal(shape)
+    return stddev / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
 
 
-def _fans(shape: tuple[int, ...]) -> tuple[float, float]:
+def _fan(shape: tuple[int, ...], mode: str) -> float:
     if len(shape) < 2:
-        length = float(shape[0] if shape else 1)
-        return length, length
-    field = math.prod(shape[:-2])
-    return float(shape[-2] * field), float(shape[-1] * field)
+        fan_in = fan_out = float(shape[0] if shape else 1)
+    else:
+        field = math.prod(shape[:-2])
+        fan_in, fan_out = float(shape[-2] * field), float(shape[-1] * field)
+    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
 
 
 def _truncated_normal(shape: tuple[int, ...], draw: np.random.Generator) -> NDArray[Any]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._files.arrays import Statistics
+from keras_nanguard._files.reports import SEVERITIES, Problem, Statistics
 
-__all__ = ["PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Problem", "judge", "problem"]
+if TYPE_CHECKING:  # it comes with NumPy
+    from keras_nanguard._files.names import Identity
 
-SEVERITIES = ("error", "warning", "note")
-"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for information only."""
+__all__ = ["PROBLEMS", "STATISTICS_LIMIT", "find_problems", "problem"]
 
 STATISTICS_LIMIT = 1e6
-"""Magnitude above which moving statistics are out of range: the default of `checks.statistics.max_abs` in a policy.
+"""Magnitude above which moving statistics are out of range.
 
 A variance of 1e6 means activations of about 1000; a layer that sees them in float16 overflows within two
 multiplications (1000 * 1000 > 65504).
@@ -42,27 +41,8 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
 _VARIANCES = ("moving_variance", "variance", "moving_stddev", "renorm_stddev")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem of one variable.
-
-    Attributes:
-        code: a key of `PROBLEMS`.
-        severity: one of `SEVERITIES`.
-        detail: the problem in words.
-        count: number of values concerned.
-    """
-
-    code: str
-    severity: str
-    detail: str
-    count: int = 0
-
-
-def judge(
-    name: str,
-    role: str,
-    layer_class: str,
+def find_problems(
+    who: Identity,
     found: Statistics,
     *,
     rank: int,
@@ -73,23 +53,19 @@ def judge(
     """Return the problems of one variable, worst first.
 
     Args:
-        name: name of the variable within its layer (`"moving_variance"`).
-        role: one of `keras_nanguard._files.names.ROLES`.
-        layer_class: class of the layer, or `""`.
+        who: names and role of the variable.
         found: its statistics, taken with `limit` (for statistics: with the lower of `limit` and `statistics_limit`).
         rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial value.
         float16: whether its layer computes in float16.
         limit: magnitude that no value may exceed, or `None`.
         statistics_limit: magnitude that no moving statistic may exceed.
-
-    Returns:
-        The problems.
     """
-    if layer_class == "Metric":  # a result, not part of the model
+    if who.layer_class == "Metric":  # a result, not part of the model
         return (problem("metric", found.nan + found.inf),) if found.nan + found.inf else ()
-    problems = [*_nonfinite(found), *_impossible(name, role, found)]
-    problems += _large(role, layer_class, found, float16, limit, statistics_limit)
-    problems += _odd(name, role, found, rank)
+    problems = [*_nonfinite(found), *_impossible(who, found)]
+    moving = who.role == "statistics" and who.layer_class != "Normalization"  # which describes the data, at any scale
+    problems += _large(who.role, found, float16, limit, statistics_limit if moving else math.inf)
+    problems += _odd(who.role, found, rank)
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
@@ -104,36 +80,35 @@ def _nonfinite(found: Statistics) -> list[Problem]:
     return [problem(code, count) for code, count in counted if count]
 
 
-def _impossible(name: str, role: str, found: Statistics) -> list[Problem]:
+def _impossible(who: Identity, found: Statistics) -> list[Problem]:
     if found.min is None or found.max is None:
         return []
-    squares = name in _VARIANCES or (role == "slot" and name.endswith("velocity"))
+    squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
     if squares and found.min < 0:
         return [problem("negative_variance", value=found.min)]
-    if name.endswith("dynamic_scale") and found.min <= 0:
+    if who.name.endswith("dynamic_scale") and found.min <= 0:
         return [problem("loss_scale", 1, value=found.min)]
-    if name in _VARIANCES and found.all_zero:
+    if who.name in _VARIANCES and found.all_zero:
         return [problem("zero_variance", found.size)]
     return []
 
 
-def _large(role: str, layer_class: str, found: Statistics, float16: bool, limit: float | None, statistics_limit: float) -> list[Problem]:
+def _large(role: str, found: Statistics, float16: bool, limit: float | None, bound: float) -> list[Problem]:
+    """Return what is too large: beyond the limit of the user, the bound of the role, or the range of float16."""
     if role == "other" or found.min is None or found.max is None:
         return []
     largest, problems = max(-found.min, found.max), []
-    moving = role == "statistics" and layer_class != "Normalization"  # Normalization describes the data, at any scale
-    bound = statistics_limit if moving else math.inf
-    if found.beyond_limit and largest > min(bound, limit if limit is not None else math.inf):
-        code = "out_of_range" if limit is None or bound <= limit else "beyond_limit"
-        lower = bound if code == "out_of_range" else limit
-        problems.append(problem(code, found.beyond_limit, limit=lower, value=largest))
+    given = math.inf if limit is None else limit
+    if found.beyond_limit and largest > min(bound, given):
+        code = "out_of_range" if bound <= given else "beyond_limit"
+        problems.append(problem(code, found.beyond_limit, limit=min(bound, given), value=largest))
     if found.beyond_float16 and role == "weight":
         code = "float16_overflow" if float16 else "beyond_float16"
         problems.append(problem(code, found.beyond_float16, value=largest))
     return problems
 
 
-def _odd(name: str, role: str, found: Statistics, rank: int) -> list[Problem]:
+def _odd(role: str, found: Statistics, rank: int) -> list[Problem]:
     problems = []
     if role == "weight" and rank > 1 and found.all_zero:
         problems.append(problem("all_zero", found.size))

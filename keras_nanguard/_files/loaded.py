@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._files import reading
 from keras_nanguard._files.archives import npy_header, refuse_bomb
 from keras_nanguard._files.hdf5 import SIGNATURE
-from keras_nanguard._files.isolated import isolated
-from keras_nanguard._files.opening import opened
-from keras_nanguard._files.rewrite import repaired_path
-from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, first_line, plain_text, readable
+from keras_nanguard._files.repair_file import repaired_path
+from keras_nanguard._files.stored import BOMB_FLOOR, PARSE_ERRORS, first_line, plain_text
 
 __all__ = ["data_arrays", "first_rows", "load_model", "refuse_code_in_hdf5", "save_model"]
 
@@ -59,15 +59,10 @@ def refuse_code_in_hdf5(path: str) -> None:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
 
-    @contextmanager
-    def work(_: object) -> Iterator[dict[str, Any]]:
-        with readable(path), opened(path) as contents:
-            yield {"config": contents.config is not None, "code": _has_lambda(contents.config or {})}
-
-    found = isolated(work, None, plain_text(path), os.path.getsize(path))
-    if not found["config"]:
+    config = reading.ask("configuration", path)["config"]
+    if config is None:
         raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has no configuration.")
-    if found["code"]:
+    if _has_lambda(config):
         raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has a Lambda layer, which is code and never runs.")
 
 
@@ -103,17 +98,33 @@ def data_arrays(path: str) -> tuple[Any, Any]:
         _refuse_bombs(path)
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            return loaded, None
-        with loaded:
-            arrays = {name: loaded[name] for name in loaded.files}
+            arrays = {"x": loaded}
+        else:
+            with loaded:
+                arrays = {name: loaded[name] for name in loaded.files}
     except FileFormatError:
         raise
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         raise FileFormatError(f"{plain_text(path)} cannot be read as data: {plain_text(error, 200)}.") from error
+    _refuse_no_data(arrays, path)
     targets = arrays.pop("y", None)
     if not arrays:
         raise FileFormatError(expected("inputs in the data", f"{plain_text(path)} without any", "Name an array x."))
-    return (arrays["x"] if "x" in arrays else next(iter(arrays.values())) if len(arrays) == 1 else arrays), targets
+    if "x" in arrays or len(arrays) == 1:
+        return arrays.get("x", next(iter(arrays.values()))), targets
+    return arrays, targets
+
+
+def _refuse_no_data(arrays: Mapping[str, NDArray[Any]], path: str) -> None:
+    """Raise a `FileFormatError` for arrays that are no numbers, have no rows, or not the same number of rows."""
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc" or not array.ndim or not len(array):
+            received = f"{plain_text(name)} of {array.dtype} and shape {array.shape} in {plain_text(path)}"
+            raise FileFormatError(expected("arrays of numbers with at least one row", received, "Check the data."))
+    if len({len(array) for array in arrays.values()}) > 1:
+        lengths = ", ".join(f"{plain_text(name)} with {len(array)}" for name, array in arrays.items())
+        received = f"{lengths} in {plain_text(path)}"
+        raise FileFormatError(expected("arrays with the same number of rows", received, "Check the data."))
 
 
 def _refuse_bombs(path: str) -> None:
@@ -166,8 +177,9 @@ def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> st
     folder = os.path.dirname(final)
     if not os.path.isdir(folder):
         raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
-    with atomic_files.beside(Path(final)) as unfinished:
+    with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
         model.save(unfinished)
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
+        atomic_files.flush_to_disk(unfinished)
+        if os.path.isfile(path):
+            shutil.copymode(path, unfinished)
     return final

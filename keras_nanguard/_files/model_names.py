@@ -1,23 +1,26 @@
-"""The names in a model file that a policy can refer to, read without building the model. Imports no backend."""
+"""The names in a model file that a policy can refer to, read without building the model. Imports no
+backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from keras_nanguard._files import reading
 from keras_nanguard._files.config_tree import own_name
-from keras_nanguard._files.isolated import isolated
 from keras_nanguard._files.names import Identity, identities
-from keras_nanguard._files.opening import opened, size_on_disk
-from keras_nanguard._files.orbax import is_orbax
-from keras_nanguard._files.stored import plain_text, readable
-from keras_nanguard._policy.warnings import ModelNames
+from keras_nanguard._files.opening import opened
+from keras_nanguard._files.stored import Alive, plain_text
 
-__all__ = ["model_names"]
+if TYPE_CHECKING:
+    from keras_nanguard._policy.warnings import ModelNames
 
-COMMON_NAMES = ("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance")
+__all__ = ["model_names", "names_in"]
+
+COMMON_NAMES = (
+    *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
+)
 """Common names of variables of layers."""
 
 
@@ -30,22 +33,21 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
-    file = os.fspath(path)
+    from keras_nanguard._policy.warnings import ModelNames  # with pydantic: not for the worker
 
-    @contextmanager
-    def work(_: object) -> Iterator[dict[str, Any]]:
-        with readable(file), opened(file) as contents:
-            root = own_name(contents.config or {}) or contents.names.get("", "")
-            found = [one for one in identities(contents) if one.role in ("weight", "statistics", "slot")]
-            yield {"root": root, "paths": tuple(_spelled(found, root))}
-
-    if is_orbax(file):  # as in `scan`
-        with work(None) as found:
-            pass
-    else:
-        found = isolated(work, None, plain_text(file), size_on_disk(file))
+    file = os.fsdecode(path)
+    found = reading.ask("names", file)
     name = found["root"] or os.path.basename(plain_text(file))
     return ModelNames(name, tuple(found["paths"]))
+
+
+def names_in(path: str, alive: Alive) -> dict[str, Any]:
+    """Return the name of the model in a file, `""` if it has none, and the paths in it."""
+    with opened(path, alive) as contents:
+        root = own_name(contents.config or {}) or contents.names.get("", "")
+        roles = ("weight", "statistics", "slot")
+        found = [one for one in identities(contents) if one.role in roles]
+        return {"root": root, "paths": list(_spelled(found, root))}
 
 
 def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:

@@ -18,24 +18,20 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._files.archives import WEIGHTS, read_archive, read_json
 from keras_nanguard._files.hdf5 import SIGNATURE, attribute_text, open_hdf5, stored_arrays
 from keras_nanguard._files.orbax import is_orbax, read_orbax
-from keras_nanguard._files.stored import Contents, StoredArray, plain_text, readable
-from keras_nanguard._files.window import Window
+from keras_nanguard._files.stored import MAX_JSON, Alive, Contents, StoredArray, Window, plain_text, readable
 
 __all__ = ["opened", "shard_names", "size_on_disk"]
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
 
-_MAX_JSON = 32 << 20
-"""Maximum size of a shard index that is parsed: one line of about 100 bytes per layer."""
-
-
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
+def opened(path: str | os.PathLike[str], alive: Alive = lambda: None) -> Iterator[Contents]:
     """Open a model file for reading.
 
     Args:
         path: a `.keras`, `.weights.h5`, legacy `.h5` or `.npz` file, the `.json` index of sharded weights, or the
             folder of an unzipped model or an Orbax checkpoint.
+        alive: called for each array that is found.
 
     Returns:
         Context manager of the contents; arrays can be read while it is open.
@@ -45,7 +41,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     """
     name = os.fspath(path)
     with readable(name):
-        contents = _contents(name)
+        contents = _contents(name, alive)
         contents.arrays = _distinct(contents.arrays)
     try:
         yield contents
@@ -74,29 +70,29 @@ def size_on_disk(path: str) -> int:
         return 0
 
 
-def _contents(path: str) -> Contents:
+def _contents(path: str, alive: Alive) -> Contents:
     if "\0" in path or not os.path.exists(path):
         raise FileFormatError(expected("a model file", f"path={plain_text(path)!r}", "There is no such file."))
     if os.path.isdir(path):
-        return _folder(path)
+        return _folder(path, alive)
     if not os.path.isfile(path):
         raise FileFormatError(expected("a file or a folder", f"path={plain_text(path)!r}", "Name a model file."))
     with open(path, "rb") as file:
         head = file.read(8)
     if head == SIGNATURE:
-        return _hdf5(path)
+        return _hdf5(path, alive)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return read_archive(path)
+        return read_archive(path, alive)
     if head.lstrip()[:1] == b"{":
-        return _sharded(path)
+        return _sharded(path, alive)
     received = "an empty file" if not head else f"{plain_text(path)}, which starts with {head!r}"
     raise FileFormatError(expected(f"one of {_KINDS}", received, "Name a file that Keras 3 saved."))
 
 
-def _hdf5(path: str) -> Contents:
+def _hdf5(path: str, alive: Alive) -> Contents:
     notes: list[str] = []
     with ExitStack() as stack:
-        file, arrays, names = _weights(path, stack)
+        file, arrays, names = _weights(path, stack, alive)
         text = attribute_text(file, "model_config")
         config = read_json(text.encode(), "The attribute model_config", notes) if text else None
         legacy = "model_weights" in file or "layer_names" in file.attrs
@@ -104,24 +100,24 @@ def _hdf5(path: str) -> Contents:
         return Contents("h5" if legacy else "weights.h5", arrays, names, known, notes, stack.pop_all().close)
 
 
-def _weights(path: str, stack: ExitStack) -> tuple[Any, list[StoredArray], dict[str, str]]:
-    raw = stack.enter_context(Path(path).open("rb"))  # noqa: SIM115 (the stack closes it)
+def _weights(path: str, stack: ExitStack, alive: Alive) -> tuple[Any, list[StoredArray], dict[str, str]]:
+    raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
     file = stack.enter_context(open_hdf5(path))
-    arrays, names = stored_arrays(file, Window(raw.fileno(), 0, os.fstat(raw.fileno()).st_size))
+    arrays, names = stored_arrays(file, Window(raw, 0, os.fstat(raw.fileno()).st_size), alive)
     return file, arrays, names
 
 
-def _folder(path: str) -> Contents:
+def _folder(path: str, alive: Alive) -> Contents:
     weights, config = os.path.join(path, WEIGHTS), os.path.join(path, "config.json")
     if os.path.isfile(weights):
-        contents = _hdf5(weights)
+        contents = _hdf5(weights, alive)
         contents.kind = "folder"
-        if os.path.isfile(config) and os.path.getsize(config) <= _MAX_JSON:
+        if os.path.isfile(config) and os.path.getsize(config) <= MAX_JSON:
             parsed = read_json(Path(config).read_bytes(), "config.json", contents.notes)
             contents.config = parsed if isinstance(parsed, dict) else None
         return contents
     if is_orbax(path):
-        return read_orbax(path)
+        return read_orbax(path, alive)
     remedy = f"It contains neither {WEIGHTS} nor a checkpoint."
     raise FileFormatError(expected(f"one of {_KINDS}", f"the folder {plain_text(path)}", remedy))
 
@@ -138,8 +134,8 @@ def shard_names(path: str) -> list[str]:
     Raises:
         FileFormatError: if it is not such an index, or a name in it leads out of its folder.
     """
-    if os.path.getsize(path) > _MAX_JSON:
-        raise FileFormatError(f"{plain_text(path)} is not an index of sharded weights: it has more than {_MAX_JSON} bytes.")
+    if os.path.getsize(path) > MAX_JSON:
+        raise FileFormatError(f"{plain_text(path)} is not an index of sharded weights: it has more than {MAX_JSON} bytes.")
     index = json.loads(Path(path).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
@@ -157,7 +153,7 @@ def _inside(name: Any) -> str:
     return name
 
 
-def _sharded(path: str) -> Contents:
+def _sharded(path: str, alive: Alive) -> Contents:
     folder = os.path.dirname(path)
     contents = Contents("sharded", [])
     names: dict[str, str] = {}
@@ -166,7 +162,7 @@ def _sharded(path: str) -> Contents:
             shard = os.path.join(folder, name)
             if not os.path.isfile(shard):
                 raise FileFormatError(f"The shard {plain_text(name)} that {plain_text(path)} lists is missing.")
-            _, arrays, found = _weights(shard, stack)
+            _, arrays, found = _weights(shard, stack, alive)
             contents.arrays.extend(arrays)
             names.update(found)
         contents.close = stack.pop_all().close

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files.arrays import chunk_blocks, float_name
 from keras_nanguard._files.hdf5 import MAX_CHUNK, MAX_CHUNKS, MAX_EXPANSION
-from keras_nanguard._files.stored import BOMB_FLOOR, READ_FAULTS, Contents, StoredArray, plain_text
+from keras_nanguard._files.stored import BOMB_FLOOR, PARSE_ERRORS, Alive, Contents, StoredArray, plain_text
 
 __all__ = ["is_orbax", "read_orbax"]
 
@@ -35,11 +35,12 @@ def is_orbax(path: str) -> bool:
     return _tree(path) is not None
 
 
-def read_orbax(path: str) -> Contents:
+def read_orbax(path: str, alive: Alive = lambda: None) -> Contents:
     """Read the last step of an Orbax checkpoint.
 
     Args:
         path: folder of the checkpoint, of one of its steps, or of the tree within a step.
+        alive: called for each array that is found.
 
     Returns:
         Its contents.
@@ -63,6 +64,7 @@ def read_orbax(path: str) -> Contents:
     arrays: list[StoredArray] = []
     stored = _size(tree)
     for key in sorted(tensorstore.KvStore.open(store).result().list().result()):
+        alive()
         for marker, driver in ((b"/zarr.json", "zarr3"), (b"/.zarray", "zarr")):
             if key.endswith(marker):
                 name = key[: -len(marker)].decode("utf-8", "surrogateescape")
@@ -114,7 +116,7 @@ def _stored_array(tensorstore: Any, spec: dict[str, Any], name: str, stored: int
         array = tensorstore.open(spec, open=True, read=True).result()
         shape, dtype = tuple(int(length) for length in array.shape), np.dtype(array.dtype.numpy_dtype)
         chunk = tuple(int(length) for length in array.chunk_layout.read_chunk.shape or shape)
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=name)
     kind, size = float_name(dtype), math.prod(shape) * dtype.itemsize
     reason = _refusal(shape, chunk, dtype.itemsize, stored, left)

@@ -93,7 +93,8 @@ def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size
         The report.
 
     Raises:
-        GuardError: if the model has no such layer, the data is empty, or the input of a layer is not finite.
+        GuardError: if the model has no such layer, the data is empty, a number is not above 0, or the input of a layer
+            is not finite.
 
     Example:
 
@@ -101,6 +102,9 @@ def recalibrate(model: Any, data: Any, batches: int | None = None, *, batch_size
     """
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
+    for name, count in (("batches", batches), ("batch_size", batch_size)):
+        if count is not None and count < 1:
+            raise GuardError(expected(f"{name} above 0", f"{name}={count!r}", "Leave it out for the default."))
     layers = _batchnorms(model, only)
     if not layers:
         raise GuardError(expected("a model with BatchNormalization", f"model={model.name}", "There is nothing to estimate."))

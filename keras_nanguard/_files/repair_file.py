@@ -1,145 +1,142 @@
-"""Planning of the repair of an open file: the replacement of each bad array, or why there is none."""
+"""Repair of a file: a new one is written beside it, scanned, and then gets its name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._files import reading
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.reports import Change, RepairReport, ScannedVariable
+from keras_nanguard._files.scan import scan
 
-from keras_nanguard._files.arrays import named_dtype
-from keras_nanguard._files.config_tree import optimizer_settings
-from keras_nanguard._files.initial_values import initial_value
-from keras_nanguard._files.mend import Change, Choices, bad_values, repaired_values
-from keras_nanguard._files.names import Identity, identities
-from keras_nanguard._files.stored import MAX_UNBACKED, Contents, StoredArray
-
-__all__ = ["FileRepair"]
-
-_ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer"))
-"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
+__all__ = ["checked_output", "repair_file", "repaired_path"]
 
 
-_INITIAL_SCALE = 2.0**15
-"""Default initial scale of a `LossScaleOptimizer`."""
+def repair_file(path: str, output: str, source: Any, options: RepairOptions) -> RepairReport:
+    """Replace the bad values of a file.
+
+    Args:
+        path: the file.
+        output: path of the new file; that of the old one replaces it.
+        source: a good model or file, or `None`.
+        options: how each role is repaired.
+
+    Returns:
+        The report.
+    """
+    with reading.one_worker():
+        before = scan(path, **options.limits)
+        bad = options.selected(before.bad)
+        if not bad:
+            return RepairReport(before.source, None, None, options.dry_run, (), before, None)
+        in_place = os.path.abspath(path) == output
+        final = os.path.realpath(output) if os.path.isfile(output) else output  # through links that the user named
+        scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")
+        backup = after = None
+        try:
+            with _stored(source, bad) as donor:
+                request = {"bad": [entry.location for entry in bad], "options": asdict(options), "source": donor}
+                found = reading.ask("repair", path, **request, scratch=scratch, output=final)
+            if found["written"]:
+                after = scan(os.path.join(scratch, os.path.basename(final)), **options.limits)
+                backup = _backed_up(path, final, found["kind"]) if in_place else None
+                _publish_all(scratch, final)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    changes = tuple(Change(**change) for change in found["changes"])
+    written = final if found["written"] else None
+    return RepairReport(before.source, written, backup, options.dry_run, changes, before, after)
 
 
-METHODS = {
-    "initial": "set to initial values",
-    "zeros": "set to 0",
-    "ones": "set to 1",
-    "source": "were bad: the variable was taken from the source",
-}
-"""What each method does, in words."""
+@contextmanager
+def _stored(source: Any, bad: Sequence[ScannedVariable]) -> Iterator[str | None]:
+    """Yield the path of a file with the values of the source: its own, or one with those of a live model."""
+    if source is None or isinstance(source, (str, os.PathLike)):
+        yield None if source is None else os.fsdecode(source)
+        return
+    from keras_nanguard._files.live import live_variables
+    from keras_nanguard._files.repair_stored import write_values
+
+    paths = {entry.path for entry in bad}
+    values = {live.identity.path: live.read for live in reversed(live_variables(source)) if live.identity.path in paths}
+    with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+        write_values(path := os.path.join(folder, "source.npz"), values)
+        yield path
 
 
-class FileRepair:
-    """The plan of the repair of one open file: for each array to replace, a function that returns the new values."""
+def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: bool) -> str:
+    """Return the absolute path of the new file.
 
-    def __init__(
-        self,
-        contents: Contents,
-        choices: Choices,
-        donors: Callable[[str], NDArray[Any] | str],
-        draw: np.random.Generator,
-    ):
-        self._arrays = {array.location: array for array in contents.arrays}
-        self._identities = dict(zip(self._arrays, identities(contents), strict=True))
-        self._config = contents.config
-        self._choices, self._donors, self._draw = choices, donors, draw
-        self._unbacked = 0
-        self.replacements: dict[str, Callable[[], NDArray[Any]]] = {}
+    Raises:
+        GuardError: if it exists, has no folder, is the old file, or `in_place` was given, too.
+    """
+    if in_place and output is not None:
+        raise GuardError(expected("either in_place=True or an output", f"both, output={output!r}", "Drop one."))
+    final = os.path.abspath(path if in_place else output if output is not None else repaired_path(path))
+    if not in_place and final == os.path.abspath(path):
+        raise GuardError(expected("another output", f"output={output!r}", "Pass in_place=True to replace the file."))
+    if not in_place and not overwrite and os.path.exists(final):
+        raise GuardError(expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True."))
+    folder = os.path.dirname(final)
+    if not os.path.isdir(folder):
+        raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
+    return final
 
-    def plan(self, bad: Iterable[str]) -> list[Change]:
-        """Return the change of each bad location, and fill `replacements`."""
-        changes, reset = [], False
-        for location in bad:
-            identity = self._identities[location]
-            if identity.role == "slot" and self._choices.slots == "reset" and not self._arrays[location].unread:
-                reset = True
-            else:
-                changes.append(self._change(self._arrays[location], identity))
-        return changes + (self._reset_slots() if reset else [])
 
-    def _change(self, array: StoredArray, identity: Identity) -> Change:
-        method = self._choices.method(identity.role)
-        if array.unread:
-            return Change(identity.path, array.location, method, "skipped", f"not read: {array.unread}")
-        if refusal := self._too_large(array):
-            return Change(identity.path, array.location, method, "skipped", refusal)
-        values = array.read()
-        bad = self._bad(values, identity)
-        count = int(bad.sum())
-        new = self._new_values(values, bad, method, identity, array)
-        if isinstance(new, str):
-            return Change(identity.path, array.location, method, "skipped", new, count)
-        if self._bad(new, identity).any():
-            return Change(identity.path, array.location, method, "skipped", "the new values are bad too", count)
-        self._replace(array, new)
-        detail = f"{count} of {bad.size} values {METHODS[method]}"
-        return Change(identity.path, array.location, method, "done", detail, count)
+def repaired_path(path: str) -> str:
+    """Return the name of the repaired copy of a file: `model.keras` gives `model.repaired.keras`."""
+    folder, name = os.path.split(os.path.abspath(path))
+    for ending in (".weights.h5", ".weights.json", ".keras", ".h5", ".npz", ".hdf5"):
+        if name.endswith(ending):
+            return os.path.join(folder, f"{name.removesuffix(ending)}.repaired{ending}")
+    return os.path.join(folder, f"{name}.repaired")
 
-    def _bad(self, values: NDArray[Any], identity: Identity) -> NDArray[np.bool_]:
-        return bad_values(values, identity.name, identity.role, identity.layer_class, self._choices)
 
-    def _too_large(self, array: StoredArray) -> str:
-        """Return why an array is not loaded and rewritten, if so: the file declares far more than it stores."""
-        self._unbacked += array.unbacked
-        if self._unbacked <= MAX_UNBACKED:
-            return ""
-        self._unbacked -= array.unbacked
-        return f"it declares {array.nbytes} bytes and the file stores {array.stored}: load the model and repair that"
+def _backed_up(path: str, final: str, kind: str) -> str:
+    """Back up the old file as `<path>.bak`, or with the next free number, and return that path; of shards back up all."""
+    if kind == "sharded":
+        from keras_nanguard._files.opening import shard_names
 
-    def _new_values(
-        self, values: NDArray[Any], bad: NDArray[np.bool_], method: str, identity: Identity, array: StoredArray
-    ) -> NDArray[Any] | str:
-        if not bad.any():
-            return "no single value is bad"
-        donor = self._donors(identity.path) if method == "source" else ""
-        if isinstance(donor, np.ndarray) and donor.shape != values.shape:
-            donor = f"the source has the shape {donor.shape} there"
-        first: NDArray[Any] | str = ""
-        if method == "initial":
-            first = initial_value(identity.name, array.shape, identity.settings, self._draw)
-        return repaired_values(values, bad, method, first, donor, self._choices.remedy(identity.role))
+        for name in shard_names(path):
+            _backup(os.path.join(os.path.dirname(final), name))
+    return _backup(final)
 
-    def _replace(self, array: StoredArray, new: NDArray[Any]) -> None:
-        ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)
-        self.replacements[array.key] = lambda: ordered
 
-    def _reset_slots(self) -> list[Change]:
-        changes = []
-        refusal = self._reset_refusal()
-        scale = self._initial_scale()
-        for location, identity in self._identities.items():
-            array, name = self._arrays[location], identity.name.rpartition("/")[2]
-            if identity.role != "slot" or not array.is_float or name == "learning_rate":
-                continue
-            if reason := refusal or array.unread or self._too_large(array):
-                changes.append(Change(identity.path, location, "reset", "skipped", reason))
-                continue
-            value = scale if name == "dynamic_scale" else 0.0
-            self.replacements[array.key] = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
-            changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, the initial value"))
-        return changes
+def _backup(path: str) -> str:
+    number, backup = 0, f"{path}.bak"
+    while os.path.lexists(backup):
+        number += 1
+        backup = f"{path}.bak{number}"
+    if os.path.isdir(path):
+        shutil.copytree(path, backup, symlinks=True)
+        return backup
+    try:
+        os.link(path, backup)
+    except OSError:
+        shutil.copy2(path, backup)
+    return backup
 
-    def _reset_refusal(self) -> str:
-        settings = optimizer_settings(self._config)
-        kind = settings.get("class_name")
-        if kind not in _ZERO_SLOTS:
-            named = kind or "(which the file does not name)"
-            return f"the initial slots of the optimizer {named} are not known: reset those of the loaded model"
-        if settings.get("use_ema"):
-            return "the optimizer has moving averages of the weights, which must not become 0: reset the loaded model"
-        return ""
 
-    def _initial_scale(self) -> float:
-        node: Any = self._config
-        for key in ("compile_config", "optimizer", "config"):
-            node = node.get(key) if isinstance(node, Mapping) else None
-        given = node.get("initial_scale") if isinstance(node, Mapping) else None
-        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _INITIAL_SCALE
+def _publish_all(scratch: str, final: str) -> None:
+    """Give every new file its final name, the named one last: of shards the index."""
+    for name in sorted(os.listdir(scratch), key=lambda name: name == os.path.basename(final)):
+        _publish(os.path.join(scratch, name), os.path.join(os.path.dirname(final), name))
 
+
+def _publish(new: str, final: str) -> None:
+    links = os.path.islink(new) or os.path.islink(final)  # what a link in a folder leads to is not of this model
+    if os.path.isdir(final) and os.path.isdir(new) and not links:
+        for name in os.listdir(new):
+            _publish(os.path.join(new, name), os.path.join(final, name))
+    else:
+        atomic_files.publish(Path(new), Path(final))

@@ -2,85 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from keras_nanguard._files import reading
+from keras_nanguard._files.archives import read_arrays
+from keras_nanguard._files.live import live_variables, optimizers
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_values import Values, repaired
+from keras_nanguard._files.reports import Change, RepairReport
+from keras_nanguard._files.scan import scan
 
-from keras_nanguard._files.live import LiveVariable, live_variables, optimizers
-from keras_nanguard._files.mend import Change, Choices, bad_values, repaired_values
-
-__all__ = ["model_arrays", "repair_model"]
-
-
-def model_arrays(model: Any) -> Mapping[str, Callable[[], NDArray[Any]]]:
-    """Return a function for each variable of a model, by path, that reads its value."""
-    return {live.identity.path: live.read for live in reversed(live_variables(model))}
+__all__ = ["repair_model"]
 
 
-def repair_model(
-    model: Any, bad: Iterable[str], choices: Choices, donors: Callable[[str], NDArray[Any] | str], dry_run: bool
-) -> list[Change]:
+def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairReport:
     """Replace the bad values of a model's variables.
 
     Args:
         model: a built model.
-        bad: paths of the bad variables.
-        choices: how each role is repaired.
-        donors: returns the good value of a variable by its path, or the reason why there is none.
-        dry_run: change nothing.
+        source: a good model or file, or `None`.
+        options: how each role is repaired.
 
     Returns:
-        The changes that were made, or would be.
+        The report.
     """
+    before = scan(model, **options.limits)
+    wanted = {entry.path for entry in options.selected(before.bad)}
+    changes = _changes(model, wanted, _values_of(source, wanted), options)
+    after = None if options.dry_run else scan(model, **options.limits)
+    return RepairReport(before.source, None, None, options.dry_run, tuple(changes), before, after)
+
+
+def _values_of(source: Any, wanted: Iterable[str]) -> dict[str, Callable[[], Values]]:
+    """Return a function for each variable of the source that is wanted and found, by its path."""
+    if source is None:
+        return {}
+    if not isinstance(source, (str, os.PathLike)):
+        return {live.identity.path: live.read for live in reversed(live_variables(source))}
+    with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
+        copy = os.path.join(folder, "values.npz")
+        reading.ask("values", os.fsdecode(source), names=sorted(wanted), output=copy)
+        with closing(read_arrays(copy)) as contents:
+            found = {array.location: array.read() for array in contents.arrays}
+    return {path: partial(found.get, path) for path in found}  # type: ignore[misc]
+
+
+def _changes(
+    model: Any, wanted: set[str], source: dict[str, Callable[[], Values]], options: RepairOptions
+) -> list[Change]:
     from keras_nanguard._keras import layers as keras_layers  # imports Keras, which the caller has imported
 
-    wanted, changes, reset = set(bad), [], False
+    changes, reset = [], False
     for live in live_variables(model):
         if live.identity.path not in wanted:
             continue
-        if live.identity.role == "slot" and choices.slots == "reset":
+        if live.identity.role == "slot" and options.slots == "reset":
             reset = True
             continue
-        change, values = _change(model, live, choices, donors, keras_layers.initial_value)
+        change, values = repaired(
+            live.identity,
+            live.keras_path,
+            live.read(),
+            options,
+            partial(keras_layers.initial_value, model, live.variable),
+            source.get(live.identity.path, lambda: "the source has no such variable"),
+        )
         changes.append(change)
-        if values is not None and not dry_run:
+        if values is not None and not options.dry_run:
             live.variable.assign(values)
-    return changes + (_reset_slots(model, wanted, dry_run) if reset else [])
-
-
-def _change(
-    model: Any,
-    live: LiveVariable,
-    choices: Choices,
-    donors: Callable[[str], NDArray[Any] | str],
-    initial_value: Callable[..., NDArray[Any]],
-) -> tuple[Change, NDArray[Any] | None]:
-    who, method = live.identity, choices.method(live.identity.role)
-    values = live.read()
-    bad = bad_values(values, who.name, who.role, who.layer_class, choices)
-    count = int(bad.sum())
-    new: NDArray[Any] | str = "no single value is bad"
-    if count:
-        first = initial_value(model, live.variable) if method == "initial" else ""
-        donor = donors(who.path) if method == "source" else ""
-        if isinstance(donor, np.ndarray) and donor.shape != values.shape:
-            donor = f"the source has the shape {donor.shape} there"
-        new = repaired_values(values, bad, method, first, donor, choices.remedy(who.role))
-    if isinstance(new, str):
-        return Change(who.path, live.keras_path, method, "skipped", new, count), None
-    if bad_values(new, who.name, who.role, who.layer_class, choices).any():
-        return Change(who.path, live.keras_path, method, "skipped", "the new values are bad too", count), None
-    detail = f"{count} of {bad.size} values replaced ({method})"
-    return Change(who.path, live.keras_path, method, "done", detail, count), new
+    return changes + (_reset_slots(model, wanted, options.dry_run) if reset else [])
 
 
 def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     """Reset every optimizer with a bad slot to the slots of a new one with the same configuration.
 
-    Step counts and learning rates stay (a bad learning rate is replaced by that of the configuration); moving averages of
-    the weights are reset to the weights.
+    Step counts and learning rates stay (a bad learning rate is replaced by that of the configuration); moving averages
+    of the weights are reset to the weights.
     """
     from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
 

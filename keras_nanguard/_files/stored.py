@@ -6,6 +6,7 @@ Nothing in a file is trusted: everything in it becomes an array, an array with t
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import struct
@@ -15,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,10 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = ["BOMB_FLOOR", "MAX_UNBACKED", "READ_FAULTS", "Contents", "StoredArray", "plain_text", "readable"]
+__all__ = [
+    *("BOMB_FLOOR", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "Alive", "Contents", "StoredArray", "Window"),
+    *("first_line", "plain_text", "readable"),
+]
 
 BOMB_FLOOR = 1 << 32
 """Size below which nothing counts as a zip bomb: 4 GiB, the threshold of Keras' own loader (`saving_lib`)."""
@@ -34,30 +38,65 @@ MAX_RATIO = 16
 MAX_UNBACKED = 128 << 20
 """... plus this many bytes: a file that declares gigabytes and stores none is never loaded."""
 
-READ_FAULTS = (
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    ArithmeticError,
-    MemoryError,
-    EOFError,
-    SyntaxError,
-    NotImplementedError,
-    AssertionError,
-    struct.error,
-    tokenize.TokenError,
-    zlib.error,
-    zipfile.BadZipFile,
+MAX_JSON = 32 << 20
+"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON that
+consists of empty lists takes 25 times its size in memory."""
+
+PARSE_ERRORS = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(MemoryError, EOFError, SyntaxError, NotImplementedError, AssertionError),
+    *(struct.error, tokenize.TokenError, zlib.error, zipfile.BadZipFile),
 )
 """Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by fuzzing).
 
-`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and `TokenError`; `UnicodeError` is a
-`ValueError`.
+`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and `TokenError`; `UnicodeError` is
+a `ValueError`.
 """
+
+Alive = Callable[[], None]
+"""Called between two calls of a library that reads a file: the process that reads is not hanging."""
+
+
+class Window(io.RawIOBase):
+    """A read-only section of an open file, such as an uncompressed member of a zip archive.
+
+    Args:
+        file: an unbuffered file, which the caller closes.
+        start: offset of the first byte.
+        size: number of bytes.
+    """
+
+    def __init__(self, file: BinaryIO, start: int, size: int):
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position and return it."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer up to the end of the section and return the number of bytes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        self._file.seek(self._start + self._at)
+        done = 0
+        while done < len(view) and (count := self._file.readinto(view[done:])):  # type: ignore[attr-defined]
+            done += count
+        self._at += done
+        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +144,8 @@ class StoredArray:
             if self.unread:
                 raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
             if self.unbacked > MAX_UNBACKED:
-                raise FileFormatError(f"{self.location} is not read: it takes {self.nbytes} bytes and the file stores {self.stored}.")
+                declared = f"it takes {self.nbytes} bytes and the file stores {self.stored}"
+                raise FileFormatError(f"{self.location} is not read: {declared}.")
             return self._in_order() if self.whole is None else self.whole()
 
     def _in_order(self) -> NDArray[Any]:
@@ -155,6 +195,6 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except NanGuardError:
         raise
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         reason = plain_text(str(error).strip() or type(error).__name__, 200).rstrip(".")
         raise FileFormatError(f"{plain_text(os.fspath(path))} cannot be read: {reason}.") from error

@@ -30,7 +30,7 @@ from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.levels import Level
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._files.stored import READ_FAULTS
+from keras_nanguard._files.stored import PARSE_ERRORS
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.saved_by_keras import left_out
@@ -99,7 +99,7 @@ def load(
                     keras_variables.write(metric, arrays[f"m{number}"])
             drawn: np.ndarray[Any, Any] | None = arrays.get(GENERATOR)
             return drawn
-    except READ_FAULTS as error:
+    except PARSE_ERRORS as error:
         raise FileFormatError(f"{path} does not fit this model: {plain_text(error)}") from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
+from keras_nanguard._files.reports import Verdict
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import Hazard, Rule
 from keras_nanguard._lint.subject import Subject
@@ -28,7 +29,7 @@ _SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass(frozen=True, slots=True)
-class LintReport:
+class LintReport(Verdict):
     """The hazards of one model, worst first.
 
     Attributes:
@@ -40,7 +41,7 @@ class LintReport:
     hazards: tuple[Hazard, ...]
 
     @property
-    def clean(self) -> bool:
+    def ok(self) -> bool:
         """Whether there is neither an error nor a warning."""
         return all(hazard.severity == "note" for hazard in self.hazards)
 
@@ -49,7 +50,7 @@ class LintReport:
         return {
             "format": FORMAT,
             "model": self.model,
-            "clean": self.clean,
+            "ok": self.ok,
             "hazards": [asdict(hazard) for hazard in self.hazards],
         }
 

@@ -62,11 +62,8 @@ def save(text: str, path: Path) -> Path:
     Raises:
         OSError: if it cannot be written; it names `path`.
     """
-    try:
-        with atomic_files.beside(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:  # it names the temporary file
-        raise type(error)(error.errno, error.strerror, str(path)) from None
+    with atomic_files.beside(Path(os.path.realpath(path))) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
     return path
 
 

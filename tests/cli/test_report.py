@@ -78,7 +78,7 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
         files.write(INCIDENTS, "head", path)
     assert caught.value.filename == str(path)
     assert main(["report", str(files.write(INCIDENTS, "", tmp_path / "run.json")), "-o", str(path)]) == 2
-    assert capsys.readouterr().err == f"keras-nanguard: {path} cannot be written or read: No such file or directory.\n"
+    assert capsys.readouterr().err == f"keras-nanguard: {path} cannot be written: No such file or directory.\n"
 
 
 def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):

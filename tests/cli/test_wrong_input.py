@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import zoo
 
+from keras_nanguard._cli import commands
 from keras_nanguard._cli.parser import MISUSE, main
 from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._files.repair import repair
@@ -171,6 +172,81 @@ def test_wrong_values_of_options(words, good, capsys):
     assert main([good["model"] if word == "x" else word for word in words]) == MISUSE
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "--" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        ["recalibrate", "m.keras", "--data", "x.npy", "--batches", "-1"],
+        ["recalibrate", "m.keras", "--data", "x.npy", "--batch-size", "0"],
+        ["diagnose", "m.keras", "--data", "x.npy", "--rows", "0"],
+        ["diagnose", "m.keras", "--data", "x.npy", "--rows", "-3"],
+        ["repair", "m.npz", "--weights", "initial", "--seed", "-1"],
+        ["repair", "m.npz", "--weights", "initial", "--seed", "1.5"],
+    ),
+)
+def test_numbers_that_cannot_be_are_misuse(words, capsys):
+    """A number of rows, batches or a seed out of range is reported with the option, before a file is opened."""
+    assert main(words) == MISUSE
+    assert f"argument {words[-2]}: " in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a saved model that takes rows of four numbers."""
+    keras = pytest.importorskip("keras")
+    path = tmp_path_factory.mktemp("model") / "m.keras"
+    keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]).save(path)
+    return str(path)
+
+
+ROWS = np.ones((8, 4), "float32")
+DATA = {
+    "another shape": {"x": np.ones((8, 5), "float32")},
+    "text": {"x": np.array(["a", "b"])},
+    "no rows": {"x": ROWS[:0]},
+    "a number": {"x": np.float32(1)},
+    "other names": {"a": ROWS, "b": ROWS[:, :2]},
+    "fewer targets": {"x": ROWS, "y": np.ones((5, 1))},
+}
+
+
+@pytest.mark.parametrize("given", DATA)
+@pytest.mark.parametrize("command", ("recalibrate", "diagnose"))
+def test_data_that_a_model_does_not_take(command, given, model, tmp_path, capfd):
+    """One sentence, whatever Keras raises, and exit code 2: nothing was found."""
+    np.savez(tmp_path / "data.npz", **DATA[given])
+    assert main([command, model, "--data", str(tmp_path / "data.npz")]) == MISUSE
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("keras-nanguard: ")]) == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="takes a folder in which nobody can write")
+def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
+    """It is named as such, and not taken for an unreadable input."""
+    recalibrated = ["recalibrate", model, "--data", good["data"], "-o", "/proc/out.keras"]
+    np.save(good["data"], ROWS)
+    for words in (["repair", good["model"], "--weights", "zeros", "-o", "/proc/out.npz"], recalibrated):
+        assert main(words) == MISUSE
+        assert f"keras-nanguard: {words[-1]} cannot be written: " in capsys.readouterr().err
+
+
+def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
+    """Its exception is one sentence, whatever it is."""
+    (tmp_path / "boom.py").write_text("raise ValueError('boom')")
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "bundle.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", "bundle", "--import", "boom"]) == MISUSE
+    assert "ValueError: boom" in capsys.readouterr().err
+
+
+def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
+    """What nobody expected ends with 2 and one sentence, which says how to see where it happened."""
+    monkeypatch.setattr(commands, "_limits", lambda given: 1 // 0)
+    assert main(["scan", good["model"]]) == MISUSE
+    assert "ZeroDivisionError" in (text := capsys.readouterr().err) and text.count("\n") == 1
 
 
 def test_a_model_that_keras_cannot_load(tmp_path, capsys):

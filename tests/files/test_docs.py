@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_nanguard._cli.parser import parser
 from keras_nanguard._files.judge import PROBLEMS
-from keras_nanguard._files.mend import CHOICES
+from keras_nanguard._files.repair_options import CHOICES
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -24,7 +24,7 @@ def test_the_programs_on_the_page_run(keras, nested, task, tmp_path, monkeypatch
     assert len(blocks) == 4
     for block in blocks:
         exec(block, made)
-    assert made["fixed"].clean
+    assert made["fixed"].ok
 
 
 def test_every_problem_and_every_choice_stands_on_the_page():

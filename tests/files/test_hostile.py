@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import struct
-import time
+import subprocess
+import sys
 import zipfile
 
 import h5py
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from support import zoo
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
-from keras_nanguard._files import archives, hdf5, isolated as isolated_reading
+from keras_nanguard._files import archives, hdf5, reading, worker
+from keras_nanguard._files.opening import opened
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
 from keras_nanguard._files.stored import plain_text
@@ -37,7 +39,7 @@ def refusal(path):
 def unread(path):
     """Return why each array that was not read was not read."""
     report = scan(path)
-    assert not report.clean
+    assert not report.ok
     assert not report.finite
     return {e.location: e.problems[0].detail for e in report.variables if e.problems and e.problems[0].code == "unread"}
 
@@ -71,7 +73,7 @@ def test_a_truncated_file_is_refused_or_its_rest_is_reported_missing(make, kind,
     with open(made, "rb") as file:
         data = file.read()
     try:
-        assert not scan(make.raw(data[: int(len(data) * share)])).clean
+        assert not scan(make.raw(data[: int(len(data) * share)])).ok
     except FileFormatError as error:
         assert "\n" not in str(error)
 
@@ -157,7 +159,8 @@ def test_a_zip_bomb_is_refused(make, monkeypatch):
     """A member that would unpack to many times its size is refused before it is unpacked."""
     monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 16)
     bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
-    assert "zip bomb" in refusal(bomb)
+    with pytest.raises(FileFormatError, match="zip bomb"), opened(bomb):
+        pass
 
 
 def test_a_member_that_unpacks_to_more_than_it_declares_is_refused(make):
@@ -254,7 +257,7 @@ def test_a_link_in_an_unzipped_model_is_not_followed(make, tmp_path):
     made = make.weights({make.SECOND_VARIANCE: np.nan})
     os.rename(made, inner / "model" / "model.weights.h5")
     before = {path for path in tmp_path.rglob("*") if ".bak" not in str(path)}
-    assert repair(inner / "model", in_place=True).clean
+    assert repair(inner / "model", in_place=True).ok
     assert {path for path in tmp_path.rglob("*") if ".bak" not in str(path)} == before
     assert (inner / "model" / "up").is_symlink()
 
@@ -268,9 +271,9 @@ def test_a_shard_of_another_name_is_left_alone(make):
     make.raw(index.encode(), os.path.basename(path))
     before = (make.folder / "other.weights.h5").read_bytes()
     report = repair(path)
-    assert report.clean and (make.folder / "other.weights.h5").read_bytes() == before
-    assert not scan(path).clean and scan(report.output).clean
-    assert repair(path, in_place=True).clean and scan(path).clean
+    assert report.ok and (make.folder / "other.weights.h5").read_bytes() == before
+    assert not scan(path).ok and scan(report.output).ok
+    assert repair(path, in_place=True).ok and scan(path).ok
 
 
 def lambda_config(**layer):
@@ -309,37 +312,81 @@ def test_ten_thousand_layers_are_a_result(tmp_path):
             values = np.full(3, np.nan if number == 7777 else 1.0, np.float32)
             file.create_dataset(f"layers/dense_{number}/vars/0", data=values)
     report = scan(path)
-    assert report.counts()["variables"] == 10_000
+    assert report.counts["variables"] == 10_000
     assert report.layers[0].path == "dense_7777"
 
 
-def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(monkeypatch):
-    """The file is read in a child process: if that is killed or falls silent, the program goes on."""
-    with pytest.raises(FileFormatError, match="crashes"):
-        isolated(lambda: os.kill(os.getpid(), 11))
-    stop = "import ctypes; ctypes.PyDLL(None).pause()"  # holds the interpreter's lock, as a loop in a C library does
-    with monkeypatch.context() as briefly, pytest.raises(FileFormatError, match="hangs"):
-        briefly.setattr(isolated_reading, "STALL_SECONDS", 1.5)
-        isolated(lambda: exec(stop))
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        isolated(lambda: 1 // 0)
-    with pytest.raises(FileFormatError, match="in its own words"):
-        isolated(lambda: refuse("in its own words"))
-    assert isolated(lambda: 1) == {"x": 1}
+def odd_worker(monkeypatch, code):
+    """Have files read by a program that starts as the worker does, and then does something else."""
+    monkeypatch.setattr(reading, "START_SECONDS", 60.0)
+    start, program = subprocess.Popen, f"print(chr(123) + chr(125), flush=True); input(); {code}"
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", program], **options))
 
 
-def isolated(function):
-    """Run a function as the reading of a file is run."""
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os.abort()", "crashes"),
+        ("import os; os._exit(0)", "crashes"),
+        ("print(5 * chr(123), end='', flush=True)", "crashes"),
+        ("import ctypes; ctypes.PyDLL(None).pause()", "hangs"),  # holds the interpreter's lock, as a loop in C does
+        ("import os; os.mkfifo('pipe'); open('pipe')", "hangs"),
+    ],
+)
+def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(code, reason, monkeypatch, make):
+    """The file is read in another process: if that ends or falls silent, the program continues, and reads the next one."""
+    path = make.weights()
+    with monkeypatch.context() as briefly, reading.one_worker() as used:
+        odd_worker(briefly, code.replace("'pipe'", repr(str(make.folder / "pipe"))))
+        briefly.setattr(reading, "STALL_SECONDS", 1.0)
+        with pytest.raises(FileFormatError, match=reason):
+            scan(path)
+        briefly.undo()
+        assert used._process is None and scan(path).ok
 
-    @contextlib.contextmanager
-    def work(report):
-        yield {"x": function()}
 
-    return isolated_reading.isolated(work, None, "x.keras")
+def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make):
+    """A process that waits for a dead disk, where even killing it has no effect, is left behind; the program continues."""
+    monkeypatch.setattr(reading, "EXIT_SECONDS", 0.1)
+    monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)
+    odd_worker(monkeypatch, "import time; time.sleep(20)")
+    monkeypatch.setattr(reading, "STALL_SECONDS", 0.5)
+    with pytest.raises(FileFormatError, match="hangs"):
+        scan(make.weights())
 
 
-def refuse(sentence):
-    raise FileFormatError(sentence)
+def test_one_worker_reads_all_files_of_a_command(monkeypatch, make):
+    """It starts with the first file, reads also after one that it refuses, and ends with the command."""
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: started.append(start(*words, **options)) or started[-1])
+    with reading.one_worker():
+        assert not started and scan(make.weights()).ok
+        refusal(make.raw(b"hello world"))
+        assert repair(make.keras({make.SECOND_VARIANCE: np.nan})).ok
+        assert len(started) == 1 and started[0].poll() is None
+    assert started[0].poll() is not None
+    assert scan(make.weights()).ok and len(started) == 2
+
+
+def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch):
+    """Modules that lie beside a model, in the current folder, are not those of the process that reads it."""
+    for name in ("json", "numpy", "h5py", "keras_nanguard", "ml_dtypes"):
+        (make.folder / f"{name}.py").write_text(f"open({str(make.folder / 'ran')!r}, 'w')")
+    make.weights(name="model.weights.h5")
+    monkeypatch.chdir(make.folder)
+    assert scan("model.weights.h5").ok
+    assert not (make.folder / "ran").exists()
+
+
+def test_an_error_that_no_file_explains_is_raised(make, monkeypatch):
+    """What the reader does not expect is a defect of this library, and no verdict on the file."""
+    monkeypatch.setitem(worker.TASKS, "scan", lambda *_, **__: next(iter(())))
+    assert worker.answer({"task": "scan", "path": make.weights(), "details": {}}, print) == {"fault": "StopIteration: "}
+    start, line = subprocess.Popen, json.dumps({"fault": "StopIteration: "})
+    program = f"print(chr(123) + chr(125), flush=True); input(); print({line!r}, flush=True); input()"
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", program], **options))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        scan(make.weights())
 
 
 def test_progress_crosses_from_the_child(make):
@@ -405,11 +452,18 @@ def samples(make):
     return found
 
 
+@pytest.fixture
+def one_worker(monkeypatch):
+    """One process reads all files of a test, and is waited for briefly."""
+    monkeypatch.setattr(reading, "STALL_SECONDS", 5.0)
+    with reading.one_worker():
+        yield
+
+
 @FUZZED
 @given(data=st.data())
-def test_mutated_files_give_a_result_or_one_sentence(samples, make, monkeypatch, data):
+def test_mutated_files_give_a_result_or_one_sentence(one_worker, samples, make, data):
     """Whatever bytes of a valid file are changed, cut or repeated, scan and repair answer or refuse."""
-    monkeypatch.setattr(isolated_reading, "STALL_SECONDS", 3.0)
     mutated = bytearray(data.draw(st.sampled_from(samples)))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(mutated) - 1))
@@ -437,22 +491,3 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
     assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == archives.BOMB_FLOOR
     assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5.MAX_EXPANSION
     assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_EXPANSION
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no child process")
-def test_a_child_that_cannot_be_ended(monkeypatch):
-    """A child that hangs on a dead disk, where even killing it has no effect, is left behind; the caller goes on."""
-    monkeypatch.setattr(isolated_reading, "KILL_SECONDS", 0.2)
-    asked, real = [], os.waitpid
-    monkeypatch.setattr(os, "waitpid", lambda child, options: asked.append((child, options)) or (0, 0))
-
-    @contextlib.contextmanager
-    def work(progress):
-        yield {"found": 1}
-
-    began = time.monotonic()
-    assert isolated_reading.isolated(work, None, "a file") == {"found": 1}
-    assert time.monotonic() - began < 30
-    assert asked and all(options == os.WNOHANG for _, options in asked), "nothing that waits without an end"
-    monkeypatch.undo()
-    real(asked[0][0], 0)

@@ -91,7 +91,7 @@ def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
     assert "10/pytree" in report.notes[0]
     found = {entry.path: [problem.code for problem in entry.problems] for entry in report.bad}
     assert found == {"model/bn/moving_variance": ["nan", "negative_variance"], "model/head/kernel": ["inf"]}
-    assert scan(tmp_path / "run" / "9").clean
+    assert scan(tmp_path / "run" / "9").ok
     with pytest.raises(FileFormatError, match="repair the model"):
         repair(tmp_path / "run", weights="zeros")
 

@@ -8,8 +8,10 @@ import pytest
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._files.arrays import statistics
-from keras_nanguard._files.judge import PROBLEMS, SEVERITIES, judge
+from keras_nanguard._files.judge import PROBLEMS, find_problems
+from keras_nanguard._files.names import Identity
 from keras_nanguard._files.repair import repair
+from keras_nanguard._files.reports import SEVERITIES
 from keras_nanguard._files.scan import scan
 
 CASES = {
@@ -33,7 +35,8 @@ def judged(name, role, values, layer_class="", **options):
     array = np.array(values)
     limit, bound = options.get("limit"), 1e6 if role == "statistics" else math.inf
     lower = min(bound, math.inf if limit is None else limit)
-    return judge(name, role, layer_class, statistics(array, lower), rank=array.ndim, **options)
+    who = Identity("", name, role, layer_class)
+    return find_problems(who, statistics(array, lower), rank=array.ndim, **options)
 
 
 @pytest.mark.parametrize("code", sorted(set(PROBLEMS) - {"unread"}))
@@ -80,9 +83,9 @@ def test_the_worst_layer_and_the_worst_problem_come_first(make):
 def test_notes_do_not_spoil_a_clean_report(make):
     """A model with harmless oddities is clean, and says how much was looked at."""
     report = scan(make.keras({make.KERNEL: 0.0}))
-    assert report.clean
+    assert report.ok
     assert report.finite
-    assert report.counts()["notes"] == 1
+    assert report.counts["notes"] == 1
     assert str(report).endswith("clean, 47 values in 10 variables.")
 
 
@@ -118,7 +121,7 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     document = json.loads(json.dumps(scan(path).to_dict(), allow_nan=False))
     assert document["format"] == 1
-    assert (document["clean"], document["finite"], document["kind"]) == (False, False, "keras")
+    assert (document["ok"], document["finite"], document["kind"]) == (False, False, "keras")
     listed = [variable for layer in document["layers"] for variable in layer["variables"]]
     assert len(listed) == document["counts"]["variables"] == 10
     assert sum(variable["statistics"]["nan"] for variable in listed) == document["counts"]["nan"] == 4
@@ -159,7 +162,7 @@ def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
     noted = {entry.path: entry.problems[0] for entry in report.variables if entry.problems}
     assert {"metrics/loss/total", "metrics/tracker/total"} <= set(noted)
     assert {(found.code, found.severity) for found in noted.values()} == {("metric", "note")}
-    assert report.clean and report.bad == ()
+    assert report.ok and report.bad == ()
     repaired = repair(model)
     assert repaired.clean and repaired.changes == () and "Still bad" not in str(repaired)
     model.layers[0].kernel.assign(np.full((4, 1), np.nan))

@@ -42,7 +42,7 @@ def test_a_small_nested_model_is_healed_in_python_and_by_command_line(keras, nes
     recalibrate(healed, task[0])
     assert healed.evaluate(*task, verbose=0)[1] == reached
 
-    assert repair(model).clean
+    assert repair(model).ok
     assert np.isfinite(model.predict(task[0], verbose=0)).all()
 
 
@@ -72,7 +72,7 @@ def test_a_resnet101v2_is_healed(keras, tmp_path):
     assert [entry.path for entry in scan(path).bad] == expected
     assert not np.isfinite(model.predict(images, verbose=0)).all()
 
-    assert repair(path).clean
+    assert repair(path).ok
     healed = keras.models.load_model(tmp_path / "resnet.repaired.keras")
     assert np.isfinite(healed.predict(images, verbose=0)).all()
     recalibrate(healed, images, batch_size=16)

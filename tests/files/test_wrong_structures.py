@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -12,10 +11,6 @@ import numpy as np
 import pytest
 from support import zoo
 from support.wrong_files import WRONG
-
-from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files import isolated
-from keras_nanguard._files.stored import readable
 
 zoo.once()
 
@@ -92,11 +87,12 @@ SOUND = ("big-endian", "layer of fill value", "values in Fortran's order", "init
 CAMPAIGN = MEASURED + """
 import json, random
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files import isolated
+from keras_nanguard._files import reading
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
 
-isolated.STALL_SECONDS = 3.0
+reading.STALL_SECONDS = 5.0
+reading.one_worker().__enter__()
 target, seed, count, *samples = sys.argv[1:]
 draw = random.Random(int(seed))
 samples = [open(sample, "rb").read() for sample in samples]
@@ -146,17 +142,18 @@ def test_a_long_campaign_of_changed_bytes(seed, tmp_path):
     campaign(tmp_path, seed, 1000, 3000)
 
 
-def test_what_hdf5_reserves_is_bounded(monkeypatch):
-    """The child that reads a file cannot exceed its memory limit, whatever a library requests."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("only Linux tells how much a process holds")
-    monkeypatch.setattr(isolated, "MAX_MEMORY", 200 << 20)
-
-    @contextlib.contextmanager
-    def work(_):
-        with readable("x.keras"):
-            yield {"size": np.ones(1 << 26).nbytes}
-
-    with pytest.raises(FileFormatError, match="cannot be read"):
-        isolated.isolated(work, None, "x.keras")
-    assert isolated.isolated(work, None, "x.keras", 1 << 26) == {"size": 1 << 29}
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells how much a process holds")
+def test_what_hdf5_reserves_is_bounded(tmp_path):
+    """The process that reads a file cannot exceed its memory limit, whatever a library requests; a large file gets more."""
+    code = (
+        "import sys, numpy as np; from keras_nanguard._files import worker\n"
+        "worker.MAX_MEMORY = 200 << 20; worker._limit_memory(sys.argv[1])\n"
+        "worker.TASKS['scan'] = lambda *_: {'size': np.ones(1 << 26).nbytes}\n"
+        "print(worker.answer({'task': 'scan', 'path': 'x.keras', 'details': {}}, print))\n"
+    )
+    found = []
+    for size in (0, 1 << 26):
+        (tmp_path / "file").write_bytes(bytes(size))
+        command = [sys.executable, "-c", code, str(tmp_path / "file")]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "'refused': 'x.keras cannot be read" in found[0] and str(1 << 29) in found[1]

@@ -157,7 +157,7 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     outputs = {"a": layers.Dense(2, activation="softmax", name="a")(inputs), "b": layers.Dense(1, name="b")(inputs)}
     model = keras.Model(inputs, outputs)
     model.compile("adam", {"a": "sparse_categorical_crossentropy", "b": "mse"})
-    assert lint(model).clean
+    assert lint(model).ok
     (hazard,) = lint(model, y={"a": np.array([0, 2]), "b": np.array([9.0, -9.0])}).hazards
     assert (hazard.code, hazard.path) == ("labels_out_of_range", "a")
     model.compile("adam", {"a": "mse", "b": "poisson"})
@@ -177,9 +177,9 @@ def test_schedules_are_looked_at_along_their_way():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     schedules = keras.optimizers.schedules
     model.compile(keras.optimizers.Adam(schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)), "mse")
-    assert lint(model).clean
+    assert lint(model).ok
     model.compile(keras.optimizers.Adam(schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)), "mse")
-    assert not lint(model).clean
+    assert not lint(model).ok
 
 
 def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
@@ -192,7 +192,7 @@ def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
         x / (ops.norm(x, axis=-1, keepdims=True) + 1e-9),
         x / 255.0,
     ):
-        assert lint(keras.Model(inputs, expression)).clean
+        assert lint(keras.Model(inputs, expression)).ok
     for expression in (ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)):
         assert [hazard.code for hazard in lint(keras.Model(inputs, expression)).hazards] == ["unprotected_operation"]
 
@@ -222,7 +222,7 @@ def test_the_report_is_json_with_a_format_number():
     report = examine(RULES[1].invalid)
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert document["format"] == 1
-    assert document["clean"] is False
+    assert document["ok"] is False
     assert str(report).startswith("error probabilities_as_logits at ")
     assert "no hazard" in str(examine(RULES[1].valid))
 

@@ -15,9 +15,7 @@ from support.recordings import HOSTILE, synthetic
 from keras_nanguard import Finding, Incident, NanGuard
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.notebook import MAX_ROWS, block
-from keras_nanguard._files.judge import Problem
-from keras_nanguard._files.repair import Change, RepairReport
-from keras_nanguard._files.scan_report import ScannedVariable, ScanReport
+from keras_nanguard._files.reports import Change, Problem, RepairReport, ScannedVariable, ScanReport
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report.plots import curves
 

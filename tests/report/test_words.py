@@ -10,8 +10,7 @@ from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Poli
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport
-from keras_nanguard._files.repair import RepairReport
-from keras_nanguard._files.scan_report import ScanReport
+from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._lint import LintReport
 from keras_nanguard._report.console import Lines, kinds, markdown, summary, why
 

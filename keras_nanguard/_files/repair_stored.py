@@ -1,0 +1,185 @@
+"""Repair of a file in the process that reads it: what replaces each bad array, or why nothing does."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from keras_nanguard._files.arrays import named_dtype
+from keras_nanguard._files.config_tree import optimizer_settings
+from keras_nanguard._files.initial_values import initial_value
+from keras_nanguard._files.names import Identity, identities
+from keras_nanguard._files.opening import opened
+from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_values import Values, repaired
+from keras_nanguard._files.reports import Change
+from keras_nanguard._files.rewrite import Replacements, rewrite
+from keras_nanguard._files.stored import MAX_UNBACKED, Alive, Contents, StoredArray
+
+__all__ = ["copy_values", "repair_stored", "write_values"]
+
+_ZERO_SLOTS = frozenset(
+    ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer")
+)
+"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
+
+_INITIAL_SCALE = 2.0**15
+"""Default initial scale of a `LossScaleOptimizer`."""
+
+
+def repair_stored(
+    path: str, alive: Alive, bad: list[str], options: dict[str, Any], source: str | None, scratch: str, output: str
+) -> dict[str, Any]:
+    """Plan the repair of a file, and write the new one if anything is to be replaced.
+
+    Args:
+        path: the file.
+        alive: called between two reads or writes.
+        bad: locations of the bad arrays that are to be repaired.
+        options: a `RepairOptions` as a dict.
+        source: a good file, or `None`.
+        scratch: a folder that is made for the new file.
+        output: final path of the new file, whose name it gets in the folder.
+
+    Returns:
+        The kind of the file, the changes, and whether there is a new file.
+    """
+    chosen = RepairOptions(**{**options, "only": tuple(options["only"])})
+    with ExitStack() as stack:
+        contents = stack.enter_context(opened(path, alive))
+        good = {} if source is None else _by_name(stack.enter_context(opened(source, alive)))
+        plan = FileRepair(contents, chosen, good)
+        changes = plan.changes(bad)
+        written = bool(plan.replacements) and not chosen.dry_run
+        if written:
+            rewrite(path, scratch, output, contents.kind, plan.replacements, alive)
+    return {"kind": contents.kind, "changes": [asdict(change) for change in changes], "written": written}
+
+
+def copy_values(path: str, alive: Alive, names: list[str], output: str) -> dict[str, Any]:
+    """Write the arrays of a file that have one of these paths or locations to an `.npz` file."""
+    with opened(path, alive) as contents:
+        found = _by_name(contents)
+        write_values(output, {name: found[name].read for name in names if name in found})
+    return {}
+
+
+def write_values(output: str, values: Mapping[str, Callable[[], NDArray[Any]]]) -> None:
+    """Write arrays by name to an `.npz` file, bfloat16 and other kinds unknown to it as float32."""
+    with zipfile.ZipFile(output, "w") as archive:
+        for name, read in values.items():
+            array = read()
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                plain = array.astype(np.float32) if array.dtype.kind == "V" else array
+                npy.write_array(member, plain, allow_pickle=False)
+
+
+def _by_name(contents: Contents) -> dict[str, StoredArray]:
+    """Return the arrays that can be read by path and by location; the first of each name."""
+    found: dict[str, StoredArray] = {}
+    for array, identity in zip(contents.arrays, identities(contents), strict=True):
+        if not array.unread:
+            found.setdefault(identity.path, array)
+            found.setdefault(array.location, array)
+    return found
+
+
+class FileRepair:
+    """The plan of the repair of one open file.
+
+    Args:
+        contents: the file.
+        options: how each role is repaired.
+        good: arrays of the source, by path or location.
+
+    Attributes:
+        replacements: for each array to replace, a function that returns its new values.
+    """
+
+    def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, StoredArray]):
+        self._arrays = {array.location: array for array in contents.arrays}
+        self._identities = dict(zip(self._arrays, identities(contents), strict=True))
+        self._config, self._options, self._good = contents.config, options, good
+        self._draw = np.random.default_rng(options.seed)
+        self._unbacked = 0
+        self.replacements: Replacements = {}
+
+    def changes(self, bad: Iterable[str]) -> list[Change]:
+        """Return the change of each bad location, and fill `replacements`."""
+        changes, reset = [], False
+        for location in bad:
+            identity, array = self._identities[location], self._arrays[location]
+            if identity.role == "slot" and self._options.slots == "reset" and not array.unread:
+                reset = True
+            else:
+                changes.append(self._change(array, identity))
+        return changes + (self._reset_slots() if reset else [])
+
+    def _change(self, array: StoredArray, identity: Identity) -> Change:
+        if reason := f"not read: {array.unread}" if array.unread else self._too_large(array):
+            method = self._options.method(identity.role)
+            return Change(identity.path, array.location, method, "skipped", reason)
+        change, new = repaired(
+            identity,
+            array.location,
+            array.read(),
+            self._options,
+            lambda: initial_value(identity.name, array.shape, identity.settings, self._draw),
+            lambda: self._from_source(identity.path),
+        )
+        if new is not None:
+            ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)
+            self.replacements[array.key] = lambda: ordered
+        return change
+
+    def _from_source(self, path: str) -> Values:
+        return self._good[path].read() if path in self._good else "the source has no such variable"
+
+    def _too_large(self, array: StoredArray) -> str:
+        """Return why an array is not loaded and rewritten, if so: the file declares far more than it stores."""
+        self._unbacked += array.unbacked
+        if self._unbacked <= MAX_UNBACKED:
+            return ""
+        self._unbacked -= array.unbacked
+        return f"it declares {array.nbytes} bytes and the file stores {array.stored}: load the model and repair that"
+
+    def _reset_slots(self) -> list[Change]:
+        changes, refusal, scale = [], self._reset_refusal(), self._initial_scale()
+        for location, identity in self._identities.items():
+            array, name = self._arrays[location], identity.name.rpartition("/")[2]
+            if identity.role != "slot" or not array.is_float or name == "learning_rate":
+                continue
+            if reason := refusal or array.unread or self._too_large(array):
+                changes.append(Change(identity.path, location, "reset", "skipped", reason))
+                continue
+            value = scale if name == "dynamic_scale" else 0.0
+            new = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
+            self.replacements[array.key] = new
+            changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, the initial value"))
+        return changes
+
+    def _reset_refusal(self) -> str:
+        settings = optimizer_settings(self._config)
+        kind = settings.get("class_name")
+        if kind not in _ZERO_SLOTS:
+            named = kind or "(which the file does not name)"
+            return f"the initial slots of the optimizer {named} are not known: reset those of the loaded model"
+        if settings.get("use_ema"):
+            return "the optimizer has moving averages of the weights, which must not become 0: reset the loaded model"
+        return ""
+
+    def _initial_scale(self) -> float:
+        node: Any = self._config
+        for key in ("compile_config", "optimizer", "config"):
+            node = node.get(key) if isinstance(node, Mapping) else None
+        given = node.get("initial_scale") if isinstance(node, Mapping) else None
+        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _INITIAL_SCALE

@@ -1,0 +1,120 @@
+"""The process that reads model files: `python -m keras_nanguard._files.worker`, started by `reading.py`.
+
+Takes one line of JSON for each task on its standard input, and writes lines of JSON to its standard output: any number
+of `{"progress": [done, total]}` and `{"alive": true}`, then one answer. Ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files.model_names import names_in
+from keras_nanguard._files.opening import opened, size_on_disk
+from keras_nanguard._files.orbax import is_orbax
+from keras_nanguard._files.repair_stored import copy_values, repair_stored
+from keras_nanguard._files.rewrite import Unwritable
+from keras_nanguard._files.scanner import scan_stored
+from keras_nanguard._files.stored import readable
+
+__all__ = ["TASKS", "answer"]
+
+MAX_MEMORY = 1 << 30
+"""Memory limit for any file, in bytes, beyond that of the process before it. Reading in pieces takes a tenth of it; more
+is needed only for a damaged file that makes HDF5 reserve what it declares."""
+
+ORBAX_MEMORY = 8 << 30
+"""The same for a checkpoint: TensorStore reserves stacks and arenas of memory for each of its threads."""
+
+MEMORY_PER_BYTE = 16
+"""Additional memory limit per byte of the file."""
+
+LINE_SECONDS = 0.2
+"""Seconds between two lines before the answer."""
+
+Report = Callable[..., None]
+"""Takes the bytes read so far and all bytes; without arguments it only reports that the process is not hanging."""
+
+
+def _configuration(path: str, report: Report) -> dict[str, Any]:
+    with opened(path, report) as contents:
+        return {"config": contents.config}
+
+
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "scan": scan_stored,
+    "repair": repair_stored,
+    "values": copy_values,
+    "names": names_in,
+    "configuration": _configuration,
+}
+"""What the worker does with a file: functions of a path, a `Report` and further arguments by name."""
+
+
+def answer(request: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Return the last line for a request: an answer, or why there is none."""
+    path = request["path"]
+    try:
+        with readable(path):
+            return {"answer": TASKS[request["task"]](path, report, **request["details"])}
+    except FileFormatError as error:
+        return {"refused": str(error)}
+    except Unwritable as error:
+        return {"unwritable": error.args}
+    except Exception as error:  # noqa: BLE001 (whatever it is, the program that asked raises it)
+        return {"fault": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the program decides, which then ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    sys.path[:] = filter(os.path.isabs, sys.path)  # nothing is imported from the folders of the files
+    last = 0.0
+
+    def report(done: int = 0, total: int = 0) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LINE_SECONDS or (total and done == total):
+            last = now
+            _write(answers, {"progress": [done, total]} if total else {"alive": True})
+
+    _write(answers, {"alive": True})
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        if request["folder"] is not None:
+            os.chdir(request["folder"])
+        _limit_memory(request["path"])
+        _write(answers, answer(request, report))
+
+
+def _write(answers: IO[bytes], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message).encode() + b"\n")
+    answers.flush()
+
+
+def _limit_memory(path: str) -> None:
+    """Limit the memory of this process to what it holds and what a file may take; only Linux tells how much it holds."""
+    try:
+        import resource
+
+        with open("/proc/self/statm", "rb") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        extra = (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY) + MEMORY_PER_BYTE * size_on_disk(path)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = now + extra
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    except (ImportError, OSError, ValueError):
+        pass
+
+
+if __name__ == "__main__":
+    main()
