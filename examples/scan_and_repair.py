@@ -54,8 +54,8 @@ found = [f"{variable.path} ({', '.join(problem.code for problem in variable.prob
 print("found in the file:", *found)
 print("changed in the new file:", *(f"{change.path}: {change.status}, {change.detail}" for change in fixed.changes))
 first, second = accuracy(ruined), accuracy(repaired)
-recalibrate(repaired, x, batches=40)
+recalibrate(repaired, x, steps=40)
 third = accuracy(repaired)
 print(f"accuracy: healthy {healthy:.2f}, ruined {first:.2f}, repaired {second:.2f}, recalibrated {third:.2f}")
-if before.clean or not after.clean or third < healthy - 0.03:
+if before.ok or not after.ok or third < healthy - 0.03:
     raise SystemExit("The repair was worth nothing here.")

@@ -1,4 +1,5 @@
-"""The commands of the command line: each calls one public function, prints its report and returns an exit code.
+"""The commands of the command line: each calls one public function, prints its report and returns
+an exit code.
 
 Everything except the standard library is imported inside the command that needs it.
 """
@@ -48,7 +49,8 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def scan(given: argparse.Namespace) -> int:
-    """Scan files one after the other; one that cannot be read does not end the command, but is its exit code."""
+    """Scan files one after the other; one that cannot be read does not end the command, but is its
+    exit code."""
     from keras_nanguard._core.errors import NanGuardError
     from keras_nanguard._files.reading import one_worker
     from keras_nanguard._files.scan import scan as scan_file
@@ -74,8 +76,11 @@ def print_error(error: Exception, words: Mapping[str, str]) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Return a text in one line, without control characters: what it quotes may come from a file."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    """Return a text in one line, without control characters: what it quotes may come from a
+    file."""
+    return "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
+    )
 
 
 def _scan_table(tables: Any, report: Any, notes: bool) -> None:
@@ -86,10 +91,24 @@ def repair(given: argparse.Namespace) -> int:
     """Repair a file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    options = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
+    options = (
+        "statistics",
+        "weights",
+        "slots",
+        "source",
+        "in_place",
+        "dry_run",
+        "overwrite",
+        "seed",
+    )
     chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
-    report = repair_file(given.path, given.output, only=tuple(given.only), **chosen, **_limits(given))
-    translated = replace(report, changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes))
+    report = repair_file(
+        given.path, given.output, only=tuple(given.only), **chosen, **_limits(given)
+    )
+    translated = replace(
+        report,
+        changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes),
+    )
     _show(translated, given.json, lambda tables: tables.repair(translated))
     return CLEAN if report.ok else FOUND
 
@@ -102,7 +121,9 @@ def recalibrate(given: argparse.Namespace) -> int:
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
     with _taking_data(given.data):
-        report = estimate(model, inputs, given.batches, batch_size=given.batch_size, only=tuple(given.only))
+        report = estimate(
+            model, inputs, steps=given.steps, batch_size=given.batch_size, only=tuple(given.only)
+        )
     output = save_model(model, given.path, given.output, given.overwrite)
     if given.json:
         _print_json({**report.to_dict(), "output": output})
@@ -114,7 +135,8 @@ def recalibrate(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _taking_data(path: str) -> Iterator[None]:
-    """Convert what Keras raises where a model does not take the data, which may be anything, to one sentence."""
+    """Convert what Keras raises where a model does not take the data, which may be anything, to one
+    sentence."""
     from keras_nanguard._core.errors import GuardError, NanGuardError, expected
 
     try:
@@ -123,7 +145,9 @@ def _taking_data(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         received = f"{path}: {type(error).__name__}: {_one_line(str(error))[:200]}"
-        raise GuardError(expected("data that the model takes", received, "Check shapes and names of its inputs.")) from error
+        raise GuardError(
+            expected("data that the model takes", received, "Check shapes and names of its inputs.")
+        ) from error
 
 
 def lint(given: argparse.Namespace) -> int:
@@ -149,13 +173,28 @@ def check_policy(given: argparse.Namespace) -> int:
         if not error.problems:
             raise
         if given.json:
-            _print_json({"format": CHECKED_POLICY, "valid": False, "problems": list(error.problems), "warnings": []})
+            _print_json(
+                {
+                    "format": CHECKED_POLICY,
+                    "valid": False,
+                    "problems": list(error.problems),
+                    "warnings": [],
+                }
+            )
         else:
             print("\n".join(error.problems))
         return FOUND
     warnings = warnings_about(policy, _names_in(given.model))
     if given.json:
-        _print_json({"format": CHECKED_POLICY, "valid": True, "problems": [], "warnings": list(warnings), "policy": policy.to_dict()})
+        _print_json(
+            {
+                "format": CHECKED_POLICY,
+                "valid": True,
+                "problems": [],
+                "warnings": list(warnings),
+                "policy": policy.to_dict(),
+            }
+        )
     else:
         print("\n".join([str(policy), *(f"warning: {warning}" for warning in warnings)]))
     return FOUND if warnings else CLEAN
@@ -203,8 +242,16 @@ def replay(given: argparse.Namespace) -> int:
     """Replay the step of a bundle; a step that is bad again is a finding."""
     from keras_nanguard._core.errors import BundleError, expected
 
-    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):  # before loading a backend, which takes seconds
-        raise BundleError(expected("the folder of an incident", repr(given.bundle), "It contains bundle.json; see report DIRECTORY."))
+    if not os.path.isfile(
+        os.path.join(given.bundle, "bundle.json")
+    ):  # before loading a backend, which takes seconds
+        raise BundleError(
+            expected(
+                "the folder of an incident",
+                repr(given.bundle),
+                "It contains bundle.json; see report DIRECTORY.",
+            )
+        )
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(
@@ -224,7 +271,8 @@ def replay(given: argparse.Namespace) -> int:
 
 
 def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, also from the current folder, and return their classes and functions by name."""
+    """Import modules, also from the current folder, and return their classes and functions by
+    name."""
     from keras_nanguard._core.errors import GuardError, expected
 
     found: dict[str, Any] = {}
@@ -237,7 +285,11 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
             received = f"--import {name}: {type(error).__name__}: {error}"
             remedy = "Run the command where Python finds the module."
             raise GuardError(expected("a module that can be imported", received, remedy)) from error
-        found |= {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("__")}
+        found |= {
+            key: value
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("__")
+        }
     return found
 
 
@@ -279,7 +331,13 @@ def _compared(given: argparse.Namespace) -> int:
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
-        raise GuardError(expected("a path that ends in .html for several runs", f"-o {given.output}", "Write one report a run, or .html."))
+        raise GuardError(
+            expected(
+                "a path that ends in .html for several runs",
+                f"-o {given.output}",
+                "Write one report a run, or .html.",
+            )
+        )
     if given.output:
         print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:

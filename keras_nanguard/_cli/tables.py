@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Tables"]
 
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "done": "green", "skipped": "yellow"}
+_STYLES = {
+    "error": "bold red",
+    "warning": "yellow",
+    "note": "dim",
+    "done": "green",
+    "skipped": "yellow",
+}
 
 _MAX_ROWS = 60
 
@@ -33,9 +39,22 @@ class Tables:
         """Print the result of a scan, worst first."""
         wanted = ("error", "warning", "note") if notes else ("error", "warning")
         rows = [
-            (entry, found) for layer in report.layers for entry in layer.variables for found in entry.problems if found.severity in wanted
+            (entry, found)
+            for layer in report.layers
+            for entry in layer.variables
+            for found in entry.problems
+            if found.severity in wanted
         ]
-        table = Table("layer", "variable", "problem", "dtype", "range", box=None, pad_edge=False, header_style="bold")
+        table = Table(
+            "layer",
+            "variable",
+            "problem",
+            "dtype",
+            "range",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
         for entry, found in rows[:_MAX_ROWS]:
             table.add_row(
                 Text(entry.layer),
@@ -54,9 +73,15 @@ class Tables:
 
     def repair(self, report: RepairReport) -> None:
         """Print the changes of a repair, and the variables that it did not change."""
-        table = Table("variable", "", "what was done", box=None, pad_edge=False, header_style="bold")
+        table = Table(
+            "variable", "", "what was done", box=None, pad_edge=False, header_style="bold"
+        )
         for change in report.changes[:_MAX_ROWS]:
-            table.add_row(Text(change.path), Text(change.status, style=_STYLES[change.status]), Text(change.detail))
+            table.add_row(
+                Text(change.path),
+                Text(change.status, style=_STYLES[change.status]),
+                Text(change.detail),
+            )
         if report.changes:
             self._console.print(table)
         if len(report.changes) > _MAX_ROWS:
@@ -66,14 +91,25 @@ class Tables:
 
     def lint(self, report: LintReport) -> None:
         """Print the hazards of a model, worst first."""
-        table = Table("hazard", "where", "observation", "remedy", box=None, pad_edge=False, header_style="bold")
+        table = Table(
+            "hazard",
+            "where",
+            "observation",
+            "remedy",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
         for hazard in report.hazards:
             code = Text(hazard.code, style=_STYLES[hazard.severity])
             table.add_row(code, Text(hazard.path), Text(hazard.detail), Text(hazard.fix))
         if report.hazards:
             self._console.print(table)
         count = len(report.hazards)
-        self._line(f"{report.model}: {count} hazards." if count else str(report), "green" if report.ok else "bold red")
+        self._line(
+            f"{report.model}: {count} hazards." if count else str(report),
+            "green" if report.ok else "bold red",
+        )
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

@@ -1,4 +1,5 @@
-"""Translation of messages of Python functions for the command line: `overwrite=True` becomes `--overwrite`."""
+"""Translation of messages of Python functions for the command line: `overwrite=True` becomes
+`--overwrite`."""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ _ELSEWHERE = {"custom_objects": "--import"}
 
 
 def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the options of a command by the names of the Python arguments; `""` for positional arguments."""
+    """Return the options of a command by the names of the Python arguments; `""` for positional
+    arguments."""
     found = {}
     for action in command._actions:
         if action.dest not in ("help", "mode"):
-            found[action.dest if action.option_strings else "path"] = action.option_strings[-1] if action.option_strings else ""
-    found.update({argument: option for argument, option in _ELSEWHERE.items() if option in found.values()})
+            found[action.dest if action.option_strings else "path"] = (
+                action.option_strings[-1] if action.option_strings else ""
+            )
+    found.update(
+        {argument: option for argument, option in _ELSEWHERE.items() if option in found.values()}
+    )
     return found
 
 

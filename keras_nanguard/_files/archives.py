@@ -1,7 +1,8 @@
 """Reading of zip archives: `.keras` and `.npz` files, without unpacking what can be read in place.
 
-An uncompressed member (as Keras and `numpy.savez` write it) is read in place; a compressed HDF5 member
-is first unpacked to an unnamed temporary file, within limits. No pickle is ever loaded. Imports no backend.
+An uncompressed member (as Keras and `numpy.savez` write it) is read in place; a compressed HDF5
+member is first unpacked to an unnamed temporary file, within limits. No pickle is ever loaded.
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._files.arrays import float_name
 from keras_nanguard._files.hdf5 import open_hdf5, stored_arrays
-from keras_nanguard._files.stored import BOMB_FLOOR, MAX_JSON, PARSE_ERRORS, Alive, Contents, StoredArray, Window, plain_text
+from keras_nanguard._files.stored import (
+    BOMB_FLOOR,
+    MAX_JSON,
+    PARSE_ERRORS,
+    Alive,
+    Contents,
+    StoredArray,
+    Window,
+    plain_text,
+)
 
 __all__ = ["WEIGHTS", "npy_header", "read_archive", "read_arrays", "read_json", "refuse_bomb"]
 
@@ -36,7 +46,8 @@ _MAX_EXPANSION = 100
 """Maximum expansion of a compressed member: the limit of Keras' own loader (`saving_lib`)."""
 
 _MAX_DECLARED = 1000
-"""Maximum ratio of what all arrays declare to the size of the archive, as of all datasets of an HDF5 file."""
+"""Maximum ratio of what all arrays declare to the size of the archive, as of all datasets of an
+HDF5 file."""
 
 _READ_BYTES = 4 << 20
 
@@ -69,8 +80,10 @@ def read_archive(path: str, alive: Alive = lambda: None) -> Contents:
         else:
             raise FileFormatError(
                 expected(
-                    f"a zip archive with {WEIGHTS!r} (a .keras file) or of .npy arrays (an .npz file)",
-                    f"{plain_text(path)} with {len(names)} members, such as {plain_text(names[:3])}",
+                    f"a zip archive with {WEIGHTS!r} (a .keras file) or of .npy arrays (an .npz "
+                    "file)",
+                    f"{plain_text(path)} with {len(names)} members, such as "
+                    f"{plain_text(names[:3])}",
                     "Save the model with model.save('name.keras').",
                 )
             )
@@ -79,7 +92,8 @@ def read_archive(path: str, alive: Alive = lambda: None) -> Contents:
 
 
 def read_arrays(path: str) -> Contents:
-    """Read an archive of `.npy` arrays and nothing else: no part of it reaches the HDF5 library, so it may be read in this process.
+    """Read an archive of `.npy` arrays and nothing else: no part of it reaches the HDF5 library, so
+    it may be read in this process.
 
     Args:
         path: path of the archive.
@@ -140,9 +154,14 @@ def _window(
         return Window(raw, _data_start(raw, info), info.file_size)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if info.file_size > free:
-        raise FileFormatError(f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and {tempfile.gettempdir()} has {free}.")
+        raise FileFormatError(
+            f"{plain_text(info.filename)} takes {info.file_size} bytes unpacked and "
+            f"{tempfile.gettempdir()} has {free}."
+        )
     unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-    with archive.open(info) as member:  # ends after `file_size` bytes, whatever the compressed data holds
+    with archive.open(
+        info
+    ) as member:  # ends after `file_size` bytes, whatever the compressed data holds
         while block := member.read(_READ_BYTES):
             unpacked.write(block)
             alive()
@@ -150,28 +169,40 @@ def _window(
 
 
 def _data_start(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
-    """Return the offset of a member's data: after its local header, whose name and extra field vary in length."""
+    """Return the offset of a member's data: after its local header, whose name and extra field vary
+    in length."""
     raw.seek(info.header_offset)
     header = raw.read(30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise FileFormatError(f"The archive's entry for {plain_text(info.filename)} points to no local header.")
+        raise FileFormatError(
+            f"The archive's entry for {plain_text(info.filename)} points to no local header."
+        )
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     start = int(info.header_offset + 30 + name_length + extra_length)
     if start + info.file_size > os.fstat(raw.fileno()).st_size:
-        raise FileFormatError(f"The archive ends before its member {plain_text(info.filename)} does: it is truncated.")
+        raise FileFormatError(
+            f"The archive ends before its member {plain_text(info.filename)} does: it is truncated."
+        )
     return start
 
 
 def refuse_bomb(info: zipfile.ZipInfo) -> None:
-    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it stores."""
+    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it
+    stores."""
     if info.flag_bits & 1:
         raise FileFormatError(f"{plain_text(info.filename)} is encrypted; Keras files never are.")
     if info.file_size > BOMB_FLOOR and info.file_size > _MAX_EXPANSION * max(1, info.compress_size):
-        raise FileFormatError(f"{plain_text(info.filename)} declares {info.file_size} bytes and stores {info.compress_size}: a zip bomb.")
+        raise FileFormatError(
+            f"{plain_text(info.filename)} declares {info.file_size} bytes and stores "
+            f"{info.compress_size}: a zip bomb."
+        )
 
 
-def _npy_members(archive: zipfile.ZipFile, path: str, alive: Alive = lambda: None) -> list[StoredArray]:
-    """Return all arrays; not those that are left where all together declare far more than the archive has: entries may share their data."""
+def _npy_members(
+    archive: zipfile.ZipFile, path: str, alive: Alive = lambda: None
+) -> list[StoredArray]:
+    """Return all arrays; not those that are left where all together declare far more than the
+    archive has: entries may share their data."""
     left, found = max(BOMB_FLOOR, _MAX_DECLARED * os.path.getsize(path)), []
     for info in archive.infolist():
         left -= info.file_size
@@ -194,7 +225,9 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, left: int) -> S
         if dtype.kind == "V":
             raise ValueError(f"values of the unnamed kind {dtype}, which no reader can interpret")
         if min(shape, default=0) < 0 or size != info.file_size - offset:
-            raise ValueError(f"its header declares {size} bytes, but {info.file_size - offset} follow")
+            raise ValueError(
+                f"its header declares {size} bytes, but {info.file_size - offset} follow"
+            )
     except PARSE_ERRORS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=info.filename)
     except FileFormatError as error:
@@ -206,11 +239,23 @@ def _npy_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, left: int) -> S
 
     shown = name or plain_text(dtype, 40)
     order: Literal["C", "F"] = "F" if fortran else "C"
-    return StoredArray(location, shown, shape, size, name is not None, "", pieces, info.filename, order, info.compress_size)
+    return StoredArray(
+        location,
+        shown,
+        shape,
+        size,
+        name is not None,
+        "",
+        pieces,
+        info.filename,
+        order,
+        info.compress_size,
+    )
 
 
 def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, order, dtype and length of the header, which NumPy parses as a literal of limited length.
+    """Return shape, order, dtype and length of the header, which NumPy parses as a literal of
+    limited length.
 
     A header may declare that it has 4 GiB, all of which NumPy reads before it looks at the length.
     """
@@ -223,7 +268,9 @@ def npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any],
     return shape, fortran, dtype, head.tell()
 
 
-def _npy_pieces(archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int) -> Iterator[NDArray[Any]]:
+def _npy_pieces(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, dtype: np.dtype[Any], offset: int
+) -> Iterator[NDArray[Any]]:
     block_bytes = max(dtype.itemsize, _READ_BYTES // max(1, dtype.itemsize) * dtype.itemsize)
     left = info.file_size - offset
     with archive.open(info) as member:

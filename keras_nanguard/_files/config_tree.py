@@ -12,18 +12,27 @@ from typing import Any
 
 from keras_nanguard._files.stored import plain_text
 
-__all__ = ["ConfigTree", "class_name", "optimizer_settings", "own_name", "settings_of", "snake_case"]
+__all__ = [
+    "ConfigTree",
+    "class_name",
+    "optimizer_settings",
+    "own_name",
+    "settings_of",
+    "snake_case",
+]
 
 
 def snake_case(name: str) -> str:
-    """Return a class name in snake case, as Keras names groups (`keras.src.utils.naming.to_snake_case`)."""
+    """Return a class name in snake case, as Keras names groups
+    (`keras.src.utils.naming.to_snake_case`)."""
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 class ConfigTree:
-    """Finds the configuration of a layer within that of the model, by name or by the key under which it is saved."""
+    """Finds the configuration of a layer within that of the model, by name or by the key under
+    which it is saved."""
 
     def __init__(self) -> None:
         self._indexed: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
@@ -61,7 +70,8 @@ def _indexed(settings: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, 
 
 
 def _is_layer(node: Any) -> bool:
-    """Return whether a node of the configuration is a layer, not an operation such as `keras.ops.add`."""
+    """Return whether a node of the configuration is a layer, not an operation such as
+    `keras.ops.add`."""
     if not isinstance(node, dict) or not isinstance(node.get("config"), dict):
         return False
     return not str(node.get("module", "")).startswith(("keras.ops", "keras.src.ops"))
@@ -86,7 +96,8 @@ def own_name(node: Mapping[str, Any]) -> str:
 
 
 def optimizer_settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the optimizer's settings from a model's configuration, with `class_name`; empty where there is none."""
+    """Return the optimizer's settings from a model's configuration, with `class_name`; empty where
+    there is none."""
     node: Any = config or {}
     for key in ("compile_config", "optimizer"):
         node = node.get(key) if isinstance(node, dict) else None

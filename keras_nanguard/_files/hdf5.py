@@ -1,7 +1,8 @@
 """Reading of HDF5 files: their arrays in pieces, without following references out of the file.
 
-Soft and external links, external storage and virtual datasets are reported and not followed; a dataset that declares far
-more data than it stores is not read (the limits of Keras' own loader). Imports no backend.
+Soft and external links, external storage and virtual datasets are reported and not followed; a
+dataset that declares far more data than it stores is not read (the limits of Keras' own loader).
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -17,29 +18,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.arrays import blocks, chunk_blocks, float_name, named_dtype
-from keras_nanguard._files.stored import BOMB_FLOOR, PARSE_ERRORS, Alive, StoredArray, Window, plain_text
+from keras_nanguard._files.stored import (
+    BOMB_FLOOR,
+    PARSE_ERRORS,
+    Alive,
+    StoredArray,
+    Window,
+    plain_text,
+)
 
-__all__ = ["MAX_CHUNK", "MAX_CHUNKS", "MAX_EXPANSION", "SIGNATURE", "attribute_text", "open_hdf5", "stored_arrays"]
+__all__ = [
+    "MAX_CHUNK",
+    "MAX_CHUNKS",
+    "MAX_EXPANSION",
+    "SIGNATURE",
+    "attribute_text",
+    "open_hdf5",
+    "stored_arrays",
+]
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _READ_BYTES = 4 << 20
-"""Bytes per read. A 256 MiB file was read at 1.7, 2.2 and 3.2 GB/s in reads of 256 KiB, 1 MiB and 4 MiB."""
+"""Bytes per read. A 256 MiB file was read at 1.7, 2.2 and 3.2 GB/s in reads of 256 KiB, 1 MiB and 4
+MiB."""
 
 _CHUNK_CACHE = 0
-"""Size of the chunk cache of HDF5. Every open dataset has one, and it is useless because each chunk is read once."""
+"""Size of the chunk cache of HDF5. Every open dataset has one, and it is useless because each chunk
+is read once."""
 
 MAX_CHUNK = 256 << 20
-"""Maximum size of a chunk, which HDF5 loads as a whole; or four times the size of the file, if that is more."""
+"""Maximum size of a chunk, which HDF5 loads as a whole; or four times the size of the file, if that
+is more."""
 
 MAX_CHUNKS = 1 << 20
-"""Maximum number of chunks of a dataset beyond one per byte of the file; HDF5 looks up each, stored or not."""
+"""Maximum number of chunks of a dataset beyond one per byte of the file; HDF5 looks up each, stored
+or not."""
 
 MAX_EXPANSION = 1000
-"""Maximum ratio of declared to stored bytes of a dataset: the limit of Keras' own loader (`saving_lib`)."""
+"""Maximum ratio of declared to stored bytes of a dataset: the limit of Keras' own loader
+(`saving_lib`)."""
 
 _MAX_TEXT = 64 << 20
-"""Maximum size of an attribute that is read; the configuration of a model of 10,000 layers takes about 15 MiB."""
+"""Maximum size of an attribute that is read; the configuration of a model of 10,000 layers takes
+about 15 MiB."""
 
 _MAX_DEPTH = 128
 """Maximum depth of nested groups; a nested Keras model takes about three per level."""
@@ -57,7 +79,9 @@ def open_hdf5(source: str | Window) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_cache(0, 521, _CHUNK_CACHE, 0.75)  # the defaults of HDF5 except for the size
-    access.set_sieve_buf_size(0)  # otherwise every open dataset keeps 64 KiB that a single read never uses
+    access.set_sieve_buf_size(
+        0
+    )  # otherwise every open dataset keeps 64 KiB that a single read never uses
     access.set_file_locking(False, True)
     name = b"window"
     if isinstance(source, Window):
@@ -104,10 +128,12 @@ def stored_arrays(
         file: the open file; it has to stay open while pieces are read.
         raw: the same file as plain bytes, from which contiguous arrays are read.
         alive: called for each array that is found.
-        packed: bytes on disk per byte of the file, below 1 if it was unpacked from a compressed archive.
+        packed: bytes on disk per byte of the file, below 1 if it was unpacked from a compressed
+            archive.
 
     Returns:
-        The arrays in the order of the file, and the layer names that Keras stored with the variables, by group.
+        The arrays in the order of the file, and the layer names that Keras stored with the
+        variables, by group.
     """
     links, trouble = _links(file)
     names: dict[str, str] = {}
@@ -143,9 +169,11 @@ def _numbered(array: StoredArray) -> tuple[int, str]:
 
 
 def _links(file: h5py.File) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return every link once with the reason why it is not followed, if any, and why the list is incomplete, if it is.
+    """Return every link once with the reason why it is not followed, if any, and why the list is
+    incomplete, if it is.
 
-    HDF5 lists links without opening their targets, and enters a group once however many links lead to it.
+    HDF5 lists links without opening their targets, and enters a group once however many links lead
+    to it.
     """
     found: list[tuple[str, str]] = []
     trouble: list[str] = []
@@ -160,7 +188,10 @@ def _links(file: h5py.File) -> tuple[list[tuple[str, str]], list[str]]:
             found.append((key, ""))
         if name.count(b"/") < _MAX_DEPTH:
             return None
-        trouble.append(f"more than {_MAX_DEPTH} groups within groups, at {plain_text(key, 80)}: the rest was not listed")
+        trouble.append(
+            f"more than {_MAX_DEPTH} groups within groups, at {plain_text(key, 80)}: the rest was "
+            "not listed"
+        )
         return True
 
     try:
@@ -171,7 +202,8 @@ def _links(file: h5py.File) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _opened(group: Any, key: str) -> Any:
-    """Return the low-level group or dataset within a group, or the reason why it cannot be opened."""
+    """Return the low-level group or dataset within a group, or the reason why it cannot be
+    opened."""
     try:
         node = h5py.h5o.open(group, key.encode("utf-8", "surrogateescape"))
     except PARSE_ERRORS as error:
@@ -222,19 +254,33 @@ class _Reader:
 
         whole = None if chunk is None else lambda: self._whole(dataset, shape, dtype)
         backed = int(stored * self._packed)
-        return StoredArray(location, shown, shape, size, name is not None, "", pieces, key, stored=backed, whole=whole)
+        return StoredArray(
+            location,
+            shown,
+            shape,
+            size,
+            name is not None,
+            "",
+            pieces,
+            key,
+            stored=backed,
+            whole=whole,
+        )
 
     def _kind(self, dataset: Any) -> tuple[np.dtype[Any], bool]:
-        """Return a dataset's dtype, and whether its values have the same layout in the file and in memory.
+        """Return a dataset's dtype, and whether its values have the same layout in the file and in
+        memory.
 
-        A file uses few types, and HDF5 compares two of them faster than h5py converts one. Keras saves bfloat16 as
-        two unnamed bytes and stores the name in an attribute.
+        A file uses few types, and HDF5 compares two of them faster than h5py converts one. Keras
+        saves bfloat16 as two unnamed bytes and stores the name in an attribute.
         """
         stored = dataset.get_type()
         found = next((kind for kind in self._kinds if stored.equal(kind[0])), None)
         if found is None:
             dtype = stored.dtype
-            same = dtype.kind == "V" or (dtype.kind == "f" and stored.equal(h5py.h5t.py_create(dtype)))
+            same = dtype.kind == "V" or (
+                dtype.kind == "f" and stored.equal(h5py.h5t.py_create(dtype))
+            )
             found = (stored, dtype, same and dtype.isnative)
             self._kinds.append(found)
         _, dtype, as_in_memory = found
@@ -244,11 +290,18 @@ class _Reader:
                 return named, True
         return dtype, as_in_memory
 
-    def _judge(self, dataset: Any, size: int, itemsize: int, offset: int | None) -> tuple[str, tuple[int, ...] | None]:
-        """Return why a dataset is not read, if so, and the shape of its chunks, `None` if it has none."""
+    def _judge(
+        self, dataset: Any, size: int, itemsize: int, offset: int | None
+    ) -> tuple[str, tuple[int, ...] | None]:
+        """Return why a dataset is not read, if so, and the shape of its chunks, `None` if it has
+        none."""
         most = max(BOMB_FLOOR, MAX_EXPANSION * self._file_size)
-        beyond = f"the file of {self._file_size} bytes declares more than {MAX_EXPANSION} times that"
-        if offset is not None:  # contiguous in this file: it contains what it declares, or reading it fails
+        beyond = (
+            f"the file of {self._file_size} bytes declares more than {MAX_EXPANSION} times that"
+        )
+        if (
+            offset is not None
+        ):  # contiguous in this file: it contains what it declares, or reading it fails
             return beyond if self._declared + size > most else "", None
         plan = dataset.get_create_plist()
         if plan.get_external_count():
@@ -270,10 +323,15 @@ class _Reader:
         return "", chunk
 
     def _contiguous(self, offset: int, size: int, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        """Read a contiguous array without HDF5: 24 ms instead of 31 ms for the 170 MB of a ResNet101V2."""
+        """Read a contiguous array without HDF5: 24 ms instead of 31 ms for the 170 MB of a
+        ResNet101V2."""
         for start in range(0, size, _READ_BYTES):
             target = self._buffer[: min(_READ_BYTES, size - start)]
-            if self._raw is None or self._raw.seek(offset + start) < 0 or self._raw.readinto(target) < target.size:
+            if (
+                self._raw is None
+                or self._raw.seek(offset + start) < 0
+                or self._raw.readinto(target) < target.size
+            ):
                 raise ValueError("the file ends before the array does")
             yield target.view(dtype)
 
@@ -284,11 +342,20 @@ class _Reader:
             dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, target, memory_type)
         return target.view(native)
 
-    def _pieces(self, dataset: Any, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: tuple[int, ...] | None) -> Iterator[NDArray[Any]]:
+    def _pieces(
+        self,
+        dataset: Any,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        chunk: tuple[int, ...] | None,
+    ) -> Iterator[NDArray[Any]]:
         native, memory_type = _in_memory(dataset, dtype)
         values = max(1, _READ_BYTES // max(1, dtype.itemsize))
         for block in blocks(shape, values) if chunk is None else chunk_blocks(shape, chunk, values):
-            start, count = tuple(part.start for part in block), tuple(part.stop - part.start for part in block)
+            start, count = (
+                tuple(part.start for part in block),
+                tuple(part.stop - part.start for part in block),
+            )
             size = math.prod(count) * dtype.itemsize
             if size == 0:
                 continue

@@ -1,7 +1,8 @@
-"""Initial values of a variable from its layer's configuration, drawn with NumPy: no model, no backend.
+"""Initial values of a variable from its layer's configuration, drawn with NumPy: no model, no
+backend.
 
-Constants are those of Keras. Random values have the same distribution, but not the same numbers; for a live model the
-layer's own initializer is called (`_keras.layers.initial_value`).
+Constants are those of Keras. Random values have the same distribution, but not the same numbers;
+for a live model the layer's own initializer is called (`_keras.layers.initial_value`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["initial_value"]
 
 _BY_NAME = {
     **dict.fromkeys(("moving_mean", "renorm_mean", "mean", "beta", "bias"), 0.0),
-    **dict.fromkeys(("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma"), 1.0),
+    **dict.fromkeys(
+        ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma"), 1.0
+    ),
 }
 """Default initial values of these variables of layers."""
 
@@ -42,7 +45,8 @@ def initial_value(
     """Return initial values for a variable, or the reason why there are none.
 
     Args:
-        name: name of the variable within its layer; its initializer is the setting `<name>_initializer`.
+        name: name of the variable within its layer; its initializer is the setting
+            `<name>_initializer`.
         shape: shape of the variable.
         settings: the layer's configuration, empty if there is none.
         draw: random number generator.
@@ -50,12 +54,18 @@ def initial_value(
     Returns:
         An array of float64, or a reason.
     """
-    node = settings.get("depthwise_initializer" if name == "depthwise_kernel" else f"{name}_initializer")
+    node = settings.get(
+        "depthwise_initializer" if name == "depthwise_kernel" else f"{name}_initializer"
+    )
     if name == "moving_stddev":
-        node = None  # derived from the initializer of the variance, whose default has the same square root
+        node = None  # follows from the variance, whose default has the same square root
     if not isinstance(node, dict):
         value = _BY_NAME.get(name)
-        return f"its initial value is not in the file ({name})" if value is None else np.full(shape, value)
+        return (
+            f"its initial value is not in the file ({name})"
+            if value is None
+            else np.full(shape, value)
+        )
     kind, given = str(node.get("class_name")), node.get("config")
     try:
         return _drawn(kind, shape, given if isinstance(given, dict) else {}, draw)
@@ -74,7 +84,11 @@ def _drawn(
     if kind == "RandomUniform":
         return draw.uniform(number("minval", -0.05), number("maxval", 0.05), shape)
     if kind in ("RandomNormal", "TruncatedNormal"):
-        units = draw.standard_normal(shape) if kind == "RandomNormal" else _truncated_normal(shape, draw)
+        units = (
+            draw.standard_normal(shape)
+            if kind == "RandomNormal"
+            else _truncated_normal(shape, draw)
+        )
         return number("mean", 0.0) + number("stddev", 0.05) * units
     if kind not in _SCALING:
         return f"its initializer {kind!r} is not supported"

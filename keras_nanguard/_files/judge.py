@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from keras_nanguard._files.reports import SEVERITIES, Problem, Statistics
 
 if TYPE_CHECKING:  # it comes with NumPy
     from keras_nanguard._files.names import Identity
 
-__all__ = ["PROBLEMS", "STATISTICS_LIMIT", "find_problems", "problem"]
+__all__ = [
+    "PROBLEMS",
+    "SEVERITIES",
+    "STATISTICS_LIMIT",
+    "Problem",
+    "Statistics",
+    "find_problems",
+    "problem",
+]
+
+SEVERITIES = ("error", "warning", "note")
+"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for
+information only."""
 
 STATISTICS_LIMIT = 1e6
 """Magnitude above which moving statistics are out of range.
 
-A variance of 1e6 means activations of about 1000; a layer that sees them in float16 overflows within two
-multiplications (1000 * 1000 > 65504).
+A variance of 1e6 means activations of about 1000; a layer that sees them in float16 overflows
+within two multiplications (1000 * 1000 > 65504).
 """
 
 PROBLEMS: Mapping[str, tuple[str, str]] = {
@@ -26,11 +37,20 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     "negative_variance": ("error", "negative values of a square, down to {value:.6g}"),
     "loss_scale": ("error", "a loss scale of {value:.6g}, at which nothing can be learned"),
     "out_of_range": ("warning", "{count} beyond {limit:.6g} in magnitude, up to {value:.6g}"),
-    "beyond_limit": ("warning", "{count} beyond the limit {limit:.6g} in magnitude, up to {value:.6g}"),
-    "float16_overflow": ("warning", "{count} beyond 65504, up to {value:.6g}, in a layer that computes in float16"),
+    "beyond_limit": (
+        "warning",
+        "{count} beyond the limit {limit:.6g} in magnitude, up to {value:.6g}",
+    ),
+    "float16_overflow": (
+        "warning",
+        "{count} beyond 65504, up to {value:.6g}, in a layer that computes in float16",
+    ),
     "zero_variance": ("warning", "every variance is 0: the layer divides by sqrt(epsilon) alone"),
     "unread": ("warning", "not read: {reason}"),
-    "metric": ("note", "{count} NaN or Inf: the result of the last evaluation, which the next one resets"),
+    "metric": (
+        "note",
+        "{count} NaN or Inf: the result of the last evaluation, which the next one resets",
+    ),
     "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
     "all_zero": ("note", "all {count} values are 0"),
     "constant": ("note", "all {count} values are {value:.6g}"),
@@ -39,6 +59,77 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
 """Every problem that a scan can report: its severity, and its sentence."""
 
 _VARIANCES = ("moving_variance", "variance", "moving_stddev", "renorm_stddev")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The statistics of one array of floats.
+
+    Attributes:
+        size: number of values (a complex value counts as two).
+        nan: number of NaN.
+        posinf: number of +Inf.
+        neginf: number of -Inf.
+        zeros: number of exact zeros, of either sign.
+        denormals: number of nonzero values below the smallest normal number of the dtype of the
+            array.
+        beyond_float16: number of finite values above 65504 in magnitude.
+        beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was
+            given.
+        min: smallest finite value, or `None` if there is none.
+        max: largest finite value, or `None` if there is none.
+        mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is
+            none.
+    """
+
+    size: int = 0
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zeros: int = 0
+    denormals: int = 0
+    beyond_float16: int = 0
+    beyond_limit: int = 0
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+
+    @property
+    def inf(self) -> int:
+        """Number of infinities of either sign."""
+        return self.posinf + self.neginf
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of values that are NaN or infinite."""
+        return self.nan + self.posinf + self.neginf
+
+    @property
+    def constant(self) -> bool:
+        """Whether there are at least two values and all of them are the same finite number."""
+        return self.size > 1 and self.nonfinite == 0 and self.min == self.max
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether there is at least one value and every value is zero."""
+        return self.size > 0 and self.zeros == self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem of one variable.
+
+    Attributes:
+        code: a key of `PROBLEMS`.
+        severity: one of `SEVERITIES`.
+        detail: the problem in words.
+        count: number of values concerned.
+    """
+
+    code: str
+    severity: str
+    detail: str
+    count: int = 0
 
 
 def find_problems(
@@ -54,8 +145,10 @@ def find_problems(
 
     Args:
         who: names and role of the variable.
-        found: its statistics, taken with `limit` (for statistics: with the lower of `limit` and `statistics_limit`).
-        rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial value.
+        found: its statistics, taken with `limit` (for statistics: with the lower of `limit` and
+            `statistics_limit`).
+        rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial
+            value.
         float16: whether its layer computes in float16.
         limit: magnitude that no value may exceed, or `None`.
         statistics_limit: magnitude that no moving statistic may exceed.
@@ -63,7 +156,9 @@ def find_problems(
     if who.layer_class == "Metric":  # a result, not part of the model
         return (problem("metric", found.nan + found.inf),) if found.nan + found.inf else ()
     problems = [*_nonfinite(found), *_impossible(who, found)]
-    moving = who.role == "statistics" and who.layer_class != "Normalization"  # which describes the data, at any scale
+    moving = (
+        who.role == "statistics" and who.layer_class != "Normalization"
+    )  # which describes the data, at any scale
     problems += _large(who.role, found, float16, limit, statistics_limit if moving else math.inf)
     problems += _odd(who.role, found, rank)
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
@@ -93,8 +188,11 @@ def _impossible(who: Identity, found: Statistics) -> list[Problem]:
     return []
 
 
-def _large(role: str, found: Statistics, float16: bool, limit: float | None, bound: float) -> list[Problem]:
-    """Return what is too large: beyond the limit of the user, the bound of the role, or the range of float16."""
+def _large(
+    role: str, found: Statistics, float16: bool, limit: float | None, bound: float
+) -> list[Problem]:
+    """Return what is too large: beyond the limit of the user, the bound of the role, or the range
+    of float16."""
     if role == "other" or found.min is None or found.max is None:
         return []
     largest, problems = max(-found.min, found.max), []

@@ -1,6 +1,7 @@
 """The variables of a live model, without importing Keras.
 
-The caller has imported the backend of the model; this module only uses the objects that it is given.
+The caller has imported the backend of the model; this module only uses the objects that it is
+given.
 """
 
 from __future__ import annotations
@@ -55,11 +56,17 @@ class LiveVariable:
 
 def is_model(thing: Any) -> bool:
     """Return whether an object is a model or a layer, by its attributes; a class is not."""
-    return not isinstance(thing, type) and hasattr(thing, "variables") and hasattr(thing, "trainable_variables") and hasattr(thing, "name")
+    return (
+        not isinstance(thing, type)
+        and hasattr(thing, "variables")
+        and hasattr(thing, "trainable_variables")
+        and hasattr(thing, "name")
+    )
 
 
 def live_variables(model: Any) -> list[LiveVariable]:
-    """Return every variable of a model once: layers in the order of the model, then optimizers, then metrics.
+    """Return every variable of a model once: layers in the order of the model, then optimizers,
+    then metrics.
 
     Args:
         model: a built Keras model or layer.
@@ -71,25 +78,43 @@ def live_variables(model: Any) -> list[LiveVariable]:
         GuardError: if it is not a model, or has never been built.
     """
     if not is_model(model):
-        raise GuardError(expected("a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."))
+        raise GuardError(
+            expected(
+                "a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."
+            )
+        )
     if not getattr(model, "built", True):
-        raise GuardError(expected("a built model", f"model={model.name}", "Call it on data once, or call build() with input shapes."))
-    metrics = list({id(variable): variable for variable in getattr(model, "metrics_variables", ())}.values())
+        raise GuardError(
+            expected(
+                "a built model",
+                f"model={model.name}",
+                "Call it on data once, or call build() with input shapes.",
+            )
+        )
+    metrics = list(
+        {id(variable): variable for variable in getattr(model, "metrics_variables", ())}.values()
+    )
     seen = {id(variable) for variable in metrics}
     found = list(_walk(model, (), seen))
     for name, optimizer in optimizers(model):
         for variable in _unseen(optimizer.variables, seen):
             path = _path(variable)
-            found.append(LiveVariable(Identity(name, path, "slot", "Optimizer"), path, optimizer, variable))
+            found.append(
+                LiveVariable(Identity(name, path, "slot", "Optimizer"), path, optimizer, variable)
+            )
     for variable in metrics:
         path = _path(variable)
-        found.append(LiveVariable(Identity("metrics", path, "other", "Metric"), path, model, variable))
+        found.append(
+            LiveVariable(Identity("metrics", path, "other", "Metric"), path, model, variable)
+        )
     return found
 
 
 def optimizers(model: Any) -> list[tuple[str, Any]]:
     """Return the optimizers of a model with the attribute of each; a GAN has more than one."""
-    found = [("optimizer", model.optimizer)] if getattr(model, "optimizer", None) is not None else []
+    found = (
+        [("optimizer", model.optimizer)] if getattr(model, "optimizer", None) is not None else []
+    )
     for name, value in sorted(vars(model).items()):
         is_optimizer = hasattr(value, "stateless_apply") and hasattr(value, "learning_rate")
         if is_optimizer and all(value is not known for _, known in found):
@@ -116,7 +141,8 @@ def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[LiveVa
 
 
 def _states(layer: Any) -> list[Any]:
-    """Return the states of a stateful recurrent layer, which no list of variables and no file contains."""
+    """Return the states of a stateful recurrent layer, which no list of variables and no file
+    contains."""
     if not getattr(layer, "stateful", False):
         return []
     states = getattr(layer, "states", None)

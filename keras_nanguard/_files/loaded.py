@@ -1,4 +1,5 @@
-"""Loading of models and data for the commands that need a live model, and atomic saving of a model."""
+"""Loading of models and data for the commands that need a live model, and atomic saving of a
+model."""
 
 from __future__ import annotations
 
@@ -38,9 +39,15 @@ def load_model(path: str) -> Any:
         FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is never executed.
     """
     if not os.path.exists(path):
-        raise FileFormatError(expected("a model file", f"path={plain_text(path)!r}", "There is no such file."))
+        raise FileFormatError(
+            expected("a model file", f"path={plain_text(path)!r}", "There is no such file.")
+        )
     if not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would block
-        raise FileFormatError(expected("a model file", f"{plain_text(path)}, which is not a file", "Name a model file."))
+        raise FileFormatError(
+            expected(
+                "a model file", f"{plain_text(path)}, which is not a file", "Name a model file."
+            )
+        )
     refuse_code_in_hdf5(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
@@ -48,11 +55,14 @@ def load_model(path: str) -> Any:
     try:
         return keras.models.load_model(path, safe_mode=True)
     except Exception as error:  # Keras and its backend raise anything on a foreign file
-        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}.") from error
+        raise FileFormatError(
+            f"{plain_text(path)} cannot be loaded as a model: {first_line(error)}."
+        ) from error
 
 
 def refuse_code_in_hdf5(path: str) -> None:
-    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one, runs its code in safe mode, too."""
+    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one,
+    runs its code in safe mode, too."""
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
@@ -61,9 +71,14 @@ def refuse_code_in_hdf5(path: str) -> None:
 
     config = reading.ask("configuration", path)["config"]
     if config is None:
-        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has no configuration.")
+        raise FileFormatError(
+            f"{plain_text(path)} cannot be loaded as a model: it has no configuration."
+        )
     if _has_lambda(config):
-        raise FileFormatError(f"{plain_text(path)} cannot be loaded as a model: it has a Lambda layer, which is code and never runs.")
+        raise FileFormatError(
+            f"{plain_text(path)} cannot be loaded as a model: it has a Lambda layer, which is code "
+            "and never runs."
+        )
 
 
 def _has_lambda(config: Any) -> bool:
@@ -71,10 +86,18 @@ def _has_lambda(config: Any) -> bool:
     level = [config]
     while level:
         nodes = [node for node in level if isinstance(node, dict)]
-        words = [str(node.get(key, "")) for node in nodes for key in ("class_name", "registered_name", "function_type")]
+        words = [
+            str(node.get(key, ""))
+            for node in nodes
+            for key in ("class_name", "registered_name", "function_type")
+        ]
         if any("lambda" in word.lower() for word in words):
             return True
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
         level = [inner for inner in level if isinstance(inner, (dict, list))]
     return False
 
@@ -83,8 +106,8 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     """Load inputs and targets from an `.npz` or `.npy` file; nothing pickled is loaded.
 
     Args:
-        path: an `.npy` file with the inputs, or an `.npz` file: `x` and `y` are inputs and targets, and if there is
-            no `x`, all arrays except `y` are inputs by name.
+        path: an `.npy` file with the inputs, or an `.npz` file: `x` and `y` are inputs and targets,
+            and if there is no `x`, all arrays except `y` are inputs by name.
 
     Returns:
         Inputs and targets; the latter may be `None`.
@@ -93,7 +116,13 @@ def data_arrays(path: str) -> tuple[Any, Any]:
         FileFormatError: if the file cannot be read.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise FileFormatError(expected("an .npz or .npy file", f"{plain_text(path)}, which is not a file", "Name a file with the inputs."))
+        raise FileFormatError(
+            expected(
+                "an .npz or .npy file",
+                f"{plain_text(path)}, which is not a file",
+                "Name a file with the inputs.",
+            )
+        )
     try:
         _refuse_bombs(path)
         loaded = np.load(path, allow_pickle=False)
@@ -105,35 +134,54 @@ def data_arrays(path: str) -> tuple[Any, Any]:
     except FileFormatError:
         raise
     except PARSE_ERRORS as error:
-        raise FileFormatError(f"{plain_text(path)} cannot be read as data: {plain_text(error, 200)}.") from error
+        raise FileFormatError(
+            f"{plain_text(path)} cannot be read as data: {plain_text(error, 200)}."
+        ) from error
     _refuse_no_data(arrays, path)
     targets = arrays.pop("y", None)
     if not arrays:
-        raise FileFormatError(expected("inputs in the data", f"{plain_text(path)} without any", "Name an array x."))
+        raise FileFormatError(
+            expected("inputs in the data", f"{plain_text(path)} without any", "Name an array x.")
+        )
     if "x" in arrays or len(arrays) == 1:
         return arrays.get("x", next(iter(arrays.values()))), targets
     return arrays, targets
 
 
 def _refuse_no_data(arrays: Mapping[str, NDArray[Any]], path: str) -> None:
-    """Raise a `FileFormatError` for arrays that are no numbers, have no rows, or not the same number of rows."""
+    """Raise a `FileFormatError` for arrays that are no numbers, have no rows, or not the same
+    number of rows."""
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc" or not array.ndim or not len(array):
-            received = f"{plain_text(name)} of {array.dtype} and shape {array.shape} in {plain_text(path)}"
-            raise FileFormatError(expected("arrays of numbers with at least one row", received, "Check the data."))
+            received = (
+                f"{plain_text(name)} of {array.dtype} and shape {array.shape} in {plain_text(path)}"
+            )
+            raise FileFormatError(
+                expected("arrays of numbers with at least one row", received, "Check the data.")
+            )
     if len({len(array) for array in arrays.values()}) > 1:
-        lengths = ", ".join(f"{plain_text(name)} with {len(array)}" for name, array in arrays.items())
+        lengths = ", ".join(
+            f"{plain_text(name)} with {len(array)}" for name, array in arrays.items()
+        )
         received = f"{lengths} in {plain_text(path)}"
-        raise FileFormatError(expected("arrays with the same number of rows", received, "Check the data."))
+        raise FileFormatError(
+            expected("arrays with the same number of rows", received, "Check the data.")
+        )
 
 
 def _refuse_bombs(path: str) -> None:
-    """Raise a `FileFormatError` for data that would take far more memory than their file contains."""
+    """Raise a `FileFormatError` for data that would take far more memory than their file
+    contains."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            declared, stored = sum(info.file_size for info in archive.infolist()), os.path.getsize(path)
+            declared, stored = (
+                sum(info.file_size for info in archive.infolist()),
+                os.path.getsize(path),
+            )
             if declared > BOMB_FLOOR and declared > 100 * stored:
-                raise FileFormatError(f"{plain_text(path)} declares {declared} bytes and stores {stored}: a zip bomb.")
+                raise FileFormatError(
+                    f"{plain_text(path)} declares {declared} bytes and stores {stored}: a zip bomb."
+                )
             for info in archive.infolist():
                 refuse_bomb(info)
         return
@@ -144,7 +192,10 @@ def _refuse_bombs(path: str) -> None:
         shape, _, dtype, offset = npy_header(file)
         stored = os.path.getsize(path) - offset
         if not dtype.hasobject and math.prod(shape) * dtype.itemsize > stored:
-            raise FileFormatError(f"{plain_text(path)} is truncated: its header declares more than the {stored} bytes that follow.")
+            raise FileFormatError(
+                f"{plain_text(path)} is truncated: its header declares more than the {stored} "
+                "bytes that follow."
+            )
 
 
 def first_rows(data: Any, count: int) -> Any:
@@ -171,12 +222,20 @@ def save_model(model: Any, path: str, output: str | None, overwrite: bool) -> st
     """
     final = os.path.abspath(output or repaired_path(path))
     if not final.endswith(".keras"):
-        raise GuardError(expected("an output that ends in .keras", f"output={final!r}", "Name another one."))
+        raise GuardError(
+            expected("an output that ends in .keras", f"output={final!r}", "Name another one.")
+        )
     if os.path.exists(final) and not overwrite:
-        raise GuardError(expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True."))
+        raise GuardError(
+            expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True.")
+        )
     folder = os.path.dirname(final)
     if not os.path.isdir(folder):
-        raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
+        raise GuardError(
+            expected(
+                "an existing folder", f"output={final!r}", f"Create the folder {folder} first."
+            )
+        )
     with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
         model.save(unfinished)
         atomic_files.flush_to_disk(unfinished)

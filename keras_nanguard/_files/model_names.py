@@ -51,12 +51,15 @@ def names_in(path: str, alive: Alive) -> dict[str, Any]:
 
 
 def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:
-    """Yield each path without and with the name of the model, which only some paths of Keras contain.
+    """Yield each path without and with the name of the model, which only some paths of Keras
+    contain.
 
     A variable that has only a number in the file may have any of the common names.
     """
     for one in found:
-        paths = [f"{one.layer}/{name}" for name in COMMON_NAMES] if one.name.isdigit() else [one.path]
+        paths = (
+            [f"{one.layer}/{name}" for name in COMMON_NAMES] if one.name.isdigit() else [one.path]
+        )
         for path in paths:
             yield path
             if root:

@@ -1,9 +1,10 @@
 """Names of stored arrays as a Keras user knows them: layer, variable and role.
 
 A `.weights.h5` file numbers the variables of each layer and names a layer by its class
-(`layers/batch_normalization_1/vars/2`). The name of the layer is an attribute of the group of its variables (since Keras
-3.9); the name of a variable follows from the class and the flags of the layer, read from the configuration if the file
-has one, and from the name of the group otherwise. If that is ambiguous the number remains: nothing is guessed.
+(`layers/batch_normalization_1/vars/2`). The name of the layer is an attribute of the group of its
+variables (since Keras 3.9); the name of a variable follows from the class and the flags of the
+layer, read from the configuration if the file has one, and from the name of the group otherwise. If
+that is ambiguous the number remains: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_nanguard._files.config_tree import ConfigTree, class_name, optimizer_settings, own_name, settings_of, snake_case
+from keras_nanguard._files.config_tree import (
+    ConfigTree,
+    class_name,
+    optimizer_settings,
+    own_name,
+    settings_of,
+    snake_case,
+)
 from keras_nanguard._files.stored import Contents, StoredArray, plain_text
 
 __all__ = ["ROLES", "Identity", "identities", "role_of"]
@@ -22,8 +30,8 @@ __all__ = ["ROLES", "Identity", "identities", "role_of"]
 ROLES = ("weight", "statistics", "slot", "other")
 """The roles of variables.
 
-`weight`: trained, or set by the user. `statistics`: moving averages of BatchNormalization, mean and variance of
-Normalization. `slot`: belongs to an optimizer. `other`: counters, seeds, metrics.
+`weight`: trained, or set by the user. `statistics`: moving averages of BatchNormalization, mean and
+variance of Normalization. `slot`: belongs to an optimizer. `other`: counters, seeds, metrics.
 """
 
 _STATISTICS = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
@@ -33,7 +41,18 @@ _RECURRENT = (("kernel", ""), ("recurrent_kernel", ""), ("bias", "use_bias"))
 _AFFINE = (("gamma", "scale"), ("beta", "center"))
 
 _VARIABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D"), _KERNEL),
+    **dict.fromkeys(
+        (
+            "Dense",
+            "EinsumDense",
+            "Conv1D",
+            "Conv2D",
+            "Conv3D",
+            "DepthwiseConv1D",
+            "DepthwiseConv2D",
+        ),
+        _KERNEL,
+    ),
     **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _KERNEL),
     **dict.fromkeys(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell"), _RECURRENT),
     **dict.fromkeys(("LayerNormalization", "GroupNormalization"), _AFFINE),
@@ -54,7 +73,8 @@ _VARIABLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Embedding": (("embeddings", ""),),
     "PReLU": (("alpha", ""),),
 }
-"""Variables of a layer in the order in which Keras saves them, each with the flag that enables it."""
+"""Variables of a layer in the order in which Keras saves them, each with the flag that enables
+it."""
 
 _CONTAINERS = frozenset({"layers", "_layer_checkpoint_dependencies"})
 
@@ -128,7 +148,9 @@ def _legacy(location: str, config: Mapping[str, Any] | None, tree: ConfigTree) -
     layers, name = parts[:-1], parts[-1]
     node = tree.descend(config or {}, layers)
     layer_class = class_name(node)
-    return Identity("/".join(layers), name, role_of(name, layer_class), layer_class, settings_of(node))
+    return Identity(
+        "/".join(layers), name, role_of(name, layer_class), layer_class, settings_of(node)
+    )
 
 
 def _orbax(location: str) -> Identity:
@@ -173,15 +195,21 @@ class _Namer:
         parts = parts[:-1] if parts[-1:] == ["vars"] else parts
         labels = [array.location.rpartition("/")[2] for array in arrays]
         if _is_optimizer(parts, arrays):
-            named = _optimizer_names(arrays, self._config, self._names.get("/".join(parts), ""), labels)
+            named = _optimizer_names(
+                arrays, self._config, self._names.get("/".join(parts), ""), labels
+            )
             return [Identity("/".join(parts), name, "slot", "Optimizer", {}) for name in named]
         layer, node, layer_class = self._layer(parts)
         names = _variable_names(layer_class, settings_of(node), arrays) or labels
         settings = settings_of(node)
-        return [Identity(layer, name, role_of(name, layer_class), layer_class, settings) for name in names]
+        return [
+            Identity(layer, name, role_of(name, layer_class), layer_class, settings)
+            for name in names
+        ]
 
     def _layer(self, parts: Sequence[str]) -> tuple[str, Mapping[str, Any], str]:
-        """Return the names of the layers along the path of a group, and configuration and class of the last one."""
+        """Return the names of the layers along the path of a group, and configuration and class of
+        the last one."""
         node = self._config
         layer_class = class_name(node)
         shown = [] if parts else [self._names.get("") or own_name(node)]
@@ -197,7 +225,8 @@ class _Namer:
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:
-    """Return the class of a layer without configuration, from names that Keras derives from the class."""
+    """Return the class of a layer without configuration, from names that Keras derives from the
+    class."""
     if part == "cell" and outer in _CELLS:
         return _CELLS[outer]
     if part in _DENSE_OF_ATTENTION:
@@ -212,46 +241,74 @@ def _guessed_class(part: str, own: str, outer: str) -> str:
 def _is_optimizer(parts: Sequence[str], arrays: Sequence[StoredArray]) -> bool:
     """Return whether a group is that of an optimizer: by its location, or by its first variable.
 
-    Every Keras optimizer saves its integer step count first; the first variable of no Keras layer is an integer scalar.
+    Every Keras optimizer saves its integer step count first; the first variable of no Keras layer
+    is an integer scalar.
     """
     if parts[:1] == ["optimizer"]:
         return True
     first = arrays[0]
-    return first.location.endswith("vars/0") and first.shape == () and first.dtype in ("int32", "int64")
+    return (
+        first.location.endswith("vars/0")
+        and first.shape == ()
+        and first.dtype in ("int32", "int64")
+    )
 
 
-def _optimizer_names(arrays: Sequence[StoredArray], config: Mapping[str, Any], own: str, labels: Sequence[str]) -> list[str]:
-    """Return names for the scalars at the start of an optimizer's variables; its slots keep their numbers.
+def _optimizer_names(
+    arrays: Sequence[StoredArray], config: Mapping[str, Any], own: str, labels: Sequence[str]
+) -> list[str]:
+    """Return names for the scalars at the start of an optimizer's variables; its slots keep their
+    numbers.
 
     An optimizer starts with its step count and, unless it has a schedule, its learning rate. A
-    `LossScaleOptimizer` has its own of these, its step counter and scale, and then those of its inner optimizer.
+    `LossScaleOptimizer` has its own of these, its step counter and scale, and then those of its
+    inner optimizer.
     """
-    rate = ["learning_rate"] if isinstance(optimizer_settings(config).get("learning_rate", 0.0), (int, float)) else []
+    rate = (
+        ["learning_rate"]
+        if isinstance(optimizer_settings(config).get("learning_rate", 0.0), (int, float))
+        else []
+    )
     header = ["iteration", *rate]
     if own.startswith("loss_scale_optimizer"):
-        header = ["iteration", *rate, "step_counter", "dynamic_scale", "inner/iteration", *(f"inner/{n}" for n in rate)]
+        header = [
+            "iteration",
+            *rate,
+            "step_counter",
+            "dynamic_scale",
+            "inner/iteration",
+            *(f"inner/{n}" for n in rate),
+        ]
     scalars = list(itertools.takewhile(lambda array: array.shape == (), arrays))
     header = header[: len(scalars)]
     return [*header, *labels[len(header) :]]
 
 
-def _variable_names(layer_class: str, settings: Mapping[str, Any], arrays: Sequence[StoredArray]) -> list[str]:
+def _variable_names(
+    layer_class: str, settings: Mapping[str, Any], arrays: Sequence[StoredArray]
+) -> list[str]:
     """Return the names of the variables, where class and number of arrays determine them.
 
-    Every combination of flags that gives the right number of arrays is tried (only the configured one if there is a
-    configuration); a position at which they disagree keeps its number.
+    Every combination of flags that gives the right number of arrays is tried (only the configured
+    one if there is a configuration); a position at which they disagree keeps its number.
     """
     order = _VARIABLES.get(layer_class)
-    if order is None or (layer_class == "BatchNormalization" and len({array.shape for array in arrays}) > 1):
+    if order is None or (
+        layer_class == "BatchNormalization" and len({array.shape for array in arrays}) > 1
+    ):
         return []
     flags = sorted({flag for _, flag in order if flag})
     candidates = []
     for values in itertools.product((True, False), repeat=len(flags)):
         chosen = dict(zip(flags, values, strict=True))
-        if settings and any(bool(settings.get(f, f not in _OFF_BY_DEFAULT)) != on for f, on in chosen.items()):
+        if settings and any(
+            bool(settings.get(f, f not in _OFF_BY_DEFAULT)) != on for f, on in chosen.items()
+        ):
             continue
         names = [name for name, flag in order if not flag or chosen[flag]]
         if len(names) == len(arrays):
             candidates.append(names)
     columns = [set(column) for column in zip(*candidates, strict=True)]
-    return [column.pop() if len(column) == 1 else str(place) for place, column in enumerate(columns)]
+    return [
+        column.pop() if len(column) == 1 else str(place) for place, column in enumerate(columns)
+    ]

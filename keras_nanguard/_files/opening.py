@@ -1,4 +1,5 @@
-"""Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by their names.
+"""Opening of model files of every kind that Keras 3 writes, recognized by their contents and not by
+their names.
 
 No model is built, no backend is imported, no pickle is loaded and no link is followed.
 """
@@ -18,19 +19,28 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._files.archives import WEIGHTS, read_archive, read_json
 from keras_nanguard._files.hdf5 import SIGNATURE, attribute_text, open_hdf5, stored_arrays
 from keras_nanguard._files.orbax import is_orbax, read_orbax
-from keras_nanguard._files.stored import MAX_JSON, Alive, Contents, StoredArray, Window, plain_text, readable
+from keras_nanguard._files.stored import (
+    MAX_JSON,
+    Alive,
+    Contents,
+    StoredArray,
+    Window,
+    plain_text,
+    readable,
+)
 
 __all__ = ["opened", "shard_names", "size_on_disk"]
 
 _KINDS = ".keras, .weights.h5, .h5, .npz, a sharded .weights.json or an Orbax checkpoint"
+
 
 @contextmanager
 def opened(path: str | os.PathLike[str], alive: Alive = lambda: None) -> Iterator[Contents]:
     """Open a model file for reading.
 
     Args:
-        path: a `.keras`, `.weights.h5`, legacy `.h5` or `.npz` file, the `.json` index of sharded weights, or the
-            folder of an unzipped model or an Orbax checkpoint.
+        path: a `.keras`, `.weights.h5`, legacy `.h5` or `.npz` file, the `.json` index of sharded
+            weights, or the folder of an unzipped model or an Orbax checkpoint.
         alive: called for each array that is found.
 
     Returns:
@@ -50,20 +60,30 @@ def opened(path: str | os.PathLike[str], alive: Alive = lambda: None) -> Iterato
 
 
 def _distinct(arrays: list[StoredArray]) -> list[StoredArray]:
-    """Make the locations unique: names that differ in the file may be equal after they are made safe to print."""
+    """Make the locations unique: names that differ in the file may be equal after they are made
+    safe to print."""
     counts: Counter[str] = Counter()
     found = []
     for array in arrays:
         counts[array.location] += 1
         count = counts[array.location]
-        found.append(array if count == 1 else replace(array, location=f"{array.location} ({count})"))
+        found.append(
+            array if count == 1 else replace(array, location=f"{array.location} ({count})")
+        )
     return found
 
 
 def size_on_disk(path: str) -> int:
-    """Return the size of a file, or of all files in a folder; for the index of sharded weights, of all files in its folder."""
+    """Return the size of a file, or of all files in a folder; for the index of sharded weights, of
+    all files in its folder."""
     try:
-        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)) if path.endswith(".json") else ""
+        folder = (
+            path
+            if os.path.isdir(path)
+            else os.path.dirname(os.path.abspath(path))
+            if path.endswith(".json")
+            else ""
+        )
         files = [os.path.join(folder, name) for name in os.listdir(folder)] if folder else [path]
         return sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     except (OSError, ValueError):
@@ -72,11 +92,15 @@ def size_on_disk(path: str) -> int:
 
 def _contents(path: str, alive: Alive) -> Contents:
     if "\0" in path or not os.path.exists(path):
-        raise FileFormatError(expected("a model file", f"path={plain_text(path)!r}", "There is no such file."))
+        raise FileFormatError(
+            expected("a model file", f"path={plain_text(path)!r}", "There is no such file.")
+        )
     if os.path.isdir(path):
         return _folder(path, alive)
     if not os.path.isfile(path):
-        raise FileFormatError(expected("a file or a folder", f"path={plain_text(path)!r}", "Name a model file."))
+        raise FileFormatError(
+            expected("a file or a folder", f"path={plain_text(path)!r}", "Name a model file.")
+        )
     with open(path, "rb") as file:
         head = file.read(8)
     if head == SIGNATURE:
@@ -97,10 +121,14 @@ def _hdf5(path: str, alive: Alive) -> Contents:
         config = read_json(text.encode(), "The attribute model_config", notes) if text else None
         legacy = "model_weights" in file or "layer_names" in file.attrs
         known = config if isinstance(config, dict) else None
-        return Contents("h5" if legacy else "weights.h5", arrays, names, known, notes, stack.pop_all().close)
+        return Contents(
+            "h5" if legacy else "weights.h5", arrays, names, known, notes, stack.pop_all().close
+        )
 
 
-def _weights(path: str, stack: ExitStack, alive: Alive) -> tuple[Any, list[StoredArray], dict[str, str]]:
+def _weights(
+    path: str, stack: ExitStack, alive: Alive
+) -> tuple[Any, list[StoredArray], dict[str, str]]:
     raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
     file = stack.enter_context(open_hdf5(path))
     arrays, names = stored_arrays(file, Window(raw, 0, os.fstat(raw.fileno()).st_size), alive)
@@ -135,11 +163,20 @@ def shard_names(path: str) -> list[str]:
         FileFormatError: if it is not such an index, or a name in it leads out of its folder.
     """
     if os.path.getsize(path) > MAX_JSON:
-        raise FileFormatError(f"{plain_text(path)} is not an index of sharded weights: it has more than {MAX_JSON} bytes.")
+        raise FileFormatError(
+            f"{plain_text(path)} is not an index of sharded weights: it has more than {MAX_JSON} "
+            "bytes."
+        )
     index = json.loads(Path(path).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
-        raise FileFormatError(expected("an index of sharded weights", f"{plain_text(path)} without weight_map", f"Name one of {_KINDS}."))
+        raise FileFormatError(
+            expected(
+                "an index of sharded weights",
+                f"{plain_text(path)} without weight_map",
+                f"Name one of {_KINDS}.",
+            )
+        )
     found: dict[str, None] = {}
     for listed in weight_map.values():
         for name in listed if isinstance(listed, list) else [listed]:
@@ -148,8 +185,19 @@ def shard_names(path: str) -> list[str]:
 
 
 def _inside(name: Any) -> str:
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or set(name) & set("/\\:"):
-        raise FileFormatError(expected("shards beside the index", f"the shard name {plain_text(name)!r}", "It leads out of the folder."))
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or "\0" in name
+        or set(name) & set("/\\:")
+    ):
+        raise FileFormatError(
+            expected(
+                "shards beside the index",
+                f"the shard name {plain_text(name)!r}",
+                "It leads out of the folder.",
+            )
+        )
     return name
 
 
@@ -161,7 +209,9 @@ def _sharded(path: str, alive: Alive) -> Contents:
         for name in shard_names(path):
             shard = os.path.join(folder, name)
             if not os.path.isfile(shard):
-                raise FileFormatError(f"The shard {plain_text(name)} that {plain_text(path)} lists is missing.")
+                raise FileFormatError(
+                    f"The shard {plain_text(name)} that {plain_text(path)} lists is missing."
+                )
             _, arrays, found = _weights(shard, stack, alive)
             contents.arrays.extend(arrays)
             names.update(found)

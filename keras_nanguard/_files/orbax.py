@@ -1,9 +1,10 @@
-"""Reading of Orbax checkpoints, as `keras.callbacks.OrbaxCheckpoint` writes them, with TensorStore alone.
+"""Reading of Orbax checkpoints, as `keras.callbacks.OrbaxCheckpoint` writes them, with TensorStore
+alone.
 
-A checkpoint is a folder `<step>/pytree` with one zarr array per variable, in an OCDBT store or as plain files, named by
-the path of the variable in the state tree. TensorStore is installed with Orbax and is imported only here, for such a
-folder; neither Orbax nor JAX is imported. It is read in this process, so an array that declares far more than the checkpoint
-stores is not read.
+A checkpoint is a folder `<step>/pytree` with one zarr array per variable, in an OCDBT store or as
+plain files, named by the path of the variable in the state tree. TensorStore is installed with
+Orbax and is imported only here, for such a folder; neither Orbax nor JAX is imported. It is read in
+this process, so an array that declares far more than the checkpoint stores is not read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from numpy.typing import NDArray
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files.arrays import chunk_blocks, float_name
 from keras_nanguard._files.hdf5 import MAX_CHUNK, MAX_CHUNKS, MAX_EXPANSION
-from keras_nanguard._files.stored import BOMB_FLOOR, PARSE_ERRORS, Alive, Contents, StoredArray, plain_text
+from keras_nanguard._files.stored import (
+    BOMB_FLOOR,
+    PARSE_ERRORS,
+    Alive,
+    Contents,
+    StoredArray,
+    plain_text,
+)
 
 __all__ = ["is_orbax", "read_orbax"]
 
@@ -31,7 +39,8 @@ _MAX_METADATA = 64 << 20
 
 
 def is_orbax(path: str) -> bool:
-    """Return whether a folder is an Orbax checkpoint: its root, one step, or the tree within a step."""
+    """Return whether a folder is an Orbax checkpoint: its root, one step, or the tree within a
+    step."""
     return _tree(path) is not None
 
 
@@ -52,7 +61,8 @@ def read_orbax(path: str, alive: Alive = lambda: None) -> Contents:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise FileFormatError(
-            f"{plain_text(path)} is an Orbax checkpoint, which requires TensorStore: pip install tensorstore."
+            f"{plain_text(path)} is an Orbax checkpoint, which requires TensorStore: pip install "
+            "tensorstore."
         ) from None
     tree = _tree(path)
     if tree is None:
@@ -60,7 +70,9 @@ def read_orbax(path: str, alive: Alive = lambda: None) -> Contents:
     metadata = _metadata(tree)
     base = f"file://{os.path.abspath(tree)}/"
     packed = bool(metadata.get("use_ocdbt", os.path.exists(os.path.join(tree, "manifest.ocdbt"))))
-    store: dict[str, Any] = {"driver": "ocdbt", "base": base} if packed else {"driver": "file", "path": f"{tree}/"}
+    store: dict[str, Any] = (
+        {"driver": "ocdbt", "base": base} if packed else {"driver": "file", "path": f"{tree}/"}
+    )
     arrays: list[StoredArray] = []
     stored = _size(tree)
     for key in sorted(tensorstore.KvStore.open(store).result().list().result()):
@@ -69,18 +81,32 @@ def read_orbax(path: str, alive: Alive = lambda: None) -> Contents:
             if key.endswith(marker):
                 name = key[: -len(marker)].decode("utf-8", "surrogateescape")
                 spec = {"driver": driver, "kvstore": _within(store, name)}
-                left = max(BOMB_FLOOR, MAX_EXPANSION * stored) - sum(array.nbytes for array in arrays)
+                left = max(BOMB_FLOOR, MAX_EXPANSION * stored) - sum(
+                    array.nbytes for array in arrays
+                )
                 arrays.append(_stored_array(tensorstore, spec, name, stored, left))
     if not arrays:
         raise FileFormatError(f"{plain_text(path)} is an Orbax checkpoint without arrays.")
-    notes = [] if os.path.samefile(tree, path) else [f"Read from {plain_text(os.path.relpath(tree, path))}."]
+    notes = (
+        []
+        if os.path.samefile(tree, path)
+        else [f"Read from {plain_text(os.path.relpath(tree, path))}."]
+    )
     return Contents("orbax", arrays, notes=notes)
 
 
 def _tree(path: str) -> str | None:
-    steps = sorted((name for name in _listed(path) if name.isascii() and name.isdigit()), key=int, reverse=True)
-    for folder in (path, os.path.join(path, "pytree"), *(os.path.join(path, step, "pytree") for step in steps)):
-        if os.path.isfile(os.path.join(folder, "_METADATA")) or os.path.isfile(os.path.join(folder, "manifest.ocdbt")):
+    steps = sorted(
+        (name for name in _listed(path) if name.isascii() and name.isdigit()), key=int, reverse=True
+    )
+    for folder in (
+        path,
+        os.path.join(path, "pytree"),
+        *(os.path.join(path, step, "pytree") for step in steps),
+    ):
+        if os.path.isfile(os.path.join(folder, "_METADATA")) or os.path.isfile(
+            os.path.join(folder, "manifest.ocdbt")
+        ):
             return folder
     return None
 
@@ -106,15 +132,25 @@ def _within(store: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _size(tree: str) -> int:
     """Return the size of all files of a checkpoint."""
-    return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(tree) for name in names)
+    return sum(
+        os.lstat(os.path.join(root, name)).st_size
+        for root, _, names in os.walk(tree)
+        for name in names
+    )
 
 
-def _stored_array(tensorstore: Any, spec: dict[str, Any], name: str, stored: int, left: int) -> StoredArray:
-    """Return an array of a checkpoint whose files have `stored` bytes, and whose arrays may declare `left` bytes more."""
+def _stored_array(
+    tensorstore: Any, spec: dict[str, Any], name: str, stored: int, left: int
+) -> StoredArray:
+    """Return an array of a checkpoint whose files have `stored` bytes, and whose arrays may declare
+    `left` bytes more."""
     location = plain_text(name.replace(".", "/"))
     try:
         array = tensorstore.open(spec, open=True, read=True).result()
-        shape, dtype = tuple(int(length) for length in array.shape), np.dtype(array.dtype.numpy_dtype)
+        shape, dtype = (
+            tuple(int(length) for length in array.shape),
+            np.dtype(array.dtype.numpy_dtype),
+        )
         chunk = tuple(int(length) for length in array.chunk_layout.read_chunk.shape or shape)
     except PARSE_ERRORS as error:
         return StoredArray(location, "?", (), 0, False, plain_text(error, 200), key=name)
@@ -125,18 +161,37 @@ def _stored_array(tensorstore: Any, spec: dict[str, Any], name: str, stored: int
 
     def pieces() -> Iterator[NDArray[Any]]:
         for block in chunk_blocks(shape, chunk, _READ_VALUES):  # a chunk is unpacked as a whole
-            yield np.asarray(array[block].read().result()) if shape else np.asarray(array.read().result()).reshape(1)
+            yield (
+                np.asarray(array[block].read().result())
+                if shape
+                else np.asarray(array.read().result()).reshape(1)
+            )
 
     def whole() -> NDArray[Any]:
         return np.asarray(array.read().result())
 
-    return StoredArray(location, kind or str(dtype), shape, size, kind is not None, "", pieces, key=name, stored=size, whole=whole)
+    return StoredArray(
+        location,
+        kind or str(dtype),
+        shape,
+        size,
+        kind is not None,
+        "",
+        pieces,
+        key=name,
+        stored=size,
+        whole=whole,
+    )
 
 
-def _refusal(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, stored: int, left: int) -> str:
+def _refusal(
+    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, stored: int, left: int
+) -> str:
     """Return why an array is not read, `""` if it is: the limits are those of HDF5 files."""
     if math.prod(shape) * itemsize > left:
-        return f"it declares {math.prod(shape) * itemsize} bytes, and all files together have {stored}"
+        return (
+            f"it declares {math.prod(shape) * itemsize} bytes, and all files together have {stored}"
+        )
     if math.prod(chunk) * itemsize > max(MAX_CHUNK, 4 * stored):
         return f"one chunk declares {math.prod(chunk) * itemsize} bytes"
     count = math.prod(-(-length // max(1, part)) for length, part in zip(shape, chunk))

@@ -1,9 +1,10 @@
 """The process in which model files are read, seen from the program that asks for it.
 
-The HDF5 library (1.14.6) is known to loop forever on damaged group tables and string heaps and to crash on others
-(found by fuzzing), and a file on a broken disk or a pipe blocks whoever reads it. None of this can be caught inside a
-process, so another one reads: `python -m keras_nanguard._files.worker`. It imports NumPy and h5py and no backend, gets
-one line of JSON for each file, and answers in lines of JSON: nothing in a file is ever evaluated.
+The HDF5 library (1.14.6) is known to loop forever on damaged group tables and string heaps and to
+crash on others (found by fuzzing), and a file on a broken disk or a pipe blocks whoever reads it.
+None of this can be caught inside a process, so another one reads: `python -m
+keras_nanguard._files.worker`. It imports NumPy and h5py and no backend, gets one line of JSON for
+each file, and answers in lines of JSON: nothing in a file is ever evaluated.
 """
 
 from __future__ import annotations
@@ -27,27 +28,33 @@ from keras_nanguard._core.plain_text import plain_text
 __all__ = ["STALL_SECONDS", "Progress", "Worker", "ask", "one_worker"]
 
 STALL_SECONDS = 30.0
-"""Seconds without a line from the worker after which it counts as hung. It writes one at least every second between
-calls of a library, each of which reads at most 4 MiB; a disk that takes 30 s for that is broken."""
+"""Seconds without a line from the worker after which it counts as hung. It writes one at least
+every second between calls of a library, each of which reads at most 4 MiB; a disk that takes 30 s
+for that is broken."""
 
 START_SECONDS = 120.0
-"""Seconds to wait for a worker that starts: it loads NumPy and h5py, on a busy machine or a slow disk."""
+"""Seconds to wait for a worker that starts: it loads NumPy and h5py, on a busy machine or a slow
+disk."""
 
 EXIT_SECONDS = 5.0
-"""Seconds to wait for a worker that is ended. One that waits for an unresponsive disk cannot be; it is abandoned."""
+"""Seconds to wait for a worker that is ended. One that waits for an unresponsive disk cannot be; it
+is abandoned."""
 
 Progress = Callable[[int, int], None]
 """Takes the number of bytes read so far and of all bytes."""
 
 
 class Worker:
-    """A process that reads model files, one after the other. It starts with the first file; also a context manager."""
+    """A process that reads model files, one after the other. It starts with the first file; also a
+    context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def ask(self, task: str, path: str, progress: Progress | None = None, **details: Any) -> dict[str, Any]:
+    def ask(
+        self, task: str, path: str, progress: Progress | None = None, **details: Any
+    ) -> dict[str, Any]:
         """Return the answer to a task about a file.
 
         Args:
@@ -88,15 +95,22 @@ class Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if getattr(sys, "frozen", False) or not sys.executable:
             remedy = "Read the file with a Python that has keras_nanguard installed."
-            raise GuardError(expected("a Python interpreter", f"sys.executable={sys.executable!r}", remedy))
-        home = Path(__file__).parents[2]  # not the current folder, which may hold modules of whoever made the file
+            raise GuardError(
+                expected("a Python interpreter", f"sys.executable={sys.executable!r}", remedy)
+            )
+        home = Path(__file__).parents[
+            2
+        ]  # not the current folder, which may hold modules of whoever made the file
         process = subprocess.Popen(
             [sys.executable, "-m", "keras_nanguard._files.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=home,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(home), *filter(os.path.isabs, sys.path)])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(home), *filter(os.path.isabs, sys.path)]),
+            },
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         self._lines = queue.SimpleQueue()
@@ -110,10 +124,14 @@ class Worker:
         except queue.Empty:
             self.close()
             received = f"nothing was read for {seconds:g} seconds"
-            raise FileFormatError(f"{name} cannot be read: it is damaged, or its disk hangs; {received}.") from None
+            raise FileFormatError(
+                f"{name} cannot be read: it is damaged, or its disk hangs; {received}."
+            ) from None
         if not line.endswith(b"\n"):
             self.close()
-            raise FileFormatError(f"{name} cannot be read: it is damaged, and the library that reads it crashes.")
+            raise FileFormatError(
+                f"{name} cannot be read: it is damaged, and the library that reads it crashes."
+            )
         message: dict[str, Any] = json.loads(line)
         if "refused" in message:
             raise FileFormatError(message["refused"])
@@ -150,7 +168,8 @@ def _current_folder() -> str | None:
 
 
 def _forward(source: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Put each line of the worker into a queue, on which a thread can wait for a limited time on every system."""
+    """Put each line of the worker into a queue, on which a thread can wait for a limited time on
+    every system."""
     with source:
         for line in source:
             lines.put(line)

@@ -40,13 +40,22 @@ def repair_file(path: str, output: str, source: Any, options: RepairOptions) -> 
         if not bad:
             return RepairReport(before.source, None, None, options.dry_run, (), before, None)
         in_place = os.path.abspath(path) == output
-        final = os.path.realpath(output) if os.path.isfile(output) else output  # through links that the user named
+        final = (
+            os.path.realpath(output) if os.path.isfile(output) else output
+        )  # through links that the user named
         scratch = os.path.join(os.path.dirname(final), f".nanguard-{uuid.uuid4().hex}")
         backup = after = None
         try:
             with _stored(source, bad) as donor:
-                request = {"bad": [entry.location for entry in bad], "options": asdict(options), "source": donor}
-                found = reading.ask("repair", path, **request, scratch=scratch, output=final)
+                found = reading.ask(
+                    "repair",
+                    path,
+                    bad=[entry.location for entry in bad],
+                    options=asdict(options),
+                    source=donor,
+                    scratch=scratch,
+                    output=final,
+                )
             if found["written"]:
                 after = scan(os.path.join(scratch, os.path.basename(final)), **options.limits)
                 backup = _backed_up(path, final, found["kind"]) if in_place else None
@@ -60,7 +69,8 @@ def repair_file(path: str, output: str, source: Any, options: RepairOptions) -> 
 
 @contextmanager
 def _stored(source: Any, bad: Sequence[ScannedVariable]) -> Iterator[str | None]:
-    """Yield the path of a file with the values of the source: its own, or one with those of a live model."""
+    """Yield the path of a file with the values of the source: its own, or one with those of a live
+    model."""
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
@@ -68,7 +78,11 @@ def _stored(source: Any, bad: Sequence[ScannedVariable]) -> Iterator[str | None]
     from keras_nanguard._files.repair_stored import write_values
 
     paths = {entry.path for entry in bad}
-    values = {live.identity.path: live.read for live in reversed(live_variables(source)) if live.identity.path in paths}
+    values = {
+        live.identity.path: live.read
+        for live in reversed(live_variables(source))
+        if live.identity.path in paths
+    }
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         write_values(path := os.path.join(folder, "source.npz"), values)
         yield path
@@ -81,20 +95,35 @@ def checked_output(path: str, output: str | None, *, in_place: bool, overwrite: 
         GuardError: if it exists, has no folder, is the old file, or `in_place` was given, too.
     """
     if in_place and output is not None:
-        raise GuardError(expected("either in_place=True or an output", f"both, output={output!r}", "Drop one."))
-    final = os.path.abspath(path if in_place else output if output is not None else repaired_path(path))
+        raise GuardError(
+            expected("either in_place=True or an output", f"both, output={output!r}", "Drop one.")
+        )
+    final = os.path.abspath(
+        path if in_place else output if output is not None else repaired_path(path)
+    )
     if not in_place and final == os.path.abspath(path):
-        raise GuardError(expected("another output", f"output={output!r}", "Pass in_place=True to replace the file."))
+        raise GuardError(
+            expected(
+                "another output", f"output={output!r}", "Pass in_place=True to replace the file."
+            )
+        )
     if not in_place and not overwrite and os.path.exists(final):
-        raise GuardError(expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True."))
+        raise GuardError(
+            expected("an output that does not exist", f"output={final!r}", "Pass overwrite=True.")
+        )
     folder = os.path.dirname(final)
     if not os.path.isdir(folder):
-        raise GuardError(expected("an existing folder", f"output={final!r}", f"Create the folder {folder} first."))
+        raise GuardError(
+            expected(
+                "an existing folder", f"output={final!r}", f"Create the folder {folder} first."
+            )
+        )
     return final
 
 
 def repaired_path(path: str) -> str:
-    """Return the name of the repaired copy of a file: `model.keras` gives `model.repaired.keras`."""
+    """Return the name of the repaired copy of a file: `model.keras` gives
+    `model.repaired.keras`."""
     folder, name = os.path.split(os.path.abspath(path))
     for ending in (".weights.h5", ".weights.json", ".keras", ".h5", ".npz", ".hdf5"):
         if name.endswith(ending):
@@ -103,7 +132,8 @@ def repaired_path(path: str) -> str:
 
 
 def _backed_up(path: str, final: str, kind: str) -> str:
-    """Back up the old file as `<path>.bak`, or with the next free number, and return that path; of shards back up all."""
+    """Back up the old file as `<path>.bak`, or with the next free number, and return that path; of
+    shards back up all."""
     if kind == "sharded":
         from keras_nanguard._files.opening import shard_names
 
@@ -134,7 +164,9 @@ def _publish_all(scratch: str, final: str) -> None:
 
 
 def _publish(new: str, final: str) -> None:
-    links = os.path.islink(new) or os.path.islink(final)  # what a link in a folder leads to is not of this model
+    links = os.path.islink(new) or os.path.islink(
+        final
+    )  # what a link in a folder leads to is not of this model
     if os.path.isdir(final) and os.path.isdir(new) and not links:
         for name in os.listdir(new):
             _publish(os.path.join(new, name), os.path.join(final, name))

@@ -1,4 +1,5 @@
-"""Repair of a live model, variable by variable. The caller has imported the backend of the model."""
+"""Repair of a live model, variable by variable. The caller has imported the backend of the
+model."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def _values_of(source: Any, wanted: Iterable[str]) -> dict[str, Callable[[], Val
 def _changes(
     model: Any, wanted: set[str], source: dict[str, Callable[[], Values]], options: RepairOptions
 ) -> list[Change]:
-    from keras_nanguard._keras import layers as keras_layers  # imports Keras, which the caller has imported
+    from keras_nanguard._keras import (
+        layers as keras_layers,
+    )  # imports Keras, which the caller has imported
 
     changes, reset = [], False
     for live in live_variables(model):
@@ -81,8 +84,8 @@ def _changes(
 def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     """Reset every optimizer with a bad slot to the slots of a new one with the same configuration.
 
-    Step counts and learning rates stay (a bad learning rate is replaced by that of the configuration); moving averages
-    of the weights are reset to the weights.
+    Step counts and learning rates stay (a bad learning rate is replaced by that of the
+    configuration); moving averages of the weights are reset to the weights.
     """
     from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
 
@@ -92,7 +95,9 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
         if not wanted & set(paths):
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
-        averages = {id(average): weight for average, weight in keras_optimizers.averages_of(optimizer)}
+        averages = {
+            id(average): weight for average, weight in keras_optimizers.averages_of(optimizer)
+        }
         for (path, variable), start in zip(paths.items(), fresh.variables, strict=True):
             if variable.name in ("iteration", "learning_rate") and path not in wanted:
                 continue

@@ -35,13 +35,14 @@ class RepairOptions:
     """How each role is repaired, and what is repaired at all.
 
     Attributes:
-        statistics: `"initial"`: bad values are replaced by initial values; `"source"`: the whole variable comes from
-            the good file; `"keep"`: nothing is done.
+        statistics: `"initial"`: bad values are replaced by initial values; `"source"`: the whole
+            variable comes from the good file; `"keep"`: nothing is done.
         weights: the same, or bad values are replaced by 0 (`"zeros"`) or 1 (`"ones"`).
         slots: `"reset"`: all slots of an optimizer with a bad one are reset.
         statistics_limit: magnitude above which a moving statistic is bad.
         limit: magnitude above which any value is bad, or `None`.
-        only: shell patterns; only variables of which path, layer or location matches one are repaired.
+        only: shell patterns; only variables of which path, layer or location matches one are
+            repaired.
         dry_run: change nothing.
         seed: seed of the random initial values of a file, or `None`.
     """
@@ -59,9 +60,13 @@ class RepairOptions:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise GuardError(expected(f"one of {', '.join(allowed)}", f"{name}={value!r}", "Choose one."))
+                raise GuardError(
+                    expected(f"one of {', '.join(allowed)}", f"{name}={value!r}", "Choose one.")
+                )
         if self.seed is not None and self.seed < 0:
-            raise GuardError(expected("a seed of 0 or above", f"seed={self.seed!r}", "Choose another one."))
+            raise GuardError(
+                expected("a seed of 0 or above", f"seed={self.seed!r}", "Choose another one.")
+            )
 
     @property
     def limits(self) -> Limits:
@@ -73,11 +78,14 @@ class RepairOptions:
         if role not in _FIELDS:
             return ""
         field = _FIELDS[role]
-        others = [f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")]
+        others = [
+            f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")
+        ]
         return f"choose {' or '.join(others)}, or name a source"
 
     def method(self, role: str) -> str:
-        """Return the method for a role; a variable that is neither weight, statistic nor slot is kept."""
+        """Return the method for a role; a variable that is neither weight, statistic nor slot is
+        kept."""
         return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
 
     def selected(self, bad: Iterable[ScannedVariable]) -> list[ScannedVariable]:

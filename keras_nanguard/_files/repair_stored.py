@@ -1,4 +1,5 @@
-"""Repair of a file in the process that reads it: what replaces each bad array, or why nothing does."""
+"""Repair of a file in the process that reads it: what replaces each bad array, or why nothing
+does."""
 
 from __future__ import annotations
 
@@ -30,14 +31,21 @@ __all__ = ["copy_values", "repair_stored", "write_values"]
 _ZERO_SLOTS = frozenset(
     ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer")
 )
-"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl and Nadam differ)."""
+"""Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl
+and Nadam differ)."""
 
 _INITIAL_SCALE = 2.0**15
 """Default initial scale of a `LossScaleOptimizer`."""
 
 
 def repair_stored(
-    path: str, alive: Alive, bad: list[str], options: dict[str, Any], source: str | None, scratch: str, output: str
+    path: str,
+    alive: Alive,
+    bad: list[str],
+    options: dict[str, Any],
+    source: str | None,
+    scratch: str,
+    output: str,
 ) -> dict[str, Any]:
     """Plan the repair of a file, and write the new one if anything is to be replaced.
 
@@ -62,7 +70,11 @@ def repair_stored(
         written = bool(plan.replacements) and not chosen.dry_run
         if written:
             rewrite(path, scratch, output, contents.kind, plan.replacements, alive)
-    return {"kind": contents.kind, "changes": [asdict(change) for change in changes], "written": written}
+    return {
+        "kind": contents.kind,
+        "changes": [asdict(change) for change in changes],
+        "written": written,
+    }
 
 
 def copy_values(path: str, alive: Alive, names: list[str], output: str) -> dict[str, Any]:
@@ -145,12 +157,14 @@ class FileRepair:
         return self._good[path].read() if path in self._good else "the source has no such variable"
 
     def _too_large(self, array: StoredArray) -> str:
-        """Return why an array is not loaded and rewritten, if so: the file declares far more than it stores."""
+        """Return why an array is not loaded and rewritten, if so: the file declares far more than
+        it stores."""
         self._unbacked += array.unbacked
         if self._unbacked <= MAX_UNBACKED:
             return ""
         self._unbacked -= array.unbacked
-        return f"it declares {array.nbytes} bytes and the file stores {array.stored}: load the model and repair that"
+        declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
+        return f"{declared}: load the model and repair that"
 
     def _reset_slots(self) -> list[Change]:
         changes, refusal, scale = [], self._reset_refusal(), self._initial_scale()
@@ -164,7 +178,11 @@ class FileRepair:
             value = scale if name == "dynamic_scale" else 0.0
             new = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
             self.replacements[array.key] = new
-            changes.append(Change(identity.path, location, "reset", "done", f"set to {value:g}, the initial value"))
+            changes.append(
+                Change(
+                    identity.path, location, "reset", "done", f"set to {value:g}, the initial value"
+                )
+            )
         return changes
 
     def _reset_refusal(self) -> str:
@@ -172,9 +190,11 @@ class FileRepair:
         kind = settings.get("class_name")
         if kind not in _ZERO_SLOTS:
             named = kind or "(which the file does not name)"
-            return f"the initial slots of the optimizer {named} are not known: reset those of the loaded model"
+            unknown = f"the initial slots of the optimizer {named} are not known"
+            return f"{unknown}: reset those of the loaded model"
         if settings.get("use_ema"):
-            return "the optimizer has moving averages of the weights, which must not become 0: reset the loaded model"
+            averages = "the optimizer has moving averages of the weights, which must not become 0"
+            return f"{averages}: reset the loaded model"
         return ""
 
     def _initial_scale(self) -> float:
@@ -182,4 +202,8 @@ class FileRepair:
         for key in ("compile_config", "optimizer", "config"):
             node = node.get(key) if isinstance(node, Mapping) else None
         given = node.get("initial_scale") if isinstance(node, Mapping) else None
-        return float(given) if isinstance(given, (int, float)) and 0.0 < given < math.inf else _INITIAL_SCALE
+        return (
+            float(given)
+            if isinstance(given, (int, float)) and 0.0 < given < math.inf
+            else _INITIAL_SCALE
+        )

@@ -1,4 +1,5 @@
-"""Repair of one variable: which values are bad, and what replaces them, or why nothing does. Pure functions."""
+"""Repair of one variable: which values are bad, and what replaces them, or why nothing does. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def repaired(
     initial: Callable[[], Values],
     source: Callable[[], Values],
 ) -> tuple[Change, NDArray[Any] | None]:
-    """Return the repair of a variable and its new values in the dtype of the old ones, `None` if it is not repaired.
+    """Return the repair of a variable and its new values in the dtype of the old ones, `None` if it
+    is not repaired.
 
     Args:
         identity: names and role of the variable.
@@ -76,8 +78,8 @@ def _replaced(
         if not isinstance(good, str) and good.shape != values.shape:
             return f"the source has the shape {good.shape} there"
         return good if isinstance(good, str) else good.astype(values.dtype)
-    new = {"zeros": np.zeros(()), "ones": np.ones(())}.get(method)
-    new = initial() if new is None else new
+    constants = {"zeros": 0.0, "ones": 1.0}
+    new = np.full((), constants[method]) if method in constants else initial()
     if isinstance(new, str):
         return new
     result = values.copy()
@@ -85,7 +87,9 @@ def _replaced(
     return result
 
 
-def bad_values(values: NDArray[Any], identity: Identity, options: RepairOptions) -> NDArray[np.bool_]:
+def bad_values(
+    values: NDArray[Any], identity: Identity, options: RepairOptions
+) -> NDArray[np.bool_]:
     """Return which values of a variable are bad.
 
     Args:
@@ -104,7 +108,9 @@ def bad_values(values: NDArray[Any], identity: Identity, options: RepairOptions)
     return bad
 
 
-def _bad_values(piece: NDArray[Any], identity: Identity, options: RepairOptions) -> NDArray[np.bool_]:
+def _bad_values(
+    piece: NDArray[Any], identity: Identity, options: RepairOptions
+) -> NDArray[np.bool_]:
     values = piece if piece.dtype.kind == "c" else piece.astype(np.float64)
     with np.errstate(all="ignore"):
         magnitude = np.abs(values)

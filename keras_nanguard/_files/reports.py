@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_nanguard._core.notebook import block
+from keras_nanguard._files.judge import SEVERITIES, Problem, Statistics
 
 __all__ = [
     "FORMAT",
@@ -21,13 +22,13 @@ __all__ = [
     "ScannedVariable",
     "Statistics",
     "Verdict",
+    "row_of",
+    "variable_of",
 ]
 
 FORMAT = 1
-"""Version of the JSON format of each report; incremented if a reader of the old one would misread the new one."""
-
-SEVERITIES = ("error", "warning", "note")
-"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for information only."""
+"""Version of the JSON format of each report; incremented if a reader of the old one would misread
+the new one."""
 
 _RANK = {severity: place for place, severity in enumerate((*SEVERITIES, ""))}
 
@@ -51,87 +52,20 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
-    """The statistics of one array of floats.
-
-    Attributes:
-        size: number of values (a complex value counts as two).
-        nan: number of NaN.
-        posinf: number of +Inf.
-        neginf: number of -Inf.
-        zeros: number of exact zeros, of either sign.
-        denormals: number of nonzero values below the smallest normal number of the dtype of the array.
-        beyond_float16: number of finite values above 65504 in magnitude.
-        beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was given.
-        min: smallest finite value, or `None` if there is none.
-        max: largest finite value, or `None` if there is none.
-        mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is none.
-    """
-
-    size: int = 0
-    nan: int = 0
-    posinf: int = 0
-    neginf: int = 0
-    zeros: int = 0
-    denormals: int = 0
-    beyond_float16: int = 0
-    beyond_limit: int = 0
-    min: float | None = None
-    max: float | None = None
-    mean: float | None = None
-
-    @property
-    def inf(self) -> int:
-        """Number of infinities of either sign."""
-        return self.posinf + self.neginf
-
-    @property
-    def nonfinite(self) -> int:
-        """Number of values that are NaN or infinite."""
-        return self.nan + self.posinf + self.neginf
-
-    @property
-    def constant(self) -> bool:
-        """Whether there are at least two values and all of them are the same finite number."""
-        return self.size > 1 and self.nonfinite == 0 and self.min == self.max
-
-    @property
-    def all_zero(self) -> bool:
-        """Whether there is at least one value and every value is zero."""
-        return self.size > 0 and self.zeros == self.size
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem of one variable.
-
-    Attributes:
-        code: a key of `PROBLEMS`.
-        severity: one of `SEVERITIES`.
-        detail: the problem in words.
-        count: number of values concerned.
-    """
-
-    code: str
-    severity: str
-    detail: str
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ScannedVariable:
     """One variable and its problems.
 
     Attributes:
-        path: names of its layers and its own, such as `"backbone/post_bn/moving_variance"`; the same for a live
-            model and for its file.
+        path: names of its layers and its own, such as `"backbone/post_bn/moving_variance"`; the
+            same for a live model and for its file.
         layer: the path of its layer.
         name: name of the variable within its layer.
         role: one of `"weight"`, `"statistics"`, `"slot"`, `"other"`.
         location: Keras path of the variable, or its location in the file.
         dtype: name of its dtype.
         shape: its shape.
-        statistics: its statistics, or `None` if its dtype is not a float dtype or it could not be read.
+        statistics: its statistics, or `None` if its dtype is not a float dtype or it could not be
+            read.
         problems: its problems, worst first.
     """
 
@@ -155,20 +89,24 @@ class ScannedVariable:
         """Whether there is an error or a warning."""
         return self.severity in ("error", "warning")
 
-    def to_row(self) -> list[Any]:
-        """Return plain JSON values in the order of the fields (three times as fast as `asdict`)."""
-        found = self.statistics
-        counts = None if found is None else [getattr(found, name) for name in Statistics.__slots__]
-        problems = [[one.code, one.severity, one.detail, one.count] for one in self.problems]
-        own = [self.path, self.layer, self.name, self.role, self.location, self.dtype, self.shape]
-        return [*own, counts, problems]
 
-    @staticmethod
-    def from_row(row: list[Any]) -> ScannedVariable:
-        """Return the variable of a row."""
-        *own, shape, counts, problems = row
-        found = None if counts is None else Statistics(*counts)
-        return ScannedVariable(*own, tuple(shape), found, tuple(Problem(*one) for one in problems))
+def row_of(entry: ScannedVariable) -> list[Any]:
+    """Return plain JSON values in the order of the fields (three times as fast as `asdict`)."""
+    found = entry.statistics
+    counts = None if found is None else [getattr(found, name) for name in Statistics.__slots__]
+    problems = [[one.code, one.severity, one.detail, one.count] for one in entry.problems]
+    own = [entry.path, entry.layer, entry.name, entry.role, entry.location, entry.dtype]
+    return [*own, entry.shape, counts, problems]
+
+
+def variable_of(row: list[Any]) -> ScannedVariable:
+    """Return the variable of a row."""
+    path, layer, name, role, location, dtype, shape, counts, listed = row
+    found = None if counts is None else Statistics(*counts)
+    problems = tuple(Problem(*one) for one in listed)
+    return ScannedVariable(
+        path, layer, name, role, location, dtype, tuple(shape), found, problems
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +160,10 @@ class ScanReport(Verdict):
         grouped: dict[str, list[ScannedVariable]] = {}
         for entry in self.variables:
             grouped.setdefault(entry.layer, []).append(entry)
-        found = [ScannedLayer(path, tuple(sorted(entries, key=_badness))) for path, entries in grouped.items()]
+        found = [
+            ScannedLayer(path, tuple(sorted(entries, key=_badness)))
+            for path, entries in grouped.items()
+        ]
         return tuple(sorted(found, key=lambda layer: _badness(layer.variables[0])))
 
     @property
@@ -246,9 +187,8 @@ class ScanReport(Verdict):
         if self.ok:
             return f"{self.source}: clean, {scanned}."
         layers = sum(layer.severity in ("error", "warning") for layer in self.layers)
-        return (
-            f"{self.source}: {_counted(len(self.bad), 'bad variable')} in {_counted(layers, 'layer')}, of {scanned}."
-        )
+        bad = f"{_counted(len(self.bad), 'bad variable')} in {_counted(layers, 'layer')}"
+        return f"{self.source}: {bad}, of {scanned}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with a format version; all numbers are finite."""
@@ -256,18 +196,23 @@ class ScanReport(Verdict):
             "format": FORMAT,
             "source": self.source,
             "kind": self.kind,
-            "ok": self.ok,
+            "clean": self.ok,
             "finite": self.finite,
             "counts": self.counts,
             "notes": list(self.notes),
             "layers": [
-                {"path": layer.path, "severity": layer.severity, "variables": [_plain(v) for v in layer.variables]}
+                {
+                    "path": layer.path,
+                    "severity": layer.severity,
+                    "variables": [_plain(v) for v in layer.variables],
+                }
                 for layer in self.layers
             ],
         }
 
     def __repr__(self) -> str:
-        return f"ScanReport({self.source!r}, {len(self.variables)} variables, {len(self.bad)} of them bad)"
+        counted = f"{len(self.variables)} variables, {len(self.bad)} of them bad"
+        return f"ScanReport({self.source!r}, {counted})"
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -275,14 +220,22 @@ class ScanReport(Verdict):
         for layer in shown[:_SHOWN_LAYERS]:
             lines.append(f"{layer.path}")
             for entry in layer.variables:
-                lines += [f"  {entry.name}: {found.detail} ({found.severity})" for found in entry.problems]
+                lines += [
+                    f"  {entry.name}: {found.detail} ({found.severity})" for found in entry.problems
+                ]
         if len(shown) > _SHOWN_LAYERS:
             lines.append(f"and {len(shown) - _SHOWN_LAYERS} more layers")
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        rows = [(e.layer, e.name, found.severity, found.detail) for e in self.bad for found in e.problems]
-        return block(self.headline, self.notes, ("layer", "variable", "severity", "problem"), rows, self.ok)
+        rows = [
+            (e.layer, e.name, found.severity, found.detail)
+            for e in self.bad
+            for found in e.problems
+        ]
+        return block(
+            self.headline, self.notes, ("layer", "variable", "severity", "problem"), rows, self.ok
+        )
 
 
 def _counted(count: int, word: str) -> str:
@@ -290,14 +243,19 @@ def _counted(count: int, word: str) -> str:
 
 
 def _badness(entry: ScannedVariable) -> tuple[int, float]:
-    """Return a key that sorts variables worst first: by severity, then by the share of bad values."""
+    """Return a key that sorts variables worst first: by severity, then by the share of bad
+    values."""
     found = entry.statistics
     affected = sum(one.count for one in entry.problems if one.severity == entry.severity)
     return _RANK[entry.severity], -affected / max(1, found.size if found else 1)
 
 
 def _plain(entry: ScannedVariable) -> dict[str, Any]:
-    return {**asdict(entry), "shape": list(entry.shape), "problems": [asdict(found) for found in entry.problems]}
+    return {
+        **asdict(entry),
+        "shape": list(entry.shape),
+        "problems": [asdict(found) for found in entry.problems],
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +340,7 @@ class RepairReport(Verdict):
             "output": self.output,
             "backup": self.backup,
             "dry_run": self.dry_run,
-            "ok": self.ok,
+            "clean": self.ok,
             "changes": [asdict(change) for change in self.changes],
             "before": self.before.counts,
             "after": self.after.counts if self.after else None,

@@ -1,4 +1,5 @@
-"""Rewriting of a model file with some of its arrays replaced, into a folder for files that are not finished.
+"""Rewriting of a model file with some of its arrays replaced, into a folder for files that are not
+finished.
 
 Everything else in the file is copied unchanged, with its permissions.
 """
@@ -65,7 +66,9 @@ def rewrite(
         "sharded": writer.shards,
     }
     if kind not in writers:
-        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: load it and repair the model.")
+        raise FileFormatError(
+            f"A file of the kind {kind!r} cannot be rewritten: load it and repair the model."
+        )
     try:
         os.mkdir(scratch)
         writers[kind](path, os.path.join(scratch, os.path.basename(output)))
@@ -103,18 +106,31 @@ class _Writer:
     def _write(self, dataset: Any, values: NDArray[Any]) -> None:
         """Write values in pieces; bfloat16 is written as unnamed bytes, as Keras does."""
         unnamed = dataset.dtype.kind == "V"
-        plain = np.ascontiguousarray(values).view(dataset.dtype) if unnamed else np.ascontiguousarray(values)
+        plain = (
+            np.ascontiguousarray(values).view(dataset.dtype)
+            if unnamed
+            else np.ascontiguousarray(values)
+        )
         kind = dataset.id.get_type() if unnamed else None
         if dataset.shape == ():
             dataset.id.write(h5py.h5s.ALL, h5py.h5s.ALL, plain, kind)
             return
         shape, chunk = dataset.shape, dataset.chunks
-        parts = blocks(shape, _WRITE_VALUES) if chunk is None else chunk_blocks(shape, chunk, _WRITE_VALUES)
+        parts = (
+            blocks(shape, _WRITE_VALUES)
+            if chunk is None
+            else chunk_blocks(shape, chunk, _WRITE_VALUES)
+        )
         for block in parts:
-            start, count = tuple(part.start for part in block), tuple(part.stop - part.start for part in block)
+            start, count = (
+                tuple(part.start for part in block),
+                tuple(part.stop - part.start for part in block),
+            )
             space = dataset.id.get_space()
             space.select_hyperslab(start, count)
-            dataset.id.write(h5py.h5s.create_simple(count), space, np.ascontiguousarray(plain[block]), kind)
+            dataset.id.write(
+                h5py.h5s.create_simple(count), space, np.ascontiguousarray(plain[block]), kind
+            )
             self._alive()
 
     def folder(self, path: str, target: str) -> None:
@@ -124,32 +140,46 @@ class _Writer:
         self.hdf5(os.path.join(path, WEIGHTS), os.path.join(target, WEIGHTS))
 
     def shards(self, path: str, target: str) -> None:
-        """Write every shard under the new base name, from which Keras derives the name of the first."""
+        """Write every shard under the new base name, from which Keras derives the name of the
+        first."""
         old, new = _base_name(path), _base_name(target)
         renamed = {name: name for name in shard_names(path)}
         if new != old:
-            renamed = {n: f"{new}{n.removeprefix(old)}" if n.startswith(old) else f"{new}_{n}" for n in renamed}
+            renamed = {
+                n: f"{new}{n.removeprefix(old)}" if n.startswith(old) else f"{new}_{n}"
+                for n in renamed
+            }
         for name, new_name in renamed.items():
-            self.hdf5(os.path.join(os.path.dirname(path), name), os.path.join(os.path.dirname(target), new_name))
+            self.hdf5(
+                os.path.join(os.path.dirname(path), name),
+                os.path.join(os.path.dirname(target), new_name),
+            )
         index = json.loads(Path(path).read_bytes())
         listed = index["weight_map"]
         for group, names in listed.items():
-            listed[group] = [renamed[name] for name in names] if isinstance(names, list) else renamed[names]
+            listed[group] = (
+                [renamed[name] for name in names] if isinstance(names, list) else renamed[names]
+            )
         Path(target).write_text(json.dumps(index, indent=4))
         shutil.copymode(path, target)
 
     def archive(self, path: str, target: str) -> None:
-        """Write a copy of a zip archive with its weights or arrays replaced, each compressed as before."""
+        """Write a copy of a zip archive with its weights or arrays replaced, each compressed as
+        before."""
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
             declared, stored = sum(info.file_size for info in old.infolist()), os.path.getsize(path)
             if declared > BOMB_FLOOR and declared > 100 * stored:
-                raise FileFormatError(f"{path} declares {declared} bytes and stores {stored}: a zip bomb.")
+                raise FileFormatError(
+                    f"{path} declares {declared} bytes and stores {stored}: a zip bomb."
+                )
             for info in old.infolist():
                 with tempfile.TemporaryDirectory(dir=os.path.dirname(target)) as folder:
                     self._member(old, info, new, folder)
         shutil.copymode(path, target)
 
-    def _member(self, old: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, folder: str) -> None:
+    def _member(
+        self, old: zipfile.ZipFile, info: zipfile.ZipInfo, new: zipfile.ZipFile, folder: str
+    ) -> None:
         refuse_bomb(info)
         copy = zipfile.ZipInfo(info.filename, info.date_time)
         copy.compress_type, copy.external_attr = info.compress_type, info.external_attr

@@ -1,4 +1,5 @@
-"""`scan`: finds every non-finite or out-of-range value in a live model or in a file, grouped by layer, worst first."""
+"""`scan`: finds every non-finite or out-of-range value in a live model or in a file, grouped by
+layer, worst first."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._files import reading
 from keras_nanguard._files.judge import STATISTICS_LIMIT
 from keras_nanguard._files.reading import Progress
-from keras_nanguard._files.reports import ScannedVariable, ScanReport
+from keras_nanguard._files.reports import ScanReport, variable_of
 
 __all__ = ["scan"]
 
@@ -24,11 +25,12 @@ def scan(
 ) -> ScanReport:
     """Check every value of a live model or of a file.
 
-    A file is read in pieces, without building the model or importing a backend, so it may be larger than memory.
+    A file is read in pieces, without building the model or importing a backend, so it may be larger
+    than memory.
 
     Args:
-        model_or_path: a built Keras model, or the path of a `.keras`, `.weights.h5`, legacy `.h5`, `.npz` file, the
-            index of sharded weights, or an Orbax checkpoint.
+        model_or_path: a built Keras model, or the path of a `.keras`, `.weights.h5`, legacy `.h5`,
+            `.npz` file, the index of sharded weights, or an Orbax checkpoint.
         limit: magnitude that no value may exceed; `None` for no limit.
         statistics_limit: magnitude that no moving statistic may exceed.
         progress: called with the number of bytes read so far and of all bytes.
@@ -48,13 +50,17 @@ def scan(
     """
     for name, value in (("limit", limit), ("statistics_limit", statistics_limit)):
         if value is not None and not value > 0:
-            raise GuardError(expected(f"{name} above 0", f"{name}={value!r}", "Leave it out for the default."))
+            raise GuardError(
+                expected(f"{name} above 0", f"{name}={value!r}", "Leave it out for the default.")
+            )
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fsdecode(model_or_path)
         found = reading.ask("scan", path, progress, limit=limit, statistics_limit=statistics_limit)
-        variables = tuple(ScannedVariable.from_row(row) for row in found["variables"])
+        variables = tuple(variable_of(row) for row in found["variables"])
         return ScanReport(plain_text(path), found["kind"], variables, tuple(found["notes"]))
-    from keras_nanguard._files.live import live_variables  # with NumPy, which a program that shows reports does without
+    from keras_nanguard._files.live import (
+        live_variables,
+    )  # with NumPy, which a program that shows reports does without
     from keras_nanguard._files.scanner import Scanner
 
     scanner = Scanner(limit, statistics_limit)

@@ -1,17 +1,19 @@
-"""Checks every value of an open file or of a live model: the statistics of each variable, and their problems."""
+"""Checks every value of an open file or of a live model: the statistics of each variable, and their
+problems."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from keras_nanguard._files.arrays import Scratch, Tally, float_name, named_dtype
-from keras_nanguard._files.judge import find_problems, problem
+from keras_nanguard._files.judge import Problem, Statistics, find_problems, problem
 from keras_nanguard._files.live import LiveVariable
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.reports import ScannedVariable, Statistics
+from keras_nanguard._files.reports import ScannedVariable, row_of
 from keras_nanguard._files.stored import PARSE_ERRORS, Contents, StoredArray, plain_text
 
 __all__ = ["Scanner", "scan_stored"]
@@ -30,7 +32,11 @@ def scan_stored(
     """
     with opened(path, report) as contents:
         variables = Scanner(limit, statistics_limit).file(contents, report)
-        return {"kind": contents.kind, "notes": contents.notes, "variables": [v.to_row() for v in variables]}
+        return {
+            "kind": contents.kind,
+            "notes": contents.notes,
+            "variables": [row_of(v) for v in variables],
+        }
 
 
 class Scanner:
@@ -49,12 +55,13 @@ class Scanner:
         """Scan every array of an open file."""
         done, total, found = 0, sum(array.nbytes for array in contents.arrays), []
         for array, identity in zip(contents.arrays, identities(contents), strict=True):
-            before = done
-            found.append(self._stored(array, identity, lambda read, before=before: report(before + read, total)))
+            found.append(self._stored(array, identity, partial(_report_from, done, total, report)))
             done += array.nbytes
         return found
 
-    def _stored(self, array: StoredArray, identity: Identity, report: Callable[[int], None]) -> ScannedVariable:
+    def _stored(
+        self, array: StoredArray, identity: Identity, report: Callable[[int], None]
+    ) -> ScannedVariable:
         found, reason = None, array.unread
         if array.is_float and not reason:
             tally, size = Tally(self._bound(identity), self._scratch), 0
@@ -67,7 +74,9 @@ class Scanner:
             except PARSE_ERRORS as error:
                 reason = plain_text(str(error).strip() or type(error).__name__, 200)
         float16 = _float16(identity)
-        return self._scanned(identity, array.location, array.dtype, array.shape, found, reason, float16)
+        return self._scanned(
+            identity, array.location, array.dtype, array.shape, found, reason, float16
+        )
 
     def live(self, live: LiveVariable) -> ScannedVariable:
         """Scan one variable of a live model."""
@@ -77,7 +86,9 @@ class Scanner:
             tally.add(live.read())
             found = tally.result()
         float16 = getattr(live.layer, "compute_dtype", "") == "float16"
-        return self._scanned(live.identity, live.keras_path, live.dtype, live.shape, found, "", float16)
+        return self._scanned(
+            live.identity, live.keras_path, live.dtype, live.shape, found, "", float16
+        )
 
     def _bound(self, identity: Identity) -> float | None:
         if identity.role == "statistics" and identity.layer_class != "Normalization":
@@ -94,12 +105,22 @@ class Scanner:
         unread: str,
         float16: bool,
     ) -> ScannedVariable:
-        problems = (problem("unread", reason=unread),) if unread else ()
+        problems: tuple[Problem, ...] = (problem("unread", reason=unread),) if unread else ()
         if found is not None:
-            limits = {"limit": self._limit, "statistics_limit": self._statistics_limit}
-            problems = find_problems(identity, found, rank=len(shape), float16=float16, **limits)
+            problems = find_problems(
+                identity,
+                found,
+                rank=len(shape),
+                float16=float16,
+                limit=self._limit,
+                statistics_limit=self._statistics_limit,
+            )
         own = (identity.path, identity.layer, identity.name, identity.role)
         return ScannedVariable(*own, location, dtype, shape, found, problems)
+
+
+def _report_from(done: int, total: int, report: Callable[..., None], read: int) -> None:
+    report(done + read, total)
 
 
 def _float16(identity: Identity) -> bool:

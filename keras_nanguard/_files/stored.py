@@ -1,7 +1,7 @@
 """The common interface of all readers of model files: arrays in a file that can be read in pieces.
 
-Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was not read, or a
-`FileFormatError` of one sentence. Imports no backend.
+Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was
+not read, or a `FileFormatError` of one sentence. Imports no backend.
 """
 
 from __future__ import annotations
@@ -25,36 +25,58 @@ from keras_nanguard._core.errors import FileFormatError, NanGuardError
 from keras_nanguard._core.plain_text import plain_text
 
 __all__ = [
-    *("BOMB_FLOOR", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "Alive", "Contents", "StoredArray", "Window"),
-    *("first_line", "plain_text", "readable"),
+    "BOMB_FLOOR",
+    "MAX_JSON",
+    "MAX_UNBACKED",
+    "PARSE_ERRORS",
+    "Alive",
+    "Contents",
+    "StoredArray",
+    "Window",
+    "first_line",
+    "plain_text",
+    "readable",
 ]
 
 BOMB_FLOOR = 1 << 32
-"""Size below which nothing counts as a zip bomb: 4 GiB, the threshold of Keras' own loader (`saving_lib`)."""
+"""Size below which nothing counts as a zip bomb: 4 GiB, the threshold of Keras' own loader
+(`saving_lib`)."""
 
 MAX_RATIO = 16
-"""An array, or all arrays together, may take this many times the bytes that the file stores for them ..."""
+"""An array, or all arrays together, may take this many times the bytes that the file stores for
+them ..."""
 
 MAX_UNBACKED = 128 << 20
 """... plus this many bytes: a file that declares gigabytes and stores none is never loaded."""
 
 MAX_JSON = 32 << 20
-"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15 MiB; JSON that
-consists of empty lists takes 25 times its size in memory."""
+"""Maximum size of JSON that is parsed. The configuration of a model of 10,000 layers takes about 15
+MiB; JSON that consists of empty lists takes 25 times its size in memory."""
 
 PARSE_ERRORS = (
-    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ),
     *(MemoryError, EOFError, SyntaxError, NotImplementedError, AssertionError),
     *(struct.error, tokenize.TokenError, zlib.error, zipfile.BadZipFile),
 )
-"""Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by fuzzing).
+"""Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by
+fuzzing).
 
-`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and `TokenError`; `UnicodeError` is
-a `ValueError`.
+`RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and
+`TokenError`; `UnicodeError` is a `ValueError`.
 """
 
 Alive = Callable[[], None]
-"""Called between two calls of a library that reads a file: the process that reads is not hanging."""
+"""Called between two calls of a library that reads a file: the process that reads is not
+hanging."""
 
 
 class Window(io.RawIOBase):
@@ -92,8 +114,9 @@ class Window(io.RawIOBase):
         """Fill the buffer up to the end of the section and return the number of bytes."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
         self._file.seek(self._start + self._at)
-        done = 0
-        while done < len(view) and (count := self._file.readinto(view[done:])):  # type: ignore[attr-defined]
+        done, count = 0, 1
+        while count and done < len(view):
+            count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
             done += count
         self._at += done
         return done
@@ -166,7 +189,8 @@ class Contents:
     """The contents of one model file.
 
     Attributes:
-        kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"` or `"orbax"`.
+        kind: `"keras"`, `"weights.h5"`, `"h5"` (legacy), `"npz"`, `"sharded"`, `"folder"` or
+            `"orbax"`.
         arrays: every array, in the order of the file.
         names: name that Keras stored with the variables of a group, by the location of the group.
         config: the model's configuration, or `None` if the file has none.
@@ -184,13 +208,16 @@ class Contents:
 
 def first_line(error: BaseException) -> str:
     """Return the first nonempty line of an error, safe to print, or the name of its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return plain_text(lines[0]).rstrip(".")
 
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert the exceptions of parsers for a damaged file to a `FileFormatError` that names the file."""
+    """Convert the exceptions of parsers for a damaged file to a `FileFormatError` that names the
+    file."""
     try:
         yield
     except NanGuardError:

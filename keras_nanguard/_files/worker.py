@@ -1,7 +1,9 @@
-"""The process that reads model files: `python -m keras_nanguard._files.worker`, started by `reading.py`.
+"""The process that reads model files: `python -m keras_nanguard._files.worker`, started by
+`reading.py`.
 
-Takes one line of JSON for each task on its standard input, and writes lines of JSON to its standard output: any number
-of `{"progress": [done, total]}` and `{"alive": true}`, then one answer. Ends with its input.
+Takes one line of JSON for each task on its standard input, and writes lines of JSON to its standard
+output: any number of `{"progress": [done, total]}` and `{"alive": true}`, then one answer. Ends
+with its input.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from keras_nanguard._files.stored import readable
 __all__ = ["TASKS", "answer"]
 
 MAX_MEMORY = 1 << 30
-"""Memory limit for any file, in bytes, beyond that of the process before it. Reading in pieces takes a tenth of it; more
-is needed only for a damaged file that makes HDF5 reserve what it declares."""
+"""Memory limit for any file, in bytes, beyond that of the process before it. Reading in pieces
+takes a tenth of it; more is needed only for a damaged file that makes HDF5 reserve what it
+declares."""
 
 ORBAX_MEMORY = 8 << 30
-"""The same for a checkpoint: TensorStore reserves stacks and arenas of memory for each of its threads."""
+"""The same for a checkpoint: TensorStore reserves stacks and arenas of memory for each of its
+threads."""
 
 MEMORY_PER_BYTE = 16
 """Additional memory limit per byte of the file."""
@@ -39,7 +43,8 @@ LINE_SECONDS = 0.2
 """Seconds between two lines before the answer."""
 
 Report = Callable[..., None]
-"""Takes the bytes read so far and all bytes; without arguments it only reports that the process is not hanging."""
+"""Takes the bytes read so far and all bytes; without arguments it only reports that the process is
+not hanging."""
 
 
 def _configuration(path: str, report: Report) -> dict[str, Any]:
@@ -54,7 +59,8 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "names": names_in,
     "configuration": _configuration,
 }
-"""What the worker does with a file: functions of a path, a `Report` and further arguments by name."""
+"""What the worker does with a file: functions of a path, a `Report` and further arguments by
+name."""
 
 
 def answer(request: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -73,11 +79,15 @@ def answer(request: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the program decides, which then ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # of Ctrl-C the program decides, which then ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
-    sys.path[:] = filter(os.path.isabs, sys.path)  # nothing is imported from the folders of the files
+    sys.path[:] = filter(
+        os.path.isabs, sys.path
+    )  # nothing is imported from the folders of the files
     last = 0.0
 
     def report(done: int = 0, total: int = 0) -> None:
@@ -102,16 +112,22 @@ def _write(answers: IO[bytes], message: dict[str, Any]) -> None:
 
 
 def _limit_memory(path: str) -> None:
-    """Limit the memory of this process to what it holds and what a file may take; only Linux tells how much it holds."""
+    """Limit the memory of this process to what it holds and what a file may take; only Linux tells
+    how much it holds."""
     try:
         import resource
 
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-        extra = (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY) + MEMORY_PER_BYTE * size_on_disk(path)
+        extra = (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY) + MEMORY_PER_BYTE * size_on_disk(
+            path
+        )
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = now + extra
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS,
+            (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard),
+        )
     except (ImportError, OSError, ValueError):
         pass
 

@@ -1,7 +1,7 @@
 """`lint`: numeric hazards that are visible in a model before training.
 
-Every rule has a sample program with the hazard and the corrected program; the tests run both, and `docs/lint.md` is
-generated from them.
+Every rule has a sample program with the hazard and the corrected program; the tests run both, and
+`docs/lint.md` is generated from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.reports import Verdict
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
-from keras_nanguard._lint.rule import Hazard, Rule
+from keras_nanguard._lint.rule import REGISTERED, Hazard, Rule
 from keras_nanguard._lint.subject import Subject
 
 __all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
@@ -22,7 +22,11 @@ __all__ = ["RULES", "Hazard", "LintReport", "Rule", "lint"]
 FORMAT = 1
 """Version of the JSON format of a `LintReport`."""
 
-RULES: tuple[Rule, ...] = (*rules_outputs.RULES, *rules_optimizer.RULES, *rules_layers.RULES, *rules_data.RULES)
+_MODULES = (rules_outputs, rules_optimizer, rules_layers, rules_data)
+
+RULES: tuple[Rule, ...] = tuple(
+    one for module in _MODULES for one in REGISTERED if one.check.__module__ == module.__name__
+)
 """Every rule."""
 
 _SEVERITIES = ("error", "warning", "note")
@@ -50,7 +54,7 @@ class LintReport(Verdict):
         return {
             "format": FORMAT,
             "model": self.model,
-            "ok": self.ok,
+            "clean": self.ok,
             "hazards": [asdict(hazard) for hazard in self.hazards],
         }
 
@@ -61,7 +65,8 @@ class LintReport(Verdict):
         if not self.hazards:
             return f"{self.model}: no hazard found by {len(RULES)} rules."
         return "\n".join(
-            f"{one.severity} {one.code}{f' at {one.path}' if one.path else ''}: {one.detail}. {one.fix}"
+            f"{one.severity} {one.code}{f' at {one.path}' if one.path else ''}: {one.detail}. "
+            f"{one.fix}"
             for one in self.hazards
         )
 
@@ -69,8 +74,8 @@ class LintReport(Verdict):
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:
     """Check a model for numeric hazards before it is trained.
 
-    The model is neither called nor changed. Whatever is not visible (the graph of a subclassed model, a custom loss
-    function) is not checked.
+    The model is neither called nor changed. Whatever is not visible (the graph of a subclassed
+    model, a custom loss function) is not checked.
 
     Args:
         model: a built Keras model; rules about loss and optimizer apply if it is compiled.
@@ -94,8 +99,14 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
     codes = {rule.code for rule in RULES}
     if unknown := set(ignore) - codes:
         raise GuardError(
-            expected(f"codes among {', '.join(sorted(codes))}", f"ignore={sorted(unknown)}", "Correct it.")
+            expected(
+                f"codes among {', '.join(sorted(codes))}",
+                f"ignore={sorted(unknown)}",
+                "Correct it.",
+            )
         )
     subject = Subject(model, x, y)
     found = [hazard for rule in RULES if rule.code not in ignore for hazard in rule.find(subject)]
-    return LintReport(str(model.name), tuple(sorted(found, key=lambda hazard: _SEVERITIES.index(hazard.severity))))
+    return LintReport(
+        str(model.name), tuple(sorted(found, key=lambda hazard: _SEVERITIES.index(hazard.severity)))
+    )

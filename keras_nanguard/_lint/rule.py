@@ -1,4 +1,5 @@
-"""Lint rules: a hazard that is visible before training, its consequences, the remedy, and two sample programs."""
+"""Lint rules: a hazard that is visible before training, its consequences, the remedy, and two
+sample programs."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from dataclasses import dataclass
 
 from keras_nanguard._lint.subject import Subject
 
-__all__ = ["Hazard", "Rule", "Site"]
+__all__ = ["REGISTERED", "Check", "Hazard", "Rule", "Site", "rule"]
 
 Site = tuple[str, str]
-"""Path of the layer, variable, loss or metric (`""` for the model as a whole), and the observation."""
+"""Path of the layer, variable, loss or metric (`""` for the model as a whole), and the
+observation."""
+
+Check = Callable[[Subject], Iterable[Site]]
+"""Yields the sites of a hazard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,8 @@ class Hazard:
 
     Attributes:
         code: code of the rule.
-        severity: `"error"` (it causes a failure), `"warning"` (it may cause one) or `"note"` (for information).
+        severity: `"error"` (it causes a failure), `"warning"` (it may cause one) or `"note"` (for
+            information).
         path: path of the layer or variable, name of the loss or metric, or `""`.
         detail: the observation, one sentence.
         fix: the remedy, one sentence.
@@ -37,12 +43,13 @@ class Rule:
     """One kind of hazard.
 
     Attributes:
-        code: short name in snake case, by which the rule is ignored.
+        code: short name in snake case, by which the rule is ignored: that of its function.
         severity: severity of its hazards.
         title: the hazard in a few words.
         why: the consequences, and how they arise.
         fix: the remedy.
-        invalid: a program for which the rule, and no other rule of its severity or worse, reports a hazard.
+        invalid: a program for which the rule, and no other rule of its severity or worse, reports a
+            hazard.
         valid: the corrected program, for which no rule reports a hazard.
         check: yields the sites of the hazard.
     """
@@ -54,8 +61,26 @@ class Rule:
     fix: str
     invalid: str
     valid: str
-    check: Callable[[Subject], Iterable[Site]]
+    check: Check
 
     def find(self, subject: Subject) -> list[Hazard]:
         """Return the hazards of this kind in a model."""
-        return [Hazard(self.code, self.severity, path, detail, self.fix) for path, detail in self.check(subject)]
+        sites = self.check(subject)
+        return [Hazard(self.code, self.severity, path, detail, self.fix) for path, detail in sites]
+
+
+REGISTERED: list[Rule] = []
+"""Every rule of the modules that were imported, in the order of their lines."""
+
+
+def rule(
+    severity: str, title: str, *, why: str, fix: str, invalid: str, valid: str
+) -> Callable[[Check], Check]:
+    """Make a rule of the function below, which yields the sites of the hazard; see `Rule`."""
+
+    def register(check: Check) -> Check:
+        code = getattr(check, "__name__", "")
+        REGISTERED.append(Rule(code, severity, title, why, fix, invalid, valid, check))
+        return check
+
+    return register

@@ -9,24 +9,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.arrays import statistics
-from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.rules_outputs import kind_of, option_of
 from keras_nanguard._lint.subject import Output, Subject
 
-__all__ = ["RULES"]
-
 _MAX_INPUT = 1e3
-"""Maximum magnitude of an input. Pixels reach 255; initializers assume inputs of about 1, and outputs scale with them."""
+"""Maximum magnitude of an input. Pixels reach 255; initializers assume inputs of about 1, and
+outputs scale with them."""
+
+_MODEL = (
+    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation='softmax')])\n"
+    "model.compile('adam', 'sparse_categorical_crossentropy')\n"
+    "x, y = np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3\n"
+)
 
 
-def _nonfinite(subject: Subject) -> Iterator[Site]:
-    named = [*subject.inputs(), *((f"targets of {output.name}", array) for output, array in subject.targets())]
+@rule(
+    "error",
+    "NaN or Inf in the data",
+    why="One such value makes loss and gradients NaN in the first batch that contains it.",
+    fix="Check the pipeline for missing values and divisions by 0; drop or fill those rows.",
+    invalid=_MODEL + "x[5, 2] = np.nan",
+    valid=_MODEL,
+)
+def data_nonfinite(subject: Subject) -> Iterator[Site]:
+    named = [
+        *subject.inputs(),
+        *((f"targets of {output.name}", array) for output, array in subject.targets()),
+    ]
     for name, array in named:
         if array.dtype.kind == "f" and (bad := statistics(array).nonfinite):
             yield name, f"{bad} of {array.size} values are NaN or Inf"
 
 
-def _input_scale(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Inputs that are not scaled",
+    why=(
+        "Initializers assume inputs of about 1: outputs and gradients scale with the inputs, "
+        "gradients again in"
+        " every layer, and overflow in float16."
+    ),
+    fix="Add an adapted Normalization, or a Rescaling, as the first layer.",
+    invalid=_MODEL + "x = x * 1e6",
+    valid=_MODEL,
+)
+def input_scale(subject: Subject) -> Iterator[Site]:
     if any(placed.kind in ("Normalization", "Rescaling", "Embedding") for placed in subject.layers):
         return
     for name, array in subject.inputs():
@@ -38,7 +66,19 @@ def _input_scale(subject: Subject) -> Iterator[Site]:
             yield name, f"values up to {largest:.3g}, and no layer scales them"
 
 
-def _labels_out_of_range(subject: Subject) -> Iterator[Site]:
+@rule(
+    "error",
+    "Targets that the loss does not accept",
+    why=(
+        "A label without an output gives NaN on a GPU and an error on a CPU; targets for which the "
+        "loss is not defined"
+        " give losses without a minimum."
+    ),
+    fix="Count classes from 0, and give the last layer one unit per class.",
+    invalid=_MODEL + "y = y + 1",
+    valid=_MODEL,
+)
+def labels_out_of_range(subject: Subject) -> Iterator[Site]:
     for output, array in subject.targets():
         if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
             continue
@@ -56,7 +96,10 @@ def _rejected(output: Output, targets: NDArray[Any]) -> str:
         return f"targets from {low:g} to {high:g} for {kind}, which expects 0 to 1"
     if kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
         return f"targets down to {low:g} for {kind}, which expects nonnegative targets"
-    if kind in ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence") and targets.ndim > 1:
+    if (
+        kind in ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence")
+        and targets.ndim > 1
+    ):
         total = targets.astype(np.float64).sum(-1)
         if low < 0 or np.abs(total - 1).max() > 0.01:
             return f"rows of targets that add up to {total.min():g} to {total.max():g} instead of 1"
@@ -66,49 +109,14 @@ def _rejected(output: Output, targets: NDArray[Any]) -> str:
 def _rejected_labels(output: Output, labels: NDArray[Any]) -> str:
     ignored = option_of(output.loss, "ignore_class")
     counted = labels if ignored is None else labels[labels != ignored]
-    if not output.units or not counted.size or (counted.min() >= 0 and counted.max() < output.units):
+    if (
+        not output.units
+        or not counted.size
+        or (counted.min() >= 0 and counted.max() < output.units)
+    ):
         return ""
-    found = f"labels from {float(counted.min()):g} to {float(counted.max()):g} for {output.units} outputs"
-    return f"{found}: valid are 0 to {output.units - 1}{'' if ignored is None else f' and {ignored}'}"
-
-
-_MODEL = (
-    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation='softmax')])\n"
-    "model.compile('adam', 'sparse_categorical_crossentropy')\n"
-    "x, y = np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3\n"
-)
-
-RULES = (
-    Rule(
-        "data_nonfinite",
-        "error",
-        "NaN or Inf in the data",
-        "One such value makes loss and gradients NaN in the first batch that contains it.",
-        "Check the pipeline for missing values and divisions by 0; drop or fill those rows.",
-        _MODEL + "x[5, 2] = np.nan",
-        _MODEL,
-        _nonfinite,
-    ),
-    Rule(
-        "input_scale",
-        "warning",
-        "Inputs that are not scaled",
-        "Initializers assume inputs of about 1: outputs and gradients scale with the inputs, gradients again in"
-        " every layer, and overflow in float16.",
-        "Add an adapted Normalization, or a Rescaling, as the first layer.",
-        _MODEL + "x = x * 1e6",
-        _MODEL,
-        _input_scale,
-    ),
-    Rule(
-        "labels_out_of_range",
-        "error",
-        "Targets that the loss does not accept",
-        "A label without an output gives NaN on a GPU and an error on a CPU; targets for which the loss is not defined"
-        " give losses without a minimum.",
-        "Count classes from 0, and give the last layer one unit per class.",
-        _MODEL + "y = y + 1",
-        _MODEL,
-        _labels_out_of_range,
-    ),
-)
+    low, high = float(counted.min()), float(counted.max())
+    found = f"labels from {low:g} to {high:g} for {output.units} outputs"
+    return (
+        f"{found}: valid are 0 to {output.units - 1}{'' if ignored is None else f' and {ignored}'}"
+    )

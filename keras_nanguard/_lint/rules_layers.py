@@ -1,4 +1,5 @@
-"""Rules about single layers: normalization, pooling, recurrence, initializers, and operations with a limited domain."""
+"""Rules about single layers: normalization, pooling, recurrence, initializers, and operations with
+a limited domain."""
 
 from __future__ import annotations
 
@@ -11,22 +12,41 @@ import numpy as np
 from keras_nanguard._files.arrays import float_name, statistics
 from keras_nanguard._files.live import live_variables
 from keras_nanguard._keras.structure import arguments_of, source_of
-from keras_nanguard._lint.rule import Rule, Site
+from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import PlacedLayer, Subject, activation_name
-
-__all__ = ["RULES"]
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
 _MAX_GAIN = 25.0
-"""Maximum of the variance of the initializer times fan-in. At 1 (Glorot) or 2 (He) signals keep their scale; at 25 they
-grow by a factor of five per layer, and of two million in nine layers."""
+"""Maximum of the variance of the initializer times fan-in. At 1 (Glorot) or 2 (He) signals keep
+their scale; at 25 they grow by a factor of five per layer, and of two million in nine layers."""
 
 _MIN_GAIN = 1e-4
 """Minimum. At 1e-4 signals shrink by a factor of a hundred per layer."""
 
 _SAFE: tuple[str, ...] = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
-"""Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away from 0."""
+"""Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away
+from 0."""
+
+_NORMED = (
+    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), "
+    "keras.layers.BatchNormalization({options}), keras.layers.Dense(1)])"
+)
+
+_TOWER = (
+    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, trainable={kernel}), "
+    + ("keras.layers.BatchNormalization(trainable={norm})])")
+)
+
+_GRAPH = (
+    "inputs = keras.Input((4,))\n"
+    "hidden = keras.layers.Dense(4)(inputs)\n"
+    "model = keras.Model(inputs, {expression})"
+)
+
+
+def _with(template: str, **values: str) -> str:
+    return template.format(**values)
 
 
 def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
@@ -35,14 +55,42 @@ def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
             yield placed
 
 
-def _momentum(subject: Subject) -> Iterator[Site]:
+@rule(
+    "error",
+    "BatchNormalization with momentum 0 or 1",
+    why=(
+        "With momentum 1 the moving statistics never change, and inference ignores the data; with "
+        "momentum 0 they are"
+        " those of the last batch alone."
+    ),
+    fix="Use a momentum between 0.9 and 0.999.",
+    invalid=_with(_NORMED, options="momentum=1.0"),
+    valid=_with(_NORMED, options="momentum=0.99"),
+)
+def batchnorm_momentum(subject: Subject) -> Iterator[Site]:
     for placed in _batchnorms(subject):
         momentum = float(placed.layer.momentum)
         if not 0.0 < momentum < 1.0:
             yield placed.path, f"momentum {momentum:g}"
 
 
-def _batch_of_one(subject: Subject) -> Iterator[Site]:
+@rule(
+    "error",
+    "BatchNormalization over a single value",
+    why=(
+        "The variance of one value is 0: in training every output equals beta, whatever the input."
+    ),
+    fix="Use larger batches, or LayerNormalization.",
+    invalid=(
+        "model = keras.Sequential([keras.Input((8,), batch_size=1), "
+        "keras.layers.BatchNormalization()])"
+    ),
+    valid=(
+        "model = keras.Sequential([keras.Input((8,), batch_size=32), "
+        "keras.layers.BatchNormalization()])"
+    ),
+)
+def batchnorm_batch_of_one(subject: Subject) -> Iterator[Site]:
     for path, operation in subject.operations:
         if type(operation).__name__ != "BatchNormalization":
             continue
@@ -52,55 +100,95 @@ def _batch_of_one(subject: Subject) -> Iterator[Site]:
 
 
 def _towers(subject: Subject) -> Iterator[tuple[str, list[PlacedLayer], list[PlacedLayer]]]:
-    """Yield each model within the model (and the model itself) with its own BatchNorms and layers with kernels."""
+    """Yield each model within the model (and the model itself) with its own BatchNorms and layers
+    with kernels."""
     groups: dict[str, tuple[list[PlacedLayer], list[PlacedLayer]]] = {}
     for placed in subject.layers:
         norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
         if placed.kind == "BatchNormalization":
             norms.append(placed)
-        elif getattr(placed.layer, "kernel", None) is not None or hasattr(placed.layer, "depthwise_kernel"):
+        elif getattr(placed.layer, "kernel", None) is not None or hasattr(
+            placed.layer, "depthwise_kernel"
+        ):
             kernels.append(placed)
     for tower, (norms, kernels) in groups.items():
         if norms and kernels:
             yield tower or str(subject.model.name), norms, kernels
 
 
-def _frozen_norm(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Frozen BatchNormalization among trainable layers",
+    why=(
+        "A frozen BatchNormalization keeps the old statistics of its inputs, while the layers "
+        "before it change"
+        " them: activations drift and can overflow."
+    ),
+    fix="Freeze all layers of the tower, or none.",
+    invalid=_with(_TOWER, kernel="True", norm="False"),
+    valid=_with(_TOWER, kernel="True", norm="True"),
+)
+def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
     for tower, norms, kernels in _towers(subject):
         frozen = [placed for placed in norms if not placed.layer.trainable]
         if frozen and all(placed.layer.trainable for placed in kernels):
             yield (
                 frozen[0].path,
-                f"{len(frozen)} frozen BatchNormalization layers in {tower}, whose kernels are trained",
+                f"{len(frozen)} frozen BatchNormalization layers in {tower}, whose kernels are "
+                "trained",
             )
 
 
-def _thawed_norm(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Trainable BatchNormalization in a frozen tower",
+    why=(
+        "The statistics of a pretrained tower are overwritten by those of small new batches, while "
+        "its kernels expect"
+        " the old ones: training metrics look good, validation metrics do not."
+    ),
+    fix="Call the tower with training=False, and freeze all of its layers.",
+    invalid=_with(_TOWER, kernel="False", norm="True"),
+    valid=_with(_TOWER, kernel="False", norm="False"),
+)
+def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
     for tower, norms, kernels in _towers(subject):
         thawed = [placed for placed in norms if placed.layer.trainable]
         if thawed and not any(placed.layer.trainable for placed in kernels):
             yield (
                 thawed[0].path,
-                f"{len(thawed)} trained BatchNormalization layers in {tower}, whose kernels are frozen",
+                f"{len(thawed)} trained BatchNormalization layers in {tower}, whose kernels are "
+                "frozen",
             )
 
 
-def _nonfinite(subject: Subject) -> Iterator[Site]:
-    trained = {id(variable) for variable in subject.model.trainable_variables}
-    for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
-        if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
-            continue  # a mask of -Inf is intentional, and so may be a NaN marker
-        values = live.read()
-        found = statistics(values) if float_name(values.dtype) else None
-        if found is not None and found.nonfinite:
-            yield live.keras_path, f"{found.nonfinite} of {values.size} values are NaN or Inf"
-
-
-def _never_adapted(subject: Subject) -> Iterator[Site]:
+@rule(
+    "error",
+    "Normalization that was never adapted, or with zero variance",
+    why=(
+        "Without adapt() the layer does nothing, and inputs of any scale reach the model; a "
+        "feature of zero variance is"
+        " divided by 1e-7."
+    ),
+    fix="Call adapt() on the training data, and drop constant features.",
+    invalid=(
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), "
+        "keras.layers.Dense(1)])"
+    ),
+    valid=(
+        "norm = keras.layers.Normalization()\n"
+        "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
+        "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])"
+    ),
+)
+def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
         if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
             continue
-        own = {str(variable.name): np.asarray(variable.numpy(), np.float64) for variable in placed.layer.variables}
+        own = {
+            str(variable.name): np.asarray(variable.numpy(), np.float64)
+            for variable in placed.layer.variables
+        }
         if not own:  # mean and variance were given
             own = {"mean": np.ones(1), "variance": _numbers(placed.layer.input_variance)}
         still = (own["mean"] == 0).all() and (own["variance"] == 1).all()
@@ -114,7 +202,51 @@ def _numbers(given: Any) -> Any:
     return np.atleast_1d(np.asarray(given, np.float64))
 
 
-def _pooling(subject: Subject) -> Iterator[Site]:
+@rule(
+    "error",
+    "NaN or Inf in weights, statistics or slots",
+    why=(
+        "The first step computes NaN from it, and so does every prediction. Training never makes "
+        "it finite again."
+    ),
+    fix=(
+        "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value."
+    ),
+    invalid=(
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "model.layers[0].kernel.assign(np.full((4, 2), np.inf))"
+    ),
+    valid="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])",
+)
+def nonfinite_weights(subject: Subject) -> Iterator[Site]:
+    trained = {id(variable) for variable in subject.model.trainable_variables}
+    for live in live_variables(subject.model) if getattr(subject.model, "built", True) else ():
+        if live.identity.role not in ("statistics", "slot") and id(live.variable) not in trained:
+            continue  # a mask of -Inf is intentional, and so may be a NaN marker
+        values = live.read()
+        found = statistics(values) if float_name(values.dtype) else None
+        if found is not None and found.nonfinite:
+            yield live.keras_path, f"{found.nonfinite} of {values.size} values are NaN or Inf"
+
+
+@rule(
+    "warning",
+    "Pooling stride above its window",
+    why=(
+        "Rows and columns between two windows affect no output and get no gradient: usually two "
+        "numbers were swapped."
+    ),
+    fix="Make the stride at most the pool size.",
+    invalid=(
+        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(2, "
+        "strides=3)])"
+    ),
+    valid=(
+        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(3, "
+        "strides=2)])"
+    ),
+)
+def pooling_stride(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
         if "Pooling" not in placed.kind or placed.kind.startswith("Global"):
             continue
@@ -122,14 +254,31 @@ def _pooling(subject: Subject) -> Iterator[Site]:
         if max(window) == 1:
             continue  # subsampling, which is intentional
         if any(step > size for step, size in zip(strides, window, strict=False)):
-            yield placed.path, f"stride {strides} above the window {window}: values in between are never used"
+            yield (
+                placed.path,
+                f"stride {strides} above the window {window}: values in between are never used",
+            )
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
-def _unbounded_recurrence(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Unbounded activation in a recurrence",
+    why=(
+        "The state is multiplied by the recurrent kernel at every step; without an upper bound it "
+        "grows exponentially"
+        " with the length of the sequence."
+    ),
+    fix="Use tanh (the default).",
+    invalid=(
+        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8, activation='relu')])"
+    ),
+    valid="model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8)])",
+)
+def unbounded_recurrence(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
         if placed.kind in ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"):
             name = activation_name(placed.layer.activation)
@@ -137,9 +286,32 @@ def _unbounded_recurrence(subject: Subject) -> Iterator[Site]:
                 yield placed.path, f"{placed.kind} with the activation {name}"
 
 
-def _initializer(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Initializer variance far from 1 / fan",
+    why=(
+        "The variance of a layer's output is that of its input times fan-in times that of the "
+        "kernel. If that factor is far from 1, the"
+        " signal grows or vanishes exponentially with depth (Glorot and Bengio, 2010; He et al., "
+        "2015)."
+    ),
+    fix="Use GlorotUniform (the default), or HeNormal before relu.",
+    invalid=(
+        "model = keras.Sequential([keras.Input((512,)),\n"
+        "    keras.layers.Dense(8, "
+        "kernel_initializer=keras.initializers.RandomNormal(stddev=1.0))])"
+    ),
+    valid=(
+        "model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(8, "
+        "kernel_initializer='he_normal')])"
+    ),
+)
+def initialiser_variance(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
-        kernel, given = getattr(placed.layer, "kernel", None), getattr(placed.layer, "kernel_initializer", None)
+        kernel, given = (
+            getattr(placed.layer, "kernel", None),
+            getattr(placed.layer, "kernel_initializer", None),
+        )
         shape = tuple(getattr(kernel, "shape", ()) or ())
         if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
             continue
@@ -148,11 +320,16 @@ def _initializer(subject: Subject) -> Iterator[Site]:
             continue
         gain = variance * math.prod(shape[:-1])
         if gain > _MAX_GAIN or gain < _MIN_GAIN:
-            yield placed.path, f"{type(given).__name__} has {gain:.3g} times the variance 1 / {math.prod(shape[:-1])}"
+            yield (
+                placed.path,
+                f"{type(given).__name__} has {gain:.3g} times the variance 1 / "
+                f"{math.prod(shape[:-1])}",
+            )
 
 
 def _variance(initializer: Any) -> float | None:
-    """Return the variance of an initializer that is independent of the fan, or `None` for any other initializer."""
+    """Return the variance of an initializer that is independent of the fan, or `None` for any other
+    initializer."""
     kind = type(initializer).__name__
     if kind in ("RandomNormal", "TruncatedNormal"):
         return float(initializer.stddev) ** 2
@@ -161,7 +338,18 @@ def _variance(initializer: Any) -> float | None:
     return None
 
 
-def _unprotected(subject: Subject) -> Iterator[Site]:
+@rule(
+    "warning",
+    "Logarithm or division without epsilon",
+    why=(
+        "log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients "
+        "are not finite either."
+    ),
+    fix="Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
+    invalid=_with(_GRAPH, expression="keras.ops.log(hidden)"),
+    valid=_with(_GRAPH, expression="keras.ops.log(keras.ops.maximum(hidden, 1e-6))"),
+)
+def unprotected_operation(subject: Subject) -> Iterator[Site]:
     for path, operation in subject.operations:
         kind = type(operation).__name__
         if kind in ("Log", "Log2", "Log10", "Rsqrt"):
@@ -187,132 +375,9 @@ def _protected(operation: Any) -> bool:
         return True
     if kind == "Add" and any(isinstance(value, (int, float)) for value in arguments_of(operation)):
         return True
-    return activation_name(getattr(operation, "activation", None)) in ("softplus", "exponential", "sigmoid", "softmax")
-
-
-_NORMED = (
-    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), "
-    "keras.layers.BatchNormalization({options}), keras.layers.Dense(1)])"
-)
-_TOWER = "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, trainable={kernel}), " + (
-    "keras.layers.BatchNormalization(trainable={norm})])"
-)
-_GRAPH = "inputs = keras.Input((4,))\nhidden = keras.layers.Dense(4)(inputs)\nmodel = keras.Model(inputs, {expression})"
-
-
-def _with(template: str, **values: str) -> str:
-    return template.format(**values)
-
-
-RULES = (
-    Rule(
-        "batchnorm_momentum",
-        "error",
-        "BatchNormalization with momentum 0 or 1",
-        "With momentum 1 the moving statistics never change, and inference ignores the data; with momentum 0 they are"
-        " those of the last batch alone.",
-        "Use a momentum between 0.9 and 0.999.",
-        _with(_NORMED, options="momentum=1.0"),
-        _with(_NORMED, options="momentum=0.99"),
-        _momentum,
-    ),
-    Rule(
-        "batchnorm_batch_of_one",
-        "error",
-        "BatchNormalization over a single value",
-        "The variance of one value is 0: in training every output equals beta, whatever the input.",
-        "Use larger batches, or LayerNormalization.",
-        "model = keras.Sequential([keras.Input((8,), batch_size=1), keras.layers.BatchNormalization()])",
-        "model = keras.Sequential([keras.Input((8,), batch_size=32), keras.layers.BatchNormalization()])",
-        _batch_of_one,
-    ),
-    Rule(
-        "batchnorm_frozen",
-        "warning",
-        "Frozen BatchNormalization among trainable layers",
-        "A frozen BatchNormalization keeps the old statistics of its inputs, while the layers before it change"
-        " them: activations drift and can overflow.",
-        "Freeze all layers of the tower, or none.",
-        _with(_TOWER, kernel="True", norm="False"),
-        _with(_TOWER, kernel="True", norm="True"),
-        _frozen_norm,
-    ),
-    Rule(
-        "batchnorm_thawed",
-        "warning",
-        "Trainable BatchNormalization in a frozen tower",
-        "The statistics of a pretrained tower are overwritten by those of small new batches, while its kernels expect"
-        " the old ones: training metrics look good, validation metrics do not.",
-        "Call the tower with training=False, and freeze all of its layers.",
-        _with(_TOWER, kernel="False", norm="True"),
-        _with(_TOWER, kernel="False", norm="False"),
-        _thawed_norm,
-    ),
-    Rule(
-        "normalization_not_adapted",
-        "error",
-        "Normalization that was never adapted, or with zero variance",
-        "Without adapt() the layer does nothing, and inputs of any scale reach the model; a feature of zero variance is"
-        " divided by 1e-7.",
-        "Call adapt() on the training data, and drop constant features.",
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(1)])",
-        "norm = keras.layers.Normalization()\n"
-        "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
-        "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])",
-        _never_adapted,
-    ),
-    Rule(
-        "nonfinite_weights",
-        "error",
-        "NaN or Inf in weights, statistics or slots",
-        "The first step computes NaN from it, and so does every prediction. Training never makes it finite again.",
-        "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value.",
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
-        "model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])",
-        _nonfinite,
-    ),
-    Rule(
-        "pooling_stride",
-        "warning",
-        "Pooling stride above its window",
-        "Rows and columns between two windows affect no output and get no gradient: usually two numbers were swapped.",
-        "Make the stride at most the pool size.",
-        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(2, strides=3)])",
-        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(3, strides=2)])",
-        _pooling,
-    ),
-    Rule(
-        "unbounded_recurrence",
-        "warning",
-        "Unbounded activation in a recurrence",
-        "The state is multiplied by the recurrent kernel at every step; without an upper bound it grows exponentially"
-        " with the length of the sequence.",
-        "Use tanh (the default).",
-        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8, activation='relu')])",
-        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8)])",
-        _unbounded_recurrence,
-    ),
-    Rule(
-        "initialiser_variance",
-        "warning",
-        "Initializer variance far from 1 / fan",
-        "The variance of a layer's output is that of its input times fan-in times that of the kernel. If that factor is far from 1, the"
-        " signal grows or vanishes exponentially with depth (Glorot and Bengio, 2010; He et al., 2015).",
-        "Use GlorotUniform (the default), or HeNormal before relu.",
-        "model = keras.Sequential([keras.Input((512,)),\n"
-        "    keras.layers.Dense(8, kernel_initializer=keras.initializers.RandomNormal(stddev=1.0))])",
-        "model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(8, kernel_initializer='he_normal')])",
-        _initializer,
-    ),
-    Rule(
-        "unprotected_operation",
-        "warning",
-        "Logarithm or division without epsilon",
-        "log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients are not finite either.",
-        "Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
-        _with(_GRAPH, expression="keras.ops.log(hidden)"),
-        _with(_GRAPH, expression="keras.ops.log(keras.ops.maximum(hidden, 1e-6))"),
-        _unprotected,
-    ),
-)
+    return activation_name(getattr(operation, "activation", None)) in (
+        "softplus",
+        "exponential",
+        "sigmoid",
+        "softmax",
+    )

@@ -1,4 +1,5 @@
-"""The subject of lint rules: layers, outputs with their last activation and loss, optimizer, data."""
+"""The subject of lint rules: layers, outputs with their last activation and loss, optimizer,
+data."""
 
 from __future__ import annotations
 
@@ -10,14 +11,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._keras.structure import children, given_metrics, graph_operations, source_of, symbolic_arguments
+from keras_nanguard._keras.structure import (
+    children,
+    given_metrics,
+    graph_operations,
+    source_of,
+    symbolic_arguments,
+)
 
 __all__ = ["Output", "PlacedLayer", "Subject", "as_loss"]
 
-_SHAPE_ONLY = ("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze", "ExpandDims")
+_SHAPE_ONLY = (
+    "Reshape",
+    "Flatten",
+    "Dropout",
+    "Permute",
+    "RepeatVector",
+    "Identity",
+    "Squeeze",
+    "ExpandDims",
+)
 """Layers and operations that do not change values."""
 
-_ACTIVATION_LAYERS = {"Softmax": "softmax", "ReLU": "relu", "ELU": "elu", "LeakyReLU": "leaky_relu", "PReLU": "prelu"}
+_ACTIVATION_LAYERS = {
+    "Softmax": "softmax",
+    "ReLU": "relu",
+    "ELU": "elu",
+    "LeakyReLU": "leaky_relu",
+    "PReLU": "prelu",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +62,8 @@ class Output:
     Attributes:
         name: name of the output.
         path: name of the layer that computes it.
-        activation: name of the last activation (`"linear"` if the layer has none), or `None` if it is not known.
+        activation: name of the last activation (`"linear"` if the layer has none), or `None` if it
+            is not known.
         dtype: dtype of the output, as text.
         units: length of the last axis, or `None`.
         loss: the loss for this output as an object of `keras.losses`, or `None`.
@@ -75,14 +98,19 @@ class Subject:
 
     @cached_property
     def optimizer(self) -> Any:
-        """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or `None`."""
+        """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or
+        `None`."""
         outer = self.scaler
         return getattr(outer, "inner_optimizer", outer)
 
     @cached_property
     def scaler(self) -> Any:
         """The optimizer that the model was compiled with, or `None`."""
-        return getattr(self.model, "optimizer", None) if getattr(self.model, "compiled", False) else None
+        return (
+            getattr(self.model, "optimizer", None)
+            if getattr(self.model, "compiled", False)
+            else None
+        )
 
     @cached_property
     def operations(self) -> tuple[tuple[str, Any], ...]:
@@ -91,7 +119,9 @@ class Subject:
         found = []
         for path, graph in graphs:
             for operation in graph_operations(graph):
-                found.append((f"{path}/{operation.name}" if path else str(operation.name), operation))
+                found.append(
+                    (f"{path}/{operation.name}" if path else str(operation.name), operation)
+                )
         return tuple(found)
 
     @cached_property
@@ -111,7 +141,9 @@ class Subject:
             listed = tuple(own) if isinstance(own, (list, tuple)) else () if own is None else (own,)
             path = str(getattr(operation, "name", name))
             loss = as_loss(losses[place] if place < len(losses) else None)
-            found.append(Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed))
+            found.append(
+                Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed)
+            )
         return tuple(found)
 
     def targets(self) -> list[tuple[Output, NDArray[Any]]]:
@@ -154,7 +186,8 @@ def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[Placed
 
 
 def _origin(tensor: Any) -> Any:
-    """Return the operation that computes a symbolic tensor, through nested models and changes of shape."""
+    """Return the operation that computes a symbolic tensor, through nested models and changes of
+    shape."""
     for _ in range(100):
         source = source_of(tensor)
         if source is None:
@@ -176,7 +209,14 @@ def _activation(operation: Any) -> str | None:
     kind = type(operation).__name__
     if kind in _ACTIVATION_LAYERS:
         return _ACTIVATION_LAYERS[kind]
-    if kind.lower() in ("softmax", "sigmoid", "relu", "tanh", "softplus", "exp"):  # operations of `keras.ops`
+    if kind.lower() in (
+        "softmax",
+        "sigmoid",
+        "relu",
+        "tanh",
+        "softplus",
+        "exp",
+    ):  # operations of `keras.ops`
         return kind.lower()
     if hasattr(operation, "activation"):
         return activation_name(operation.activation)
@@ -184,7 +224,8 @@ def _activation(operation: Any) -> str | None:
 
 
 def _per_output(given: Any, names: list[str], wanted: bool) -> list[Any]:
-    """Return one item per output from an argument of `compile` or `fit`: one for all, a list, or a dict by name."""
+    """Return one item per output from an argument of `compile` or `fit`: one for all, a list, or a
+    dict by name."""
     if not wanted or given is None:
         return [None] * len(names)
     if isinstance(given, Mapping):
@@ -199,7 +240,8 @@ def _is_wrapped(given: Any) -> bool:
 
 
 def as_loss(given: Any) -> Any:
-    """Return the loss that Keras finds under a name, the name if it finds none, or `None` if nothing is given."""
+    """Return the loss that Keras finds under a name, the name if it finds none, or `None` if
+    nothing is given."""
     if given is None:
         return None
     import keras

@@ -59,7 +59,7 @@ def test_scan_continues_after_a_file_that_cannot_be_read(good, bad, tmp_path, ca
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04junk")
     assert main(["scan", good, str(tmp_path / "broken.npz"), bad, "--json"]) == MISUSE
     captured = capsys.readouterr()
-    assert [json.loads(line)["ok"] for line in captured.out.splitlines()] == [True, False]
+    assert [json.loads(line)["clean"] for line in captured.out.splitlines()] == [True, False]
     assert "broken.npz cannot be read" in captured.err and captured.err.count("\n") == 1
 
 
@@ -67,7 +67,7 @@ def test_json_is_one_strict_document_a_line(good, bad, capsys):
     """Every line of `--json` is JSON with a format number."""
     assert main(["scan", good, bad, "--json"]) == FOUND
     documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [document["ok"] for document in documents] == [True, False]
+    assert [document["clean"] for document in documents] == [True, False]
     assert main(["repair", bad, "--dry-run", "--json"]) == FOUND
     assert json.loads(capsys.readouterr().out)["changes"][0]["status"] == "done"
     assert main(["check-policy", "recover", "--json"]) == CLEAN

@@ -177,7 +177,7 @@ def test_wrong_values_of_options(words, good, capsys):
 @pytest.mark.parametrize(
     "words",
     (
-        ["recalibrate", "m.keras", "--data", "x.npy", "--batches", "-1"],
+        ["recalibrate", "m.keras", "--data", "x.npy", "--steps", "-1"],
         ["recalibrate", "m.keras", "--data", "x.npy", "--batch-size", "0"],
         ["diagnose", "m.keras", "--data", "x.npy", "--rows", "0"],
         ["diagnose", "m.keras", "--data", "x.npy", "--rows", "-3"],

@@ -9,7 +9,24 @@ import h5py
 import numpy as np
 import pytest
 
+from keras_nanguard._files import reading
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_worker():
+    """One process reads the files of all tests of a module, which spares most of their time."""
+    with reading.one_worker():
+        yield
+
+
+@pytest.fixture
+def own_worker():
+    """In this test each call starts a process of its own, as for a user."""
+    token = reading._current.set(None)
+    yield
+    reading._current.reset(token)
 
 
 def fill_weights(file, bad=None):

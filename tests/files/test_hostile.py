@@ -333,7 +333,7 @@ def odd_worker(monkeypatch, code):
         ("import os; os.mkfifo('pipe'); open('pipe')", "hangs"),
     ],
 )
-def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(code, reason, monkeypatch, make):
+def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(code, reason, monkeypatch, make, own_worker):
     """The file is read in another process: if that ends or falls silent, the program continues, and reads the next one."""
     path = make.weights()
     with monkeypatch.context() as briefly, reading.one_worker() as used:
@@ -345,7 +345,7 @@ def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(code, reason, m
         assert used._process is None and scan(path).ok
 
 
-def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make):
+def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make, own_worker):
     """A process that waits for a dead disk, where even killing it has no effect, is left behind; the program continues."""
     monkeypatch.setattr(reading, "EXIT_SECONDS", 0.1)
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)
@@ -355,7 +355,7 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make):
         scan(make.weights())
 
 
-def test_one_worker_reads_all_files_of_a_command(monkeypatch, make):
+def test_one_worker_reads_all_files_of_a_command(monkeypatch, make, own_worker):
     """It starts with the first file, reads also after one that it refuses, and ends with the command."""
     started, start = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: started.append(start(*words, **options)) or started[-1])
@@ -368,7 +368,7 @@ def test_one_worker_reads_all_files_of_a_command(monkeypatch, make):
     assert scan(make.weights()).ok and len(started) == 2
 
 
-def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch):
+def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_worker):
     """Modules that lie beside a model, in the current folder, are not those of the process that reads it."""
     for name in ("json", "numpy", "h5py", "keras_nanguard", "ml_dtypes"):
         (make.folder / f"{name}.py").write_text(f"open({str(make.folder / 'ran')!r}, 'w')")
@@ -378,7 +378,7 @@ def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch):
     assert not (make.folder / "ran").exists()
 
 
-def test_an_error_that_no_file_explains_is_raised(make, monkeypatch):
+def test_an_error_that_no_file_explains_is_raised(make, monkeypatch, own_worker):
     """What the reader does not expect is a defect of this library, and no verdict on the file."""
     monkeypatch.setitem(worker.TASKS, "scan", lambda *_, **__: next(iter(())))
     assert worker.answer({"task": "scan", "path": make.weights(), "details": {}}, print) == {"fault": "StopIteration: "}
@@ -453,16 +453,14 @@ def samples(make):
 
 
 @pytest.fixture
-def one_worker(monkeypatch):
-    """One process reads all files of a test, and is waited for briefly."""
+def brief(monkeypatch):
+    """A file at which HDF5 hangs is given up soon."""
     monkeypatch.setattr(reading, "STALL_SECONDS", 5.0)
-    with reading.one_worker():
-        yield
 
 
 @FUZZED
 @given(data=st.data())
-def test_mutated_files_give_a_result_or_one_sentence(one_worker, samples, make, data):
+def test_mutated_files_give_a_result_or_one_sentence(brief, samples, make, data):
     """Whatever bytes of a valid file are changed, cut or repeated, scan and repair answer or refuse."""
     mutated = bytearray(data.draw(st.sampled_from(samples)))
     for _ in range(data.draw(st.integers(1, 6))):

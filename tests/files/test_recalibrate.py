@@ -117,7 +117,7 @@ def test_any_source_of_batches_will_do(keras):
     for variance in found[1:]:
         np.testing.assert_allclose(variance, found[0], rtol=1e-5)
     first = chain(keras, keras.layers.BatchNormalization())
-    assert recalibrate(first, Data(), batches=1).batches == 1
+    assert recalibrate(first, Data(), steps=1).batches == 1
     np.testing.assert_allclose(first.layers[0].moving_mean.numpy(), x[:10].mean(0), atol=1e-6)
     named = keras.Input((4,), name="a")
     model = keras.Model({"a": named}, keras.layers.BatchNormalization()(named))

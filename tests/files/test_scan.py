@@ -121,7 +121,7 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     document = json.loads(json.dumps(scan(path).to_dict(), allow_nan=False))
     assert document["format"] == 1
-    assert (document["ok"], document["finite"], document["kind"]) == (False, False, "keras")
+    assert (document["clean"], document["finite"], document["kind"]) == (False, False, "keras")
     listed = [variable for layer in document["layers"] for variable in layer["variables"]]
     assert len(listed) == document["counts"]["variables"] == 10
     assert sum(variable["statistics"]["nan"] for variable in listed) == document["counts"]["nan"] == 4

@@ -222,7 +222,7 @@ def test_the_report_is_json_with_a_format_number():
     report = examine(RULES[1].invalid)
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert document["format"] == 1
-    assert document["ok"] is False
+    assert document["clean"] is False
     assert str(report).startswith("error probabilities_as_logits at ")
     assert "no hazard" in str(examine(RULES[1].valid))
 

@@ -158,4 +158,4 @@ def test_orbax(tmp_path, heals):
     fit([Vandal(), NanGuard("recover" if heals else tell, verbose=0), kept], epochs=2)
     saved = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert len(saved) == (2 if heals else 1)
-    assert all(scan(tmp_path / name).clean for name in saved)
+    assert all(scan(tmp_path / name).ok for name in saved)

@@ -97,12 +97,12 @@ def loop(model: keras.Model, optimizer: keras.optimizers.Optimizer, x: Array) ->
 
 def files(model: keras.Model, x: Array) -> None:
     """Use what works on models, batches and files."""
-    clean: bool = scan("model.keras").clean
+    finite: bool = scan("model.keras").ok
     statuses: list[str] = [change.status for change in repair("model.keras", weights="zeros", dry_run=True).changes]
     healthy: bool = diagnose(model, x).healthy
     hazards: list[str] = [hazard.code for hazard in lint(model).hazards]
     corrupt(model, "nan")
-    print(clean, statuses, healthy, hazards, recalibrate(model, x, batches=3), replay("run1/incidents/x"))
+    print(finite, statuses, healthy, hazards, recalibrate(model, x, steps=3), replay("run1/incidents/x"))
     print(LowerLr(factor=0.5).factor, Skip().to_file(), keras_nanguard.__version__)
 
 
