@@ -46,8 +46,8 @@ def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractConte
 
 PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = {
     "from_iterator": (["mlp"], without("tensorflow.attach", "ModelAttachment._is_keras_own", lambda attachment: False)),
-    "fused_updates": (["wide"], without("tensorflow.fused_updates", "same_bits", lambda: False)),
-    "exact_products": (["mlp-batchnorm"], without("tensorflow.exact_products", "_is_product", lambda tensor: False)),
+    "fused_updates": (["wide"], without("tensorflow.updates", "same_bits", lambda: False)),
+    "exact_products": (["mlp-batchnorm"], without("tensorflow.updates", "_is_product", lambda tensor: False)),
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),
     "step_cache": (["mlp", "cnn"], without("shared.step_cache", "take", lambda model, key: None)),
 }

@@ -72,7 +72,7 @@ OWN_STEPS = tuple(
     for name in ("lowers its rate", "reads its weights", "writes a variable", "trains a tf.Variable")
 )
 OWN_STEPS += ("tests/backends/tensorflow/test_own_steps.py::test_bad_batches_leave_nothing_behind[writes a variable-eager]",)
-ON_TENSORFLOW = tuple(f"tests/backends/tensorflow/test_{name}.py" for name in ("alone", "who_waits", "traced", "judged_first"))
+ON_TENSORFLOW = tuple(f"tests/backends/tensorflow/test_{name}.py" for name in ("alone", "who_waits", "traced"))
 ON_JAX = ("step", "deferred_verdict", "watched")
 ON_TORCH = ("step", "alone", "own_steps", "cost", "undo_log")
 
@@ -86,7 +86,7 @@ GROUPS = {
         ("tests/core", "tests/policy", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
-        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py", "_backends/tensorflow/judged_first.py"),
+        ("_backends/tensorflow/execution.py", "_backends/tensorflow/step.py"),
         (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
         budget=120.0,
     ),

@@ -51,12 +51,6 @@ __all__ = [
 class ReportQueue(Protocol):
     """The reports of refused steps, from the step that files them to the host that takes them."""
 
-    places: tuple[tuple[Any, ...], ...]
-    """Of each row of counts of the step that runs now, or of its trace, the site and the path."""
-
-    def put(self, verdict: Any, counts: Any, args: Any, /) -> Any:
-        """File one report: the verdict on a step, its counts of bad entries, and what it was called with."""
-
     def take(self) -> list[Report]:
         """Return and forget what was filed, in the order of the steps. Never waits."""
 

@@ -51,6 +51,16 @@ def test_rate_of_the_next_step(model):
     assert float(schedule._get_current_learning_rate()) == pytest.approx(0.5)
 
 
+@pytest.mark.requires_backend("tensorflow", reason="only TensorFlow mirrors variables")
+def test_the_variable_and_the_strategy_behind(model):
+    """`Variable._value` is what `value` returns, and `_distribution_strategy` is where an optimizer updates."""
+    import tensorflow as tf
+
+    weight = model.trainable_variables[0]
+    assert weight._value is weight.value
+    assert model.optimizer.inner_optimizer._distribution_strategy is tf.distribute.get_strategy()
+
+
 def test_loss_scale_variables(model):
     """`LossScaleOptimizer` keeps `dynamic_scale`, `step_counter` and `initial_scale`, and trains `_trainable_variables`
     through its inner optimizer."""

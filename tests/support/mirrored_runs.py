@@ -328,6 +328,40 @@ def on_batch() -> dict[str, Any]:
     return {"changed": changed, **reports(model.nanguard)}
 
 
+class Logarithm(keras.layers.Layer):
+    """Leaves its domain at one row of a batch."""
+
+    def call(self, x: Any) -> Any:
+        return ops.log(ops.where(x > 50.0, -1.0, 4.0 + x))
+
+
+@case
+def forward_domain() -> dict[str, Any]:
+    """A row at which a layer leaves its domain, on replica 1 in batch 3."""
+    data = zoo.regression()
+    data.x[zoo.BATCH * 3 + ROWS[1], 0] = 100.0
+    guard = NanGuard(verbose=0)
+
+    def build() -> Any:
+        body = [Logarithm(name="logarithm"), keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6,)), *body])
+        model.compile("adam", "mse")
+        return model
+
+    done = run(build, data, guard, epochs=1)
+    culprits = [incident.diagnosis.culprit for incident in guard.incidents]
+    return {"finite": all(zoo.finite(a) for _, a in done.state), "culprits": culprits, **reports(guard)}
+
+
+@case
+def no_rows() -> dict[str, Any]:
+    """A last batch of one row: BatchNormalization on the replica that is given none averages over nothing."""
+    data, guard = zoo.regression(), NanGuard(verbose=0)
+    data = zoo.Data(data.x[:-7], data.y[:-7])
+    run(zoo.plain, data, guard, epochs=1)
+    return {"culprits": [incident.diagnosis.culprit for incident in guard.incidents], **reports(guard)}
+
+
 def main(names: list[str]) -> None:
     """Run these cases."""
     cpu = tf.config.list_physical_devices("CPU")[0]

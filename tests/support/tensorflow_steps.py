@@ -31,13 +31,17 @@ def network(optimizer=None, *more, loss="mse", built=True):
 
 def alone(model, way="deferred", body=None, several=1, **more):
     """Return the transaction around the step of a model, for so many steps in one execution."""
-    created, said = [], []
-    known = {"model": model, "logs": True, "counted": 2 * several if several > 1 else 0, "refuse": True, **more}
-    known["batches"] = known.get("batches", "graph" if several > 1 and way != "eager" else "host")
-    known.update(jit="compiled" in way, note_created=lambda variable, value: created.append((variable, value)), say=said.append)
-    transaction = Transaction(body or model.train_step, lambda: TrainState.of(model), **known)
-    transaction.created, transaction.heard = created, said
-    transaction.keeps_undo, transaction.shortage = way == "kept", "no room" if "twice" in way else ""
+    created = []
+    known = {"model": model, "logs": True, "counted": several > 1, "refuse": True}
+    known.update(host_has_batches=several == 1, jit="compiled" in way, **more)
+    transaction = Transaction(
+        body or model.train_step,
+        lambda: TrainState.of(model),
+        note_created=lambda variable, value: created.append((variable, value)),
+        **known,
+    )
+    transaction.created = created
+    transaction.keeps_undo = way == "kept"
     return transaction
 
 
@@ -60,11 +64,11 @@ def run(transaction, given, several=1, way=""):
     logs, verdicts, reports = [], [], []
     for start in range(0, len(given), several):
         now = given[start : start + several]
-        if transaction.stored is None:
-            transaction.give([(batch,) for batch in now])
+        transaction.give((now[0],))
         try:
             result = execute(*now)
-        except Retrace:
+        except Retrace as found:
+            transaction.learn(found)
             execute = vars(transaction)["traced"] = execution(transaction, way)
             result = execute(*now)
         told, verdict = transaction.read(result)

@@ -271,4 +271,5 @@ def _with_part(origin: Origin, instrument: Any) -> Origin:
 
 
 def _total(losses: Sequence[Any]) -> float:
-    return float(sum(float(keras_variables.dense(loss).astype(np.float64)) for loss in losses)) if losses else math.nan
+    values = [keras_variables.dense(loss).astype(np.float64) for loss in losses]
+    return float(sum(np.sum(value) for value in values)) if values else math.nan  # of a batch without rows none is a scalar

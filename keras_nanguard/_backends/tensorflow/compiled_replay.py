@@ -16,8 +16,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.instrument import LAYER, Call, layer_row
 from keras_nanguard._backends.shared.origins import operand
 from keras_nanguard._backends.shared.replay import OVERFLOW, ReplayableStep, ReplayResult
-from keras_nanguard._backends.tensorflow.intercept import Intercept
-from keras_nanguard._backends.tensorflow.replay import Instrument
+from keras_nanguard._backends.tensorflow.replay import Instrument, intercepted
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.evidence import COMPILE_LOSS, Origin
 from keras_nanguard._keras import variables as keras_variables
@@ -71,7 +70,7 @@ class _Traced:
     def _body(self, args: list[Any]) -> Any:
         with (
             Instrument(self.step.model, keep=True) as instrument,
-            Intercept(self.step.model, self.step.optimizers, self.step.keeps_undo, lambda variable: None) as seen,
+            intercepted(self.step.model, self.step.optimizers, self.step.keeps_undo) as seen,
         ):
             outputs = self.step.body(*args)
         losses = seen.losses or self.step.losses(outputs)
@@ -166,4 +165,5 @@ def _finite(tensors: Sequence[Any]) -> bool:
 
 
 def _sum(losses: Sequence[Any]) -> float:
-    return float(sum(float(keras_variables.dense(loss).astype(np.float64)) for loss in losses)) if len(losses) else float("nan")
+    values = [keras_variables.dense(loss).astype(np.float64) for loss in losses]
+    return float(sum(np.sum(value) for value in values)) if values else float("nan")

@@ -2,112 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.tensorflow import exact_products, fused_updates, graph, ordered_updates, reductions, reports
+from keras_nanguard._backends.tensorflow import graph, reductions, updates
 from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen, Update
 from keras_nanguard._core.verdict import PERIOD
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["Retrace", "StepTrace"]
+__all__ = ["Retrace", "StepResult", "StepSetup", "StepTrace"]
 
 
 class Retrace(Exception):
-    """Tracing found that the step has to be traced anew in another mode. Never leaves the library."""
+    """Tracing found that the step has to be traced anew in another mode. Never leaves the library.
+
+    Attributes:
+        untracked: a variable that the step writes and that no list of Keras names; `None` if
+            updates have to run where the body asks for them instead.
+    """
+
+    def __init__(self, untracked: graph.Untracked | None = None):
+        super().__init__()
+        self.untracked = untracked
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """How a step is traced.
+
+    Attributes:
+        body: the step, `body(*args) -> outputs`.
+        model: the model whose `compute_loss` returns the loss, or `None`.
+        train_state: returns the `TrainState` at the time of tracing.
+        note_created: called with each variable that is created inside the step, and its value.
+        outputs: what stands for the outputs of a refused step.
+        refuse: refuse bad steps; otherwise they run as they are, and only their verdict is told.
+        immediate: updates run where the body asks for them.
+        jit: the step is compiled with XLA.
+        untracked: variables that the step writes and that no list of Keras names, by key.
+        tolerated: keys of the variables that may be infinite or NaN.
+    """
+
+    body: Callable[..., Any]
+    model: Any
+    train_state: Callable[[], TrainState]
+    note_created: Callable[[Any, Any], None]
+    outputs: Any
+    refuse: bool
+    immediate: bool
+    jit: bool
+    untracked: Mapping[int, graph.Untracked]
+    tolerated: set[int]
+
+
+class StepResult(NamedTuple):
+    """What one step came to.
+
+    Attributes:
+        outputs: what it returned, or what stands for that after a refusal.
+        row: the numbers of its verdict, shape `(len(FIELDS),)`.
+        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if
+            all of its sums were finite.
+        bad: scalar bool, whether it is to be reported: refused, and not because it was halted.
+    """
+
+    outputs: Any
+    row: Any
+    counts: Any
+    bad: Any
 
 
 class StepTrace:
-    """One trace (or one eager run) of the transaction; on one replica, where there are several.
+    """One trace (or one eager run) of the transaction; on one replica, if there are several.
 
     Args:
-        owner: the `Transaction`.
-        keeps_undo: whether old values of weights and slots are kept.
+        setup: how it is traced.
+        halted: scalar bool, whether the step is refused whatever it computes.
+        step: its number, a scalar int64.
+
+    Attributes:
+        places: `(site, path)` of each line of the counts, once the body has run.
     """
 
-    updates_wait = True
-    """Whether the updates wait for the last gradient, so that those of large weights have to be kept from running all at once."""
-
-    def __init__(self, owner: Any, keeps_undo: bool):
-        self.owner, self.keeps_undo, self.seen = owner, keeps_undo, Seen()
-        self.immediate = keeps_undo or not owner.refuse
+    def __init__(self, setup: StepSetup, halted: Any, step: Any):
+        self.setup, self.halted, self.step = setup, halted, step
+        self.seen = Seen()
+        self.keeps_undo = setup.immediate and setup.refuse
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        self.train_state = owner.train_state()
+        self.train_state = setup.train_state()
         self.kept: list[tuple[Any, Any]] = []
         self.scales: list[Any] = []
         self.created: set[int] = set()
         """Keys of what was noted as new to the run."""
-        self.products: dict[int, Any] = {}
-        self.writes_elsewhere = False
-        """Whether the body writes to what is no variable (a table, a queue, a summary), and what nobody can give back."""
         self.after_update: dict[int, bool] = {}
-        """What the body reads (`False`) or writes (`True`) after it has asked for its first update."""
+        """What the body reads (`False`) or writes (`True`) after it asked for its first update."""
 
-    def complete(self, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Run the body as a transaction; returns its outputs, the row, and the counts where they were not filed."""
-        return self._decide(self.run(args), args)
-
-    def run(self, args: Sequence[Any]) -> Any:
-        """Run the body with its updates deferred, and judge it; returns its outputs."""
+    def complete(self, args: Sequence[Any]) -> StepResult:
+        """Run the body as a transaction."""
         self.keep()
-        halted, step = self.owner.count()
         start = graph.mark(self.graph)
         outputs = self.observed(args)
-        if self.graph is not None and self.owner.refuse:
+        if self.graph is not None and self.setup.refuse:
             self.inspect(start)
         self.measure(outputs)
-        self.judge(halted, step)
-        return outputs
+        self.judge()
+        return self.result(*self._decide(outputs))
+
+    def _decide(self, outputs: Any) -> tuple[Any, Sequence[Any]]:
+        """Commit or refuse; returns the outputs, and the sums over weights and slots."""
+
+        def commit() -> list[Any]:
+            return self.commit(outputs)
+
+        def refuse() -> list[Any]:
+            return self.refuse(outputs)
+
+        weights, slots, *flat = tf.cond(self.may_commit, commit, refuse)
+        return self.setup.outputs.pack(flat, outputs), (weights, slots)
+
+    def result(self, outputs: Any, update_sums: Sequence[Any]) -> StepResult:
+        """Return the result, given the outputs and the sums over weights and slots."""
+        bad = ~self.may_commit & ~self.halted
+        return StepResult(outputs, self.row(update_sums), self.counts, bad)
+
+    # The body, and what it may write
 
     def observed(self, args: Sequence[Any]) -> Any:
         """Run the body and note what it hands to its optimizers; returns its outputs."""
-        with (
-            self.owner.outputs.watched(),
-            Intercept(self.owner.model, self.train_state.optimizers, self.immediate, self.note_created, asked=self.asked) as self.seen,
-        ):
-            outputs = self.owner.body(*args)
-        self.train_state = self.owner.train_state()
+        setup, optimizers = self.setup, self.train_state.optimizers
+        intercept = Intercept(
+            setup.model, optimizers, setup.immediate, self.note_created, asked=self.asked
+        )
+        with setup.outputs.watched(), intercept as self.seen:
+            outputs = setup.body(*args)
+        self.train_state = setup.train_state()
         return outputs
 
     def keep(self) -> None:
-        """Hold on to what the body may write and what a refusal gives back."""
+        """Keep what the body may write and what a refusal restores."""
         self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
         if self.graph is None:  # a graph shows them
             self.hold(self.train_state.unlisted)
-        self.kept += [(variable, variable.read_value()) for variable in self.owner.untracked.values()]
+        self.kept += [(v, v.read_value()) for v in self.setup.untracked.values()]
         if self.keeps_undo:
             self.hold([*self.train_state.trainable, *self.train_state.slots])
         for pair in self.train_state.scales:
             self.note_scale(*pair)
 
     def asked(self, record: Update) -> None:
-        """Get to know what was unknown until an update was asked for, which has not run yet.
+        """Note what was unknown until the body asked for this update, which has not run yet.
 
-        Weights that no known model holds, and the scale of an optimizer that is built by the body.
+        Weights that no known model holds, and the scale of an optimizer that the body builds.
         """
         known = self.keys(self.train_state.trainable) | self.created
         found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
         self.created |= self.keys(found)
         with tf.init_scope():
             for variable in found:
-                self.owner.note_created(keras_variables.native(variable), keras_variables.read(variable))
+                native = keras_variables.native(variable)
+                self.setup.note_created(native, keras_variables.read(variable))
         if self.keeps_undo:
             kept = {id(v.handle) for v, _ in self.kept}
             self.hold([v for v in found if self.keys([v]).isdisjoint(kept)])
         if keras_optimizers.is_loss_scaled(record.optimizer):
-            scale, noted = record.optimizer.dynamic_scale, [*self.train_state.scales, *(pair[2:] for pair in self.scales)]
+            scale = record.optimizer.dynamic_scale
+            noted = [*self.train_state.scales, *(pair[2:] for pair in self.scales)]
             if id(scale) not in {id(other) for other, _ in noted}:
                 self.note_scale(scale, record.optimizer.step_counter)
 
     def note_scale(self, scale: Any, counter: Any) -> None:
-        """Note a loss scale: value and counter as they are at this point of the program, and the variables."""
-        self.scales.append((scale.value.read_value(), counter.value.read_value(), scale, counter))
+        """Note a loss scale: value and counter at this point of the program, and the variables."""
+        values = scale.value.read_value(), counter.value.read_value()
+        self.scales.append((*values, scale, counter))
 
     def hold(self, variables: Sequence[Any]) -> None:
-        """Hold on to the values that variables (Keras' or TensorFlow's own) have at this point of the program."""
+        """Keep the values that variables (Keras' or TensorFlow's) have at this point."""
         for variable in map(self.local, variables):
             self.kept.append((variable, variable.read_value()))
 
@@ -120,146 +194,158 @@ class StepTrace:
         return {id(self.local(v).handle) for v in variables}
 
     def note_created(self, variable: Any) -> None:
+        """Keep a variable that is created inside the step."""
         self.hold([variable])
         self.created |= self.keys([variable])
         with tf.init_scope():
-            self.owner.note_created(variable, variable.numpy())
+            self.setup.note_created(variable, variable.numpy())
 
-    def inspect(self, start: int, foreign: Iterable[int] = ()) -> None:
-        """Read the trace: keep only what the body writes; ask for another trace where this mode does not suit it.
+    # What the graph shows
 
-        Variables that are `foreign` are looked after by another replica.
+    def inspect(self, start: int, foreign: Set[int] = frozenset()) -> None:
+        """Keep only what the body writes; ask for another trace if this mode does not suit it.
+
+        Args:
+            start: mark of the graph at which the body begins.
+            foreign: keys of the variables that another replica looks after. Its body is in the
+                graph after this one.
         """
-        known = {id(v.handle) for v, _ in self.kept}.union(foreign)
+        known = {id(v.handle) for v, _ in self.kept} | foreign
         large = self.keys([*self.train_state.trainable, *self.train_state.slots])
         known |= self.keys(v for pair in self.train_state.scales for v in pair)
         written: set[int] = set()
-        for access in self.note_after_update(start):
+        for access in graph.accesses(self.graph, start, self.seen.boundary):
+            if access.after_mark and access.key not in foreign:
+                before = self.after_update.get(access.key, False)
+                self.after_update[access.key] = access.writes or before
             if not access.writes:
                 continue
             if access.key in large and not self.keeps_undo:
-                self._save()
+                raise Retrace
             if access.key not in known | large:
-                if (untracked := graph.untracked(access.handle)) is not None:
-                    self.owner.untracked[access.key] = untracked
-                    raise Retrace
-                self.writes_elsewhere = True
+                untracked = graph.untracked(access.handle)
+                if untracked is not None:
+                    raise Retrace(untracked)
             written.add(access.key)
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
-    def note_after_update(self, start: int) -> list[graph.Access]:
-        """Note what the body, which begins at this mark, reads or writes after its first update; returns all that it does."""
-        accesses = list(graph.accesses(self.graph, start, self.seen.boundary))
-        for access in accesses:
-            if access.after_mark:
-                self.after_update[access.key] = access.writes or self.after_update.get(access.key, False)
-        return accesses
+    def check_deferred(self) -> None:
+        """Ask for another trace if the rest of the body depends on updates that were deferred.
 
-    def _save(self) -> None:
-        """Ask for a trace in which updates run where the body asks for them."""
-        self.owner.keeps_undo = True
-        raise Retrace
-
-    def check_deferred(self, start: int = 0) -> None:
-        """Ask for another trace where the rest of the body depends on the updates, traced just now, not being deferred.
-
-        They begin at the mark `start` of the graph that they stand in.
+        They are the whole of the graph that is being made.
         """
         if self.graph is None or not self.after_update:
             return
-        for access in graph.accesses(tf.compat.v1.get_default_graph(), start):
-            if access.key in self.after_update and (access.writes or self.after_update[access.key]):
-                self._save()
+        for access in graph.accesses(tf.compat.v1.get_default_graph()):
+            after = self.after_update.get(access.key)
+            if after or (access.writes and after is not None):
+                raise Retrace
+
+    # The verdict
 
     def measure(self, outputs: Any) -> None:
-        """Sum up loss, gradients and the statistics that were written, and weights and slots where they are written, too."""
-        train_state, seen = self.train_state, self.seen
-        self.kind = kind = reductions.kind([*train_state.trainable, *train_state.slots])
-        others = self.keys([*train_state.metrics, *train_state.trainable, *train_state.slots]) | self.owner.tolerated
-        self.written = [v for v, _ in self.kept if id(v.handle) not in others and reductions.can_be_bad(v)]
-        self.loss = reductions.add([tf.cast(loss, kind) for loss in seen.losses or self.owner.outputs.losses(outputs)], kind)
-        pairs = [(g, v) for record in seen.records for g, v in record.pairs if g is not None]
-        plain = self.graph is None or self.owner.jit
-        self.products = {} if plain or self.immediate else exact_products.unread(g for g, _ in pairs)
-        self.gradients_of = [(g if plain or not self.immediate else exact_products.beside(g), v) for g, v in pairs]
-        self.gradients = reductions.squares([g for g, _ in self.gradients_of], kind)
+        """Sum up loss, gradients and written statistics, and weights and slots if written, too."""
+        state, seen, setup = self.train_state, self.seen, self.setup
+        self.kind = kind = reductions.kind([*state.trainable, *state.slots])
+        others = self.keys([*state.metrics, *state.trainable, *state.slots]) | setup.tolerated
+        kept = [v for v, _ in self.kept if id(v.handle) not in others]
+        self.written = list(filter(reductions.can_be_bad, kept))
+        self.losses = seen.losses or setup.outputs.losses(outputs)
+        self.loss = reductions.add([tf.cast(loss, kind) for loss in self.losses], kind)
+        self.pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
+        self.products: dict[int, Any] = {}
+        if self.graph is not None and not setup.jit:
+            if setup.immediate:
+                self.pairs = [(updates.read_apart(g), v) for g, v in self.pairs]
+            else:
+                self.products = updates.unread_products(g for g, _ in self.pairs)
+        self.gradients = reductions.squares([g for g, _ in self.pairs], kind)
         self.statistics = reductions.total(self.written, kind)
         scales = [s for s, _, _, _ in self.scales]
         self.scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
-        self.update_sums: Sequence[Any] = []
-        if self.immediate:
-            parts = ([keras_variables.native(v) for v in part] for part in (train_state.trainable, train_state.slots))
-            self.update_sums = [reductions.exact(part, kind) for part in parts]
+        self.update_sums = [tf.zeros((), kind)] * 2
+        if setup.immediate:
+            parts = (state.trainable, state.slots)
+            self.update_sums = [reductions.total((v.value for v in p), kind) for p in parts]
+        self.counted = self._places()
+        self.places = tuple((site, path) for site, path, _ in self.counted)
 
-    def judge(self, halted: Any, step: Any) -> None:
-        """Decide, from the sums, whether the step may commit."""
-        self.step, self.halt = tf.cast(step % PERIOD, self.kind), tf.cast(halted, self.kind)
-        sums = [self.loss, self.gradients, *([self.statistics] if self.written else []), *self.update_sums]
-        allowed = rules.may_commit(reductions.OPERATIONS, sums, self.scale if self.scales else None)
-        self.may_commit = allowed & ~halted if self.owner.counted else allowed
+    def _places(self) -> list[tuple[str, str, Any]]:
+        """Return `(site, path, tensor)` of everything that is counted for a report."""
+        state, paths = self.train_state, {}
+        for variable in (*state.other, *state.trainable, *state.rates):
+            paths[id(self.local(variable).handle)] = variable.path
+        found = [("outputs", name, tensor) for name, tensor in self.seen.outputs]
+        found += [("gradients", v.path, gradient) for gradient, v in self.pairs]
+        found += [("statistics", paths.get(id(v.handle), v.name), v) for v in self.written]
+        if self.setup.immediate:
+            found += [("weights", v.path, self.local(v)) for v in state.trainable]
+            found += [("slots", v.path, self.local(v)) for v in state.slots]
+        return [(*place, t) for *place, t in found if reductions.can_be_bad(t)]
 
-    def row(self, refused: Any, update_sums: Sequence[Any]) -> Any:
-        """Return the row of numbers; `update_sums` are the sums over weights and slots."""
+    @property
+    def sums(self) -> list[Any]:
+        """The sums that decide."""
+        return [self.loss, self.gradients, self.statistics, *self.update_sums]
+
+    def judge(self) -> None:
+        """Decide whether the step may commit; each entry is looked at if a sum is not finite."""
+        nothing = tf.zeros((len(self.places), 3), tf.int64)
+        trusted = tf.math.is_finite(reductions.add(self.sums, self.kind))
+        finite, self.counts = tf.cond(trusted, lambda: (tf.constant(True), nothing), self.look)
+        self.settle(finite)
+
+    def look(self) -> tuple[Any, Any]:
+        """Return whether all entries of what decides are finite, and the counts of each place."""
+        counts = reductions.counts([tensor for _, _, tensor in self.counted])
+        decide = tf.constant([site != "outputs" for site, _ in self.places], tf.int64)
+        bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
+        return reductions.all_finite(self.losses) & (bad == 0), counts
+
+    def settle(self, finite: Any) -> None:
+        """Note the decision, given whether all entries are finite."""
+        settled = [reductions.settled(s, finite) for s in self.sums]
+        self.loss, self.gradients, self.statistics, *self.update_sums = settled
+        self.may_commit = finite & ~self.halted
+        if self.scales:
+            self.may_commit &= rules.scale_is_valid(reductions.OPERATIONS, self.scale)
+
+    def row(self, update_sums: Sequence[Any]) -> Any:
+        """Return the row of numbers, given the sums over weights and slots."""
+        refused = ~self.may_commit if self.setup.refuse else tf.constant(False)
         first = [tf.cast(refused, self.kind), self.loss, self.gradients, self.statistics]
-        return tf.stack([*first, *update_sums, self.scale, self.step, self.halt])
+        last = [tf.cast(part, self.kind) for part in (self.step % PERIOD, self.halted)]
+        return tf.stack([*first, *update_sums, self.scale, *last])
 
-    def _decide(self, outputs: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        places = reports.places(self)
-        nothing = tf.zeros((len(places), 3), tf.int64)
-        outside = self.owner.jit and self.graph is not None
-
-        def commit() -> list[Any]:
-            flat = self.commit(outputs)
-            self.owner.note_poison(self.immediate, flat)
-            return [*flat, *([nothing] if outside else [])]
-
-        def refuse() -> list[Any]:
-            counts = reductions.counts([tensor for _, _, tensor in places])  # before the statistics are given back
-            flat = self.refuse(outputs)
-            if not outside:
-                self.owner.report_queue.put(self.row(self.owner.refuse, flat[:2]), counts, args)
-            return [*flat, *([counts] if outside else [])]
-
-        self.owner.report_queue.places = tuple((site, path) for site, path, _ in places)
-        weight_sum, slot_sum, *flat = tf.cond(self.may_commit, commit, refuse)
-        counts = flat.pop() if outside else None
-        refused = ~self.may_commit if self.owner.refuse else tf.constant(False)
-        return self.owner.outputs.pack(flat, outputs), self.row(refused, [weight_sum, slot_sum]), counts
+    # What comes of it
 
     def commit(self, outputs: Any) -> list[Any]:
-        """Run the deferred updates and read what they wrote; returns these sums, and the outputs."""
-        if self.immediate:
-            return [*self.update_sums, *self.owner.outputs.committed(outputs)]
-        self.update()
+        """Run the deferred updates; returns the sums over what they wrote, and the outputs."""
+        committed = self.setup.outputs.committed
+        if self.setup.immediate:
+            return [*self.update_sums, *committed(outputs)]
+        optimizers = () if self.setup.jit else self.train_state.optimizers
+        updates.run(self.seen.records, optimizers, self.products)
         self.check_deferred()
-        update_sums = reductions.update_sums(self.train_state, self.seen.records, self.gradients, self.kind)
-        return [*update_sums, *self.owner.outputs.committed(outputs)]
-
-    def update(self) -> None:
-        """Run the deferred updates."""
-        optimizers = () if self.owner.jit else self.train_state.optimizers
-        waiting = optimizers if self.updates_wait else ()
-        with ordered_updates.one_by_one(waiting), exact_products.in_sight(optimizers), fused_updates.fused(optimizers):
-            for record in self.seen.records:
-                record.grads = exact_products.again(record.grads, self.products)
-                record.run()
+        sums = reductions.update_sums(self.train_state, self.seen.records, self.kind)
+        return [*sums, *committed(outputs)]
 
     def refuse(self, outputs: Any) -> list[Any]:
-        """Give back what was kept; returns the same as `commit`."""
-        update_sums = self.update_sums or [tf.zeros((), self.kind)] * 2
-        if not self.owner.refuse:
-            return [*update_sums, *self.owner.outputs.committed(outputs)]
+        """Restore what was kept; returns the same as `commit`."""
+        if not self.setup.refuse:
+            return [*self.update_sums, *self.setup.outputs.committed(outputs)]
         for variable, old in self.kept:
             variable.assign(old)
         self._learn_scale()
-        return [*update_sums, *self.owner.outputs.refused(outputs)]
+        return [*self.update_sums, *self.setup.outputs.refused(outputs)]
 
     def _learn_scale(self) -> None:
         """Let each loss scale learn from the refusal."""
         scaled = filter(keras_optimizers.is_loss_scaled, self.train_state.optimizers)
         first = {id(o.dynamic_scale): o.initial_scale for o in scaled if o.built}
+        operations, seen = reductions.OPERATIONS, (self.loss, self.gradients)
         for old, steps, scale, counter in self.scales:
             initial = tf.cast(first[id(scale)], old.dtype)
-            scale_after, counter_after = rules.learned_scale(reductions.OPERATIONS, self.loss, self.gradients, old, steps, initial)
-            scale.value.assign(scale_after)
-            counter.value.assign(counter_after)
+            after = rules.learned_scale(operations, *seen, old, steps, initial)
+            scale.value.assign(after[0])
+            counter.value.assign(after[1])

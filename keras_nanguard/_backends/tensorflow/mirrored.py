@@ -2,14 +2,15 @@
 
 In words::
 
-    each replica      keeps its small state, runs the user's step with the updates deferred, sums up what it saw
-    all together      add the sums up: one verdict
-    if so:            the updates run on each replica, which is where Keras adds the gradients up
-    if not:           each replica gives back its own copy of the small state; batch and replicas are filed for the host
+    each replica   keeps its small state, runs the user's step with the updates deferred, sums up
+    all together   add up the sums: one verdict
+    yes            the updates run on each replica, which is where Keras adds up the gradients
+    no             each replica restores its own copy of the small state; the batch is filed
 
-A conditional around code that merges replicas must itself be outside of any replica. So each replica calls
-`merge_call`, as `LossScaleOptimizer` does, and the decision stands in there. What a replica writes is distinguished from what the
-others write by the handle of its own copy of each variable: all replicas are traced into one graph, one after the other.
+A conditional around code that merges replicas must itself be outside of any replica. So each
+replica calls `merge_call`, as `LossScaleOptimizer` does, and the decision is made there. All
+replicas are traced into one graph, one after the other. What a replica writes is told from what
+the others write by the handle of its own copy of each variable.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.tensorflow import graph, reductions, reports
-from keras_nanguard._backends.tensorflow.execution import StepTrace
+from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.tensorflow import graph, reductions
+from keras_nanguard._backends.tensorflow.execution import StepSetup, StepTrace
 from keras_nanguard._backends.tensorflow.intercept import Intercept
 from keras_nanguard._backends.tensorflow.step import Transaction
 
@@ -32,32 +33,60 @@ __all__ = ["MirroredTransaction"]
 class MirroredTransaction(Transaction):
     """A `Transaction` that every replica of a strategy calls within `Strategy.run`."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.replayed = self._on_one_replica
+
+    def _on_one_replica(self, *args: Any) -> Any:
+        """Run the body outside of the strategy, on the whole batch.
+
+        If a replica was given no row, what it computes of nothing is what is looked for.
+        """
+        dealt, rows = self.report_queue.dealt, batches.row_count(args)
+        if 0 in dealt and sum(dealt) == rows:
+            args = tf.nest.map_structure(lambda t: t[:0] if _has_rows(t, rows) else t, args)
+        return self.body(*args)
+
     def __call__(self, *args: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        step = context.merge_call(lambda strategy: _Step(self, strategy))
+        merge = tf.distribute.get_replica_context().merge_call
+        step = merge(lambda strategy: _Step(self.setup(), strategy, *self.count()))
         share = step.share()
         step.run(share, args)
-        context.merge_call(step.inspect)
+        merge(step.inspect)
         share.measure(share.outputs)
-        context.merge_call(step.decide)
+        merge(step.decide)
         share.outputs = self.outputs.pack(share.flat, share.outputs)
-        joined = context.merge_call(step.join)
-        return (share.outputs, step.row) if joined is None else joined
+        joined = merge(lambda strategy: self._leave(step))
+        return (share.outputs, step.result.row) if joined is None else joined
+
+    def _leave(self, step: _Step) -> Any:
+        """File the step; returns what leaves it if that is the same for all replicas."""
+        batch = tf.nest.map_structure(_whole, *(share.args for share in step.shares))
+        self.file(step.result, step.places, batch, step.replicas)
+        means = step.mean_outputs()
+        return None if means is None else self.outputs.join(means, step.result.row)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        strategy = self.model.distribute_strategy
-        self.tolerated |= {id(part.handle) for v in variables for part in strategy.experimental_local_results(v.value)}
+        parts = self.model.distribute_strategy.experimental_local_results
+        self.tolerated |= {id(part.handle) for v in variables for part in parts(v.value)}
 
     def trace(self, spec: Any) -> None:
-        strategy = self.model.distribute_strategy
-        tf.function(lambda data: strategy.run(self, args=(data,)), autograph=False).get_concrete_function(spec)
+        run = self.model.distribute_strategy.run
+        traced = tf.function(lambda data: run(self, args=(data,)), autograph=False)
+        traced.get_concrete_function(spec)
 
 
 class _Share(StepTrace):
-    """One replica's part of a step."""
+    """One replica's part of a step.
 
-    def __init__(self, owner: Transaction, strategy: Any, number: int):
-        super().__init__(owner, owner.keeps_undo_copies)
+    Args:
+        setup, halted, step: see `StepTrace`.
+        strategy: the strategy.
+        number: the replica, from 0.
+    """
+
+    def __init__(self, setup: StepSetup, halted: Any, step: Any, strategy: Any, number: int):
+        super().__init__(setup, halted, step)
         self.strategy, self.number = strategy, number
         self.args: Sequence[Any] = ()
         self.outputs: Any = None
@@ -68,48 +97,65 @@ class _Share(StepTrace):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
-    def check_deferred(self, start: int = 0) -> None:
+    def check_deferred(self) -> None:
         """Wait until the updates of all replicas are in the graph."""
 
-    def check_after_update(self) -> None:
-        """The same, when they are."""
+    def check_all_deferred(self) -> None:
+        """Do the same once they are."""
         super().check_deferred()
 
-    def claims(self) -> set[int]:
+    def owned_keys(self) -> set[int]:
         """Return the keys of the variables that this replica looks after."""
         train_state = self.train_state
         scales = [v for pair in train_state.scales for v in pair]
         keys = self.keys([*train_state.trainable, *train_state.slots, *scales])
         return keys | {id(v.handle) for v, _ in self.kept}
 
-    def blame(self, may_commit: Any) -> Any:
-        """Return whether this replica saw something bad, and whether it was given something bad."""
-        given = reductions.exact([t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None], self.kind)
-        return tf.stack([~may_commit, ~may_commit & ~tf.math.is_finite(given)])
+    def given_bad(self) -> Any:
+        """Return whether this replica was given bad data, a scalar bool."""
+        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
+        return ~reductions.all_finite(given)
+
+
+    def rows(self) -> Any:
+        """Return how many rows it was given, a scalar int64; -1 if that is not known."""
+        leaves = tf.nest.flatten(self.args)
+        dense = [t for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank]
+        return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
 
 
 class _Step:
-    """One trace (or one eager run) of a step of all replicas; made, and asked to decide, outside of every replica."""
+    """One trace (or one eager run) of a step of all replicas; made, and used, outside of them.
 
-    def __init__(self, owner: Transaction, strategy: Any):
-        self.owner, self.strategy = owner, strategy
-        self.shares = [_Share(owner, strategy, number) for number in range(strategy.num_replicas_in_sync)]
+    Attributes:
+        result: what the step came to; its outputs stay with the shares.
+        places: site and path of each line of the counts.
+        replicas: for each of several replicas whether it is to blame, and its rows of the batch, as
+            `ReportQueue.put` takes it. Those are to blame that were given bad data, else those
+            that saw something bad.
+    """
+
+    result: Any
+    replicas: Any
+
+    def __init__(self, setup: StepSetup, strategy: Any, halted: Any, step: Any):
+        self.setup, self.strategy = setup, strategy
+        numbers = range(strategy.num_replicas_in_sync)
+        self.shares = [_Share(setup, halted, step, strategy, number) for number in numbers]
         self.first = first = self.shares[0]
-        self.halted, self.step = owner.count()
+        self.places: tuple[tuple[str, str], ...] = ()
         self.start = graph.mark(first.graph)
-        self.row: Any = None
-        optimizers = first.train_state.optimizers
-        self.intercept = Intercept(
-            *(owner.model, optimizers, first.immediate, self._note_created),
+        intercept = Intercept(
+            *(setup.model, first.train_state.optimizers, setup.immediate, self._note_created),
             seen=lambda: self.share().seen,
             asked=lambda record: self.share().asked(record),
         )
-        self.watched = ExitStack()
-        self.watched.enter_context(owner.outputs.watched())
-        self.watched.enter_context(self.intercept)
+        self.intercept, self.watched = intercept, ExitStack()
+        self.watched.enter_context(setup.outputs.watched())
+        self.watched.enter_context(intercept)
 
     def share(self) -> _Share:
-        """Return the part of the replica that asks."""
+        """Return the part of the replica that this is called on."""
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.shares[int(tf.get_static_value(number))]
 
@@ -117,12 +163,12 @@ class _Step:
         """Run the body on one replica."""
         try:
             share.keep()
-            if share is not self.first:  # what the replicas have in common is looked after by the first
+            if share is not self.first:  # it looks after what the replicas have in common
                 common = {id(v.handle) for v, _ in self.first.kept}
                 share.kept = [(v, old) for v, old in share.kept if id(v.handle) not in common]
             share.args = args
             with self.intercept.creating():
-                share.outputs = self.owner.body(*args)
+                share.outputs = self.setup.body(*args)
         except BaseException:
             self.watched.close()
             raise
@@ -136,55 +182,70 @@ class _Step:
         """Read the trace once all replicas are in it."""
         self.watched.close()
         for share in self.shares:
-            share.train_state = self.owner.train_state()
-        if self.first.graph is None or not self.owner.refuse:
+            share.train_state = self.setup.train_state()
+        if self.first.graph is None or not self.setup.refuse:
             return
-        claims = [share.claims() for share in self.shares]
+        owned = [share.owned_keys() for share in self.shares]
         for share in self.shares:
-            others = [keys for other, keys in zip(self.shares, claims) if other is not share]
+            others = [keys for other, keys in zip(self.shares, owned) if other is not share]
             share.inspect(self.start, set().union(*others))
 
     def decide(self, strategy: Any) -> None:
         """Come to one verdict, and have every replica act on it."""
-        shares, first, owner = self.shares, self.first, self.owner
-        may_commit = [rules.may_commit(reductions.OPERATIONS, [s.loss, s.gradients, s.statistics, *s.update_sums]) for s in shares]
-        loss = _total(s.loss for s in shares)
-        if not first.seen.losses:  # read from the logs, which Keras averages; its losses are made to be added up
-            loss /= len(shares)
-        gradients = _total(s.gradients for s in shares) * len(shares)  # at least the sum of squares of their sum
-        statistics = _total(s.statistics for s in shares)
-        update_sums = [_total(parts) for parts in zip(*(s.update_sums for s in shares))]
-        for share in shares:
-            share.loss, share.gradients, share.statistics, share.update_sums = loss, gradients, statistics, update_sums
-        first.judge(self.halted, self.step)
-        places = [[(site, path) for site, path, _ in reports.places(share)] for share in shares]
-        owner.report_queue.places = rows = tuple(dict.fromkeys(place for each in places for place in each))
-
-        def counts(share: _Share) -> Any:
-            lines = [[rows.index(place)] for place in places[share.number]]
-            found = reductions.counts([tensor for _, _, tensor in reports.places(share)])
-            return tf.scatter_nd(lines, found, (len(rows), 3))
+        shares, first = self.shares, self.first
+        self.places = tuple(dict.fromkeys(place for share in shares for place in share.places))
+        trusted = tf.math.is_finite(tf.add_n([s for share in shares for s in share.sums]))
+        finite, given_bad, counts = tf.cond(trusted, self._nothing_bad, self._look)
+        self.replicas = None
+        if len(shares) > 1:
+            blamed = tf.where(tf.reduce_any(given_bad), given_bad, ~finite)
+            rows = tf.stack([share.rows() for share in shares])
+            self.replicas = tf.stack([tf.cast(blamed, tf.int64), rows], 1)
+        self._join_sums(tf.reduce_all(finite))
 
         def commit() -> list[Any]:
             flat = self._flat(self._each(lambda share: share.commit(share.outputs)))
             for share in shares:
-                share.check_after_update()
-            owner.note_poison(first.immediate, flat)
+                share.check_all_deferred()
             return flat
 
         def refuse() -> list[Any]:
-            counted = tf.add_n(self._each(counts))
-            flat = self._flat(self._each(lambda share: share.refuse(share.outputs)))
-            blamed = self._each(lambda share: share.blame(may_commit[share.number]))
-            batch = tf.nest.map_structure(_whole, *(share.args for share in shares))
-            owner.report_queue.put(first.row(owner.refuse, flat[:2]), counted, batch, _blamed(blamed))
-            return flat
+            return self._flat(self._each(lambda share: share.refuse(share.outputs)))
 
         weights, slots, *flat = tf.cond(first.may_commit, commit, refuse)
         for share, part in zip(shares, _parted(flat, len(shares))):
             share.flat = part
-        self.row = first.row(~first.may_commit if owner.refuse else tf.constant(False), [weights, slots])
-        owner.note(self.row)
+        first.counts = counts
+        self.result = first.result(None, (weights, slots))
+
+    def _nothing_bad(self) -> tuple[Any, Any, Any]:
+        number, lines = len(self.shares), len(self.places)
+        none = tf.zeros(number, tf.bool)
+        return ~none, none, tf.zeros((lines, 3), tf.int64)
+
+    def _look(self) -> tuple[Any, Any, Any]:
+        """Return whether all each replica saw is finite, whether its data are bad, and counts."""
+
+        def look(share: _Share) -> tuple[Any, Any, Any]:
+            finite, found = share.look()
+            lines = [[self.places.index(place)] for place in share.places]
+            counts = tf.scatter_nd(lines, found, (len(self.places), 3)) if lines else found
+            return finite, ~finite & share.given_bad(), counts
+
+        finite, given_bad, counts = zip(*self._each(look))
+        return tf.stack(finite), tf.stack(given_bad), tf.add_n(counts)
+
+    def _join_sums(self, finite: Any) -> None:
+        """Give each replica the sums of all, and with them the verdict."""
+        shares, number = self.shares, len(self.shares)
+        loss, gradients, statistics, *update_sums = map(_total, zip(*(s.sums for s in shares)))
+        if not self.first.seen.losses:  # logs, which Keras averages; losses are made to be added up
+            loss /= number
+        gradients *= number  # at least the sum of squares of their sum
+        for share in shares:
+            share.loss, share.gradients, share.statistics = loss, gradients, statistics
+            share.update_sums = update_sums
+            share.settle(finite)
 
     def _each(self, function: Callable[[_Share], Any]) -> list[Any]:
         """Call a function on each replica; returns the results in their order."""
@@ -199,15 +260,24 @@ class _Step:
 
     def _flat(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Add up the sums over weights and slots, which come first; the rest stays apart."""
-        return [*(_total(update_sums) for update_sums in zip(*(p[:2] for p in parts))), *(t for p in parts for t in p[2:])]
+        sums = [_total(update_sums) for update_sums in zip(*(p[:2] for p in parts))]
+        return [*sums, *(t for p in parts for t in p[2:])]
 
-    def join(self, strategy: Any) -> Any:
-        """Return what leaves the compiled step, logs averaged as Keras does it; `None` where Keras has to do it."""
+    def mean_outputs(self) -> Any:
+        """Return the logs averaged as Keras does it; `None` if Keras has to do it."""
         leaves = [tf.nest.flatten(share.outputs) for share in self.shares]
-        if not all(tf.is_tensor(t) and t.dtype.is_floating and t.shape.rank == 0 for part in leaves for t in part):
+        if not all(_is_scalar(t) for part in leaves for t in part):
             return None
         means = [tf.reduce_mean(parts, axis=0) for parts in zip(*leaves)]
-        return self.owner.outputs.join(tf.nest.pack_sequence_as(self.first.outputs, means), self.row)
+        return tf.nest.pack_sequence_as(self.first.outputs, means)
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, tf.Tensor) and bool(value.shape.rank) and value.shape[0] == rows
+
+
+def _is_scalar(value: Any) -> bool:
+    return bool(tf.is_tensor(value) and value.dtype.is_floating and value.shape.rank == 0)
 
 
 def _total(tensors: Any) -> Any:
@@ -220,17 +290,12 @@ def _parted(items: Sequence[Any], parts: int) -> Iterator[list[Any]]:
 
 
 def _whole(*parts: Any) -> Any:
-    """Put the batch together again; what has no rows is the same on all replicas, and so is what is not dealt out."""
+    """Put the batch together again from what each replica was given.
+
+    What has no rows is the same on all replicas, and so is what is not dealt out.
+    """
     if all(part is parts[0] for part in parts):
         return parts[0]
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, parts)
     return parts[0] if parts[0].shape.rank == 0 else tf.concat(parts, 0)
-
-
-def _blamed(flags: Sequence[Any]) -> Any:
-    """Return for each of several replicas whether it is to blame: those that were given bad data before the others."""
-    if len(flags) == 1:
-        return ()
-    saw, given = tf.unstack(tf.stack(flags), axis=1)
-    return tf.where(tf.reduce_any(given), given, saw)

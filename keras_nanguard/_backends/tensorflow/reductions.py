@@ -1,29 +1,34 @@
-"""The sums of `keras_nanguard._core.finiteness` as TensorFlow operations: one pass over each tensor.
+"""The sums of `keras_nanguard._core.finiteness` in TensorFlow: one pass over each tensor.
 
-`tf.nn.l2_loss` and `tf.reduce_sum` run near memory bandwidth (17 and 22 GB/s on two cores, where comparing each entry
-with `tf.math.is_finite` reaches 13).
+`tf.nn.l2_loss` and `tf.reduce_sum` run near memory bandwidth (17 and 22 GB/s on two cores;
+comparing each entry with `tf.math.is_finite` reaches 13). A sum may overflow although every
+entry is finite. So a sum that is not finite decides nothing: the entries are then counted one by
+one (`counts`, `confirmed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.shared.proof import reading_of
-from keras_nanguard._backends.shared.rules import PART, Operations, SlotReading, bounded_sum, full_read_is_due
+from keras_nanguard._backends.shared.rules import Operations
 from keras_nanguard._backends.tensorflow import graph
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-__all__ = ["OPERATIONS", "add", "can_be_bad", "counts", "exact", "kind", "squares", "total", "update_sums"]
+__all__ = [
+    "OPERATIONS",
+    *("add", "all_finite", "can_be_bad", "confirmed", "counts", "kind", "settled", "squares"),
+    *("total", "update_sums"),
+]
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """What the rules of the transaction need."""
 
 LARGE = 1 << 16
-"""Elements from which a tensor is read where it stands rather than added up with others of its shape."""
+"""Elements from which a tensor is read in place rather than added up with others of its shape."""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -33,26 +38,31 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(variables: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 if the state has some, else float32."""
     return tf.float64 if any(str(v.dtype) == "float64" for v in variables) else tf.float32
 
 
-def _dense(tensor: Any) -> Any:
-    """Return the numbers of a tensor, of `IndexedSlices`, of a sparse or a ragged tensor; none of less than 32 bit."""
+def _numbers(tensor: Any) -> Any:
+    """Return the entries of a tensor, of `IndexedSlices`, of a sparse or a ragged tensor."""
     if isinstance(tensor, graph.Untracked):
         tensor = tensor.read_value()
     if isinstance(tensor, (tf.IndexedSlices, tf.SparseTensor)):
         tensor = tensor.values
     elif isinstance(tensor, tf.RaggedTensor):
         tensor = tensor.flat_values
-    tensor = tf.convert_to_tensor(tensor)
+    return tf.convert_to_tensor(tensor)
+
+
+def _wide(tensor: Any) -> Any:
+    """Return the same, real and of at least 32 bit."""
+    tensor = _numbers(tensor)
     if tensor.dtype.is_complex:
         return tf.abs(tensor)
     return tensor if tensor.dtype.size >= 4 else tf.cast(tensor, tf.float32)
 
 
 def add(scalars: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of scalars of this dtype, 0 where there is none."""
+    """Return the sum of scalars of this dtype, 0 if there is none."""
     if not scalars:
         return tf.zeros((), dtype)
     scalars = [s if s.shape.rank == 0 else tf.reduce_sum(s) for s in scalars]
@@ -61,38 +71,52 @@ def add(scalars: Sequence[Any], dtype: Any) -> Any:
 
 def squares(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return half the sum of the squares of all entries."""
-    return add([tf.cast(tf.nn.l2_loss(_dense(t)), dtype) for t in tensors if can_be_bad(t)], dtype)
+    return add([tf.cast(tf.nn.l2_loss(_wide(t)), dtype) for t in tensors if can_be_bad(t)], dtype)
 
 
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return a number that is finite where all entries are, and is not where one entry is not.
+    """Return the sum of all entries; it is not finite if one entry is not.
 
-    Small tensors of one shape (a weight and its moments) are added up first: an addition of finite numbers is as finite
-    as their sum, and one operation fewer for each is what a step of under a millisecond can feel.
+    Small tensors of one shape (the moments of weights) are added up first: one operation fewer
+    for each is what a step of under a millisecond can feel.
     """
     sums = []
     small: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        if can_be_bad(tensor):
-            tensor = _dense(tensor)
-            size = tensor.shape.num_elements()
-            if size is None or size >= LARGE:
-                sums.append(tf.cast(tf.reduce_sum(tensor), dtype))
-            else:
-                small.setdefault((tensor.dtype, tuple(tensor.shape)), []).append(tensor)
+    for tensor in filter(can_be_bad, tensors):
+        tensor = _wide(tensor)
+        size = tensor.shape.num_elements()
+        if size is None or size >= LARGE:
+            sums.append(tf.cast(tf.reduce_sum(tensor), dtype))
+        else:
+            small.setdefault((tensor.dtype, tuple(tensor.shape)), []).append(tensor)
     for group in small.values():
         sums.append(tf.cast(tf.reduce_sum(tf.add_n(group) if len(group) > 1 else group[0]), dtype))
     return add(sums, dtype)
 
 
-def exact(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return their sum, bounded, where all entries are finite, and NaN where one is not: the sum of small parts cannot overflow.
+def settled(sum_: Any, finite: Any) -> Any:
+    """Return a sum, or a sixteenth of its dtype's largest number if it overflowed though `finite`.
 
-    Costs a temporary for each tensor, which a step that keeps copies anyway does not feel.
+    The sums of one verdict are added up on the host, which a sixteenth of each cannot overflow.
     """
-    parts = [tf.reduce_sum(d * tf.constant(PART, d.dtype)) for d in map(_dense, filter(can_be_bad, tensors))]
-    part = add([tf.cast(p, dtype) for p in parts], dtype)
-    return bounded_sum(OPERATIONS, part)
+    overflowed = finite & ~tf.math.is_finite(sum_)
+    return tf.where(overflowed, tf.constant(sum_.dtype.max / 16, sum_.dtype), sum_)
+
+
+def confirmed(sums: Sequence[Any], tensors: Callable[[], Iterable[Any]]) -> list[Any]:
+    """Return sums over tensors, settled; each entry is looked at only if a sum is not finite."""
+
+    def looked() -> list[Any]:
+        finite = all_finite(tensors())
+        return [settled(s, finite) for s in sums]
+
+    return list(tf.cond(tf.math.is_finite(add(sums, sums[0].dtype)), lambda: list(sums), looked))
+
+
+def all_finite(tensors: Iterable[Any]) -> Any:
+    """Return whether all entries are finite, a scalar bool."""
+    finite = [tf.reduce_all(_holds(tf.math.is_finite, t)) for t in filter(can_be_bad, tensors)]
+    return tf.reduce_all([True, *finite])
 
 
 def counts(tensors: Sequence[Any]) -> Any:
@@ -103,27 +127,29 @@ def counts(tensors: Sequence[Any]) -> Any:
 
 
 def _count(tensor: Any) -> Any:
-    tensor = _dense(tensor)
+    tensor = _numbers(tensor)
     size = tf.size(tensor, tf.int64)
-    if not tensor.dtype.is_floating:
+    if not can_be_bad(tensor):
         return tf.stack([tf.zeros_like(size), tf.zeros_like(size), size])
-    nan = tf.math.count_nonzero(tf.math.is_nan(tensor))
-    return tf.stack([nan, tf.math.count_nonzero(tf.math.is_inf(tensor)), size])
+    nan = tf.math.count_nonzero(~_holds(lambda part: ~tf.math.is_nan(part), tensor))
+    bad = tf.math.count_nonzero(~_holds(tf.math.is_finite, tensor))
+    return tf.stack([nan, bad - nan, size])
 
 
-def update_sums(train_state: TrainState, records: Sequence[Any], gradients: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the sums over the updated weights and the slots, after the update; which slots are read is in `SlotReading`."""
-    together = list({id(v): keras_variables.native(v) for record in records for v in record.variables}.values())
-    sums = []
+def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
+    """Return for each entry whether a test holds; for a complex one, for both of its parts."""
+    tensor = _numbers(tensor)
+    if tensor.dtype.is_complex:
+        return test(tf.math.real(tensor)) & test(tf.math.imag(tensor))
+    return test(tensor)
+
+
+def update_sums(train_state: TrainState, records: Sequence[Any], dtype: Any) -> list[Any]:
+    """Return the sums over the updated weights and over the slots, after the update."""
+    weights = {id(v): keras_variables.native(v) for r in records for v in r.variables}
     listed = {id(v) for v in train_state.slots}
-    for optimizer in {id(r.optimizer): r.optimizer for r in records}.values():
-        slots = [v.value for v in optimizer.variables if id(v) in listed and can_be_bad(v.value)]
-        reading = reading_of(optimizer, [(v.shape.num_elements(), v.dtype.size) for v in slots])
-        if reading is SlotReading.WITH_WEIGHTS:
-            together += slots
-        elif reading is SlotReading.EVERY_STEP:
-            sums.append(total(slots, dtype))
-        else:
-            due = full_read_is_due(OPERATIONS, keras_optimizers.inner(optimizer).iterations.value, gradients)
-            sums.append(tf.cond(due, lambda v=slots: total(v, dtype), lambda: tf.zeros((), dtype)))
-    return total(together, dtype), add(sums, dtype)
+    optimizers = {id(r.optimizer): r.optimizer for r in records}.values()
+    slots = [v.value for o in optimizers for v in o.variables if id(v) in listed]
+    parts = list(weights.values()), slots
+    sums = [total(part, dtype) for part in parts]
+    return confirmed(sums, lambda: [tensor for part in parts for tensor in part])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.tensorflow.intercept import Intercept
+from keras_nanguard._backends.tensorflow.intercept import Intercept, Seen
 from keras_nanguard._backends.tensorflow.origins import Origins
 from keras_nanguard._backends.tensorflow.outputs import LogOutputs
-from keras_nanguard._keras import sparse_arrays, variables as keras_variables
+from keras_nanguard._keras import replicas, sparse_arrays, variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 __all__ = [
@@ -70,29 +70,38 @@ def losses_of(model: Any) -> Any:
     return LogOutputs(model).losses
 
 
-def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
-    """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
-    return Intercept(model, optimizers, immediate, lambda variable: None)
+@contextlib.contextmanager
+def intercepted(model: Any, optimizers: Sequence[Any], immediate: bool) -> Iterator[Seen]:
+    """Note losses and updates; `immediate` lets the updates be made at once, on one replica."""
+    alone = replicas.without_strategy(optimizers, tf.distribute.get_strategy())
+    with alone, Intercept(model, optimizers, immediate, lambda variable: None) as seen:
+        yield seen
 
 
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Put these variables, and the generator of eager operations that have no seed of their own, back at the end.
+    """Restore these variables, and the generator of eager operations without a seed, at the end.
 
-    Of a variable that is spread over several replicas, the copy of each.
+    Until then a variable of which each replica has a copy is that of the first one. So nothing in the
+    context needs, or reaches, another replica.
     """
-    natives = [part for v in variables for part in getattr(keras_variables.native(v), "values", (keras_variables.native(v),))]
+    natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
     natives = [v for v in natives if hasattr(v, "assign")]
     old = [v.read_value() for v in natives]
     drawn = getattr(context.context(), "_rng", None)
     stream = drawn.getstate() if drawn is not None else None
     try:
-        yield
+        with replicas.on_first_replica(variables):
+            yield
     finally:
         for variable, value in zip(natives, old):
             variable.assign(value)
         if drawn is not None and stream is not None:
             drawn.setstate(stream)
+
+
+def _copies(variable: Any) -> Sequence[Any]:
+    return getattr(variable, "values", (variable,))  # type: ignore[no-any-return]
 
 
 def key(variable: Any) -> int | None:

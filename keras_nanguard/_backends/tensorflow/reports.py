@@ -1,67 +1,84 @@
-"""What refused steps leave behind, filed from inside the compiled step for the host to pick up.
+"""What steps leave for the host from inside the compiled step.
 
-A queue on the host's side of the graph: a healthy step never touches it. Neither side ever waits for the other: the
-step files nothing where the queue is full, and the host takes what is there.
+A report of each refused step and, if several steps run between two looks of the host, the row of
+numbers of each. Both wait in queues on the host's side of the graph. Neither side ever waits for
+the other: a step files no report if the queue is full, and the host takes what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow import reductions
-from keras_nanguard._backends.tensorflow.staged_batches import Layouts
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._backends.shared import batch_memory
+from keras_nanguard._core.verdict import FIELDS, Report, Verdict
 
-__all__ = ["ReportQueue", "places"]
+__all__ = ["ReportQueue", "RowQueue"]
+
+CAPACITY = 256
+"""Reports that wait for the host, at most. A later refused step has its row, and no report."""
+
+Places = tuple[tuple[str, str], ...]
+"""`(site, path)` of each line of counts."""
 
 
 class ReportQueue:
     """Files and hands out the reports of refused steps.
 
+    The batches that wait take at most `batch_memory.MAX_BYTES`; the first one is filed whatever
+    its size. A healthy step files nothing.
+
     Args:
-        capacity: how many are kept until the host looks; what comes on top is counted by the verdict, not kept.
-        batch: returns the batch of a step, given its verdict; `None` where each report has to hold a reference to its own.
+        batch: returns the batch of the last step, if the host has it; `None` files each batch
+            with its report.
 
     Attributes:
-        places: `(site, path)` of each row of counts in the trace that runs now.
+        dealt: how many rows each replica was given of the batch that was taken last; none without
+            replicas.
     """
 
-    def __init__(self, capacity: int, batch: Callable[[Verdict], Any] | None):
-        self.capacity, self._batch = capacity, batch
-        self.places: tuple[tuple[str, str], ...] = ()
-        self._layouts = Layouts()
-        self._places: dict[int, tuple[tuple[str, str], ...]] = {}
+    def __init__(self, batch: Callable[[], Any] | None):
+        self._batch = batch
+        self.dealt: tuple[int, ...] = ()
+        self._traced: list[tuple[Places, Any]] = []
         self._queues: dict[tuple[Any, ...], Any] = {}
 
-    def put(self, row: Any, counts: Any, args: Any, blamed: Any = ()) -> Any:
-        """File one report; returns a scalar bool, so that it can stand in a conditional.
+    def put(self, row: Any, places: Places, counts: Any, args: Any, replicas: Any) -> Any:
+        """File one report; returns a scalar bool, so that it can be a branch of a conditional.
 
         Args:
-            row: the numbers of the step.
-            counts: a line for each of `places`.
+            row: the numbers of the step, shape `(len(FIELDS),)`.
+            places: site and path of each line of `counts`.
+            counts: int64 of shape `(len(places), 3)`: NaN, infinite and all entries.
             args: what the step was called with.
-            blamed: for each replica, where there are several, whether it saw something bad.
+            replicas: int64 of shape `(n, 2)`: for each of several replicas whether it is to blame,
+                and its rows of the batch.
         """
-        number, leaves = self._layouts.flat(args if self._batch is None else ())
-        self._places[number] = self.places
-        items = [tf.constant(number, tf.int64), tf.cast(row, tf.float64), counts, tf.cast(blamed, tf.bool), *leaves]
+        args = args if self._batch is None else ()
+        leaves = [tf.convert_to_tensor(t) for t in _leaves(args)]
+        self._traced.append((places, tf.nest.map_structure(_spec, args)))
+        number = tf.constant(len(self._traced) - 1, tf.int64)
         with tf.device("CPU:0"):
-            queue = self._queue(tuple(t.dtype for t in items))
+            queue = self._queue(tuple(t.dtype for t in (number, counts, replicas, *leaves)))
 
             def enqueue() -> Any:
-                queue.enqueue(items)
+                waiting = queue.size()
+                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batch_memory.MAX_BYTES
+                kept = room | (waiting == 0)
+                head = [tf.cast(row, tf.float64), kept, number]
+                queue.enqueue([*head, counts, replicas, *(_if_kept(kept, t) for t in leaves)])
                 return tf.constant(True)
 
-            return tf.cond(queue.size() < self.capacity, enqueue, lambda: tf.constant(False))
+            return tf.cond(queue.size() < CAPACITY, enqueue, lambda: tf.constant(False))
 
     def _queue(self, dtypes: tuple[Any, ...]) -> Any:
         if dtypes not in self._queues:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._queues[dtypes] = tf.queue.FIFOQueue(self.capacity, list(dtypes))
+                queue = tf.queue.FIFOQueue(CAPACITY, [tf.float64, tf.bool, *dtypes])
+                self._queues[dtypes] = queue
         return self._queues[dtypes]
 
     def take(self) -> list[Report]:
@@ -69,23 +86,74 @@ class ReportQueue:
         reports = []
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
-                layout, row, counts, blamed, *leaves = queue.dequeue()
-                number = int(layout)
+                row, kept, number, counts, dealt, *leaves = queue.dequeue()
                 verdict = Verdict.of(row.numpy().tolist())
-                batch = self._layouts.packed(number, leaves) if self._batch is None else self._batch(verdict)
+                places, specs = self._traced[int(number)]
+                filed = _packed(specs, leaves) if kept else None
+                batch = filed if self._batch is None else self._batch()
+                blamed, self.dealt = map(tuple, dealt.numpy().T.tolist())
                 replicas = tuple(np.flatnonzero(blamed).tolist())
-                reports.append(Report(verdict, self._places[number], np.asarray(counts), batch, replicas))
+                reports.append(Report(verdict, places, np.asarray(counts), batch, replicas))
         return sorted(reports, key=lambda report: report.verdict.step)
 
 
-def places(run: Any) -> list[tuple[str, str, Any]]:
-    """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
-    train_state, seen = run.train_state, run.seen
-    found = [("outputs", name, t) for name, t in seen.outputs]
-    paths = {id(run.local(v).handle): v.path for v in (*train_state.other, *train_state.trainable, *train_state.rates)}
-    found += [("gradients", v.path, g) for g, v in run.gradients_of]
-    found += [("statistics", paths.get(id(v.handle), v.name), v) for v in run.written]
-    if run.immediate:
-        found += [("weights", v.path, v.value) for v in train_state.trainable if reductions.can_be_bad(v.value)]
-        found += [("slots", v.path, v.value) for v in train_state.slots if reductions.can_be_bad(v.value)]
-    return found
+class RowQueue:
+    """The rows of steps of which any number may run between two looks of the host."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
+
+    def put(self, row: Any) -> None:
+        """Keep the row of a step, in the order of the steps."""
+        with tf.device("CPU:0"):
+            self._queue.enqueue([tf.cast(row, tf.float64)])
+
+    def take(self) -> list[Verdict]:
+        """Return and forget the verdicts of the steps that ran since the last call."""
+        with tf.device("CPU:0"):
+            rows = self._queue.dequeue_many(self._queue.size())
+        return [Verdict.of(row) for row in rows.numpy().tolist()]
+
+
+class _Leaf:
+    """One component tensor in a remembered structure."""
+
+
+def _spec(value: Any) -> Any:
+    if value is None:
+        return None
+    composite = isinstance(value, tf.__internal__.CompositeTensor)
+    return tf.type_spec_from_value(value) if composite else _Leaf()
+
+
+def _leaves(args: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(args, expand_composites=True) if leaf is not None]
+
+
+def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
+    """Put component tensors back into the structure they came from."""
+    rest = iter(leaves)
+
+    def fill(spec: Any) -> Any:
+        if spec is None:
+            return None
+        if isinstance(spec, _Leaf):
+            return next(rest)
+        parts = [next(rest) for _ in tf.nest.flatten(spec, expand_composites=True)]
+        return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
+    return tf.nest.map_structure(fill, specs)
+
+
+def _nbytes(leaves: Sequence[Any]) -> Any:
+    """Return how many bytes component tensors take, as a scalar int64; 16 for each string."""
+    sizes = [tf.size(leaf, tf.int64) * (leaf.dtype.size or 16) for leaf in leaves]
+    return tf.add_n(sizes) if sizes else tf.constant(0, tf.int64)
+
+
+def _if_kept(kept: Any, leaf: Any) -> Any:
+    """Return a tensor, without its entries if it is not kept; one that may be a scalar as it is."""
+    if not leaf.shape.rank:
+        return leaf
+    return leaf[: tf.where(kept, tf.shape(leaf, tf.int64)[0], 0)]

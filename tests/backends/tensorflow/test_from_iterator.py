@@ -120,34 +120,48 @@ def test_the_data_of_an_epoch_is_released():
     np.testing.assert_array_equal(step(from_iterator.next_batch(iterator), iterator), x)
 
 
-def unbounded(kind):
-    """Return data whose size nobody knows before they end."""
-    x, y = numbers(12)
-    if kind == "generator":
-        return ((x[i : i + 4], y[i : i + 4]) for _ in range(9) for i in (0, 4, 8))
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-    return data.filter(lambda x, y: True) if kind == "dataset" else data
+@pytest.mark.parametrize("bad", [10, 1, 4])
+def test_a_train_function_of_any_number_of_steps(bad):
+    """Each step of a train function of the user's own is counted, and a bad one reported with its number and its row."""
+
+    class Twelve(Traced):
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+
+                def run(iterator):
+                    for _ in range(12):
+                        logs = self.train_step(next(iterator))
+                    return logs
+
+                self.train_function = tf.function(run, autograph=False)
+            return self.train_function
+
+    (x, y), model, guard = numbers(8 * 12), Twelve(), NanGuard(verbose=0)
+    x[8 * bad + 3] = np.nan
+    model.compile("sgd", "mse", jit_compile=False)
+    model.build((None, 4))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    model.fit(data.repeat(), steps_per_epoch=1, verbose=0, callbacks=[guard])
+    assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(bad, (3,))]
+    counts = guard.session.counts
+    assert (counts.committed, counts.refused, counts.step) == (11, 1, 12)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "generator", "known"])
-@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
-def test_data_of_unknown_size(kind, optimizer):
-    """A run over data whose end nobody knows is that of stock Keras to the bit.
-
-    Stock Keras runs its step once more there, which finds no batch; what needs none of it, such as the count of iterations and
-    the seeds of Dropout, has gone on by then.
-    """
-    found = []
-    for callbacks in ([], [NanGuard(verbose=0)]):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
-        model.compile(getattr(keras.optimizers, optimizer)(0.1), "mse")
-        history = model.fit(unbounded(kind), epochs=3 if kind != "generator" else 1, verbose=0, callbacks=callbacks)
-        found.append((history.history, [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]))
-    (plain_history, plain), (guarded_history, guarded) = found
-    assert plain_history == zoo.plain_logs(guarded_history)
-    for one, other in zip(plain, guarded, strict=True):
-        np.testing.assert_array_equal(one, other)
+def test_functions_that_run_eagerly():
+    """`tf.config.run_functions_eagerly` lets the Python of a step run in each step, as it does without a guard."""
+    x, y = numbers(16)
+    tf.config.run_functions_eagerly(True)
+    try:
+        plain, guarded = both(lambda model, callbacks: model.fit(x, y, batch_size=8, verbose=0, callbacks=callbacks))
+        assert guarded.traces == plain.traces >= 2
+        data = x.copy()
+        data[9] = np.nan
+        guard, before = NanGuard(verbose=0), guarded.traces
+        guarded.fit(data, y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+        assert guarded.traces >= before + 2
+        assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(1, (1,))]
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def test_a_train_function_of_the_users_own_is_kept():

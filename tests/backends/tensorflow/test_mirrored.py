@@ -19,6 +19,7 @@ TOGETHER = {
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
     "compiled": ("compiled",),
+    "diagnosed": ("forward_domain", "no_rows"),
     "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
@@ -129,3 +130,18 @@ def test_train_on_batch(result):
 def test_asked_to_compile(result):
     """With `jit_compile=True` the guarded step runs in graph mode."""
     assert result("compiled")["differences"] == []
+
+
+def test_a_layer_that_leaves_its_domain(result):
+    """A diagnosis replays the step on one replica's own graph, and names the layer and the row of the whole batch."""
+    reported = result("forward_domain")
+    assert reported["finite"] and reported["steps"] == [3] and reported["replicas"] == [[1]]
+    assert reported["causes"] == ["forward_domain"] and reported["samples"] == [[6]]
+    assert "logarithm" in reported["culprits"][0]
+
+
+def test_a_replica_that_was_given_no_row(result):
+    """What a layer makes of nothing is found by giving it nothing."""
+    reported = result("no_rows")
+    assert reported["causes"] == ["forward_domain"] and reported["replicas"] == [[1]]
+    assert "batch_normalization" in reported["culprits"][0]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import keras
 import pytest
 import tensorflow as tf
-from backends.tensorflow.test_fused_updates import AS_IT_IS, BY_KERNELS, network
+from backends.tensorflow.test_updates import AS_IT_IS, BY_KERNELS, network
 from support import zoo
 
-from keras_nanguard._backends.tensorflow import ordered_updates
+from keras_nanguard._backends.tensorflow import updates
+from keras_nanguard._backends.tensorflow.intercept import Update
 
 
 @pytest.mark.parametrize("name", [*BY_KERNELS, *AS_IT_IS])
 def test_the_same_bits(name, monkeypatch):
     """In this order or in any, guarded with bad batches put in, the run ends as the plain one without them."""
-    monkeypatch.setattr(ordered_updates, "LARGE", 1)
+    monkeypatch.setattr(updates, "LARGE", 1)
     make = (BY_KERNELS[name] if name in BY_KERNELS else (AS_IT_IS[name],))[0]
     data = zoo.regression()
     guarded = zoo.run(lambda: network(make()), data.with_poison((2, 5)), guard=True)
@@ -42,8 +43,7 @@ def test_one_by_one(size, waits):
 
     @tf.function
     def update(gradients):
-        with ordered_updates.one_by_one([optimizer]):
-            optimizer.apply(gradients, weights)
+        updates.run([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer])
 
     graph = update.get_concrete_function([tf.TensorSpec((size, 1024))] * 3).graph
     handles = {id(internal): id(external) for external, internal in graph.captures}

@@ -128,7 +128,7 @@ WAITS = {
 }
 """Steps, and whether their updates can wait."""
 
-CASES = [(body, way) for body in WAITS for way in ("deferred", "twice")]
+CASES = [(body, way) for body in WAITS for way in ("deferred",)]
 CASES += [(body, "eager") for body in WAITS if "nobody" in body.__name__]
 
 
@@ -225,7 +225,7 @@ def test_what_the_first_update_makes(where):
     assert all(np.isfinite(np.array(v)).all() for v in model.optimizer.variables)
 
 
-@pytest.mark.parametrize("way", ["deferred", "twice"])
+@pytest.mark.parametrize("way", ["deferred"])
 def test_a_step_that_makes_nothing(way):
     """It is traced once, and gives back what nobody lists in its very first run."""
     model, hidden = network(), tf.Variable(tf.zeros((3,)), trainable=False)
@@ -244,7 +244,8 @@ def test_a_step_that_makes_nothing(way):
         try:
             _, verdict = transaction.read(execute(batches(SPOILT, [0])[0]))
             break
-        except Retrace:
+        except Retrace as found:
+            transaction.learn(found)
             execute = execution(transaction, way)
     assert verdict.refused and len(transaction.untracked) == 1
     same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)

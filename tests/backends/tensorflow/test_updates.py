@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from support import zoo
 
-from keras_nanguard._backends.tensorflow import fused_updates
+from keras_nanguard._backends.tensorflow import updates
 
 optimizers = keras.optimizers
 
@@ -61,9 +61,9 @@ def kernels(monkeypatch):
 
         return kernel
 
-    assert fused_updates.same_bits(), "on this machine the kernels are not used"
+    assert updates.same_bits(), "on this machine the kernels are not used"
     for name in ("descend", "divide"):
-        monkeypatch.setattr(fused_updates, name, counting(name, getattr(fused_updates, name)))
+        monkeypatch.setattr(updates, f"_{name}", counting(name, getattr(updates, f"_{name}")))
     return used
 
 
@@ -165,7 +165,7 @@ def test_where_no_kernel_serves(kernels, monkeypatch, how):
             super().assign_sub(variable, 2.0 * value)
 
     if how == "other bits":
-        monkeypatch.setattr(fused_updates, "same_bits", lambda: False)
+        monkeypatch.setattr(updates, "same_bits", lambda: False)
     if how == "float64":
         keras.config.set_dtype_policy("float64")
 
@@ -189,14 +189,14 @@ def test_nothing_is_left_on_the_optimizer():
 @pytest.mark.parametrize("kernel", ["descend", "divide"])
 def test_other_bits_are_seen(monkeypatch, kernel):
     """A kernel that rounds once where Keras rounds twice is found out."""
-    real = getattr(fused_updates, kernel)
+    real = getattr(updates, f"_{kernel}")
 
     def rounding_once(handle, *args):
         nearly = [tf.constant(np.nextafter(np.float32(args[-1]), np.float32(9e9)))]
         real(handle, *args[:-1], *nearly)
 
-    monkeypatch.setattr(fused_updates, kernel, rounding_once)
-    assert not fused_updates.same_bits.__wrapped__()
+    monkeypatch.setattr(updates, f"_{kernel}", rounding_once)
+    assert not updates.same_bits.__wrapped__()
 
 
 class Twice(optimizers.SGD):

@@ -1,0 +1,48 @@
+"""A model under `tf.distribute` as one of its replicas sees it, outside of the strategy.
+
+Names private to Keras that are used here, because there is no public way:
+
+- ``Variable._value``: TensorFlow's own variable behind one of Keras'; under a strategy the copies
+  of all replicas in one.
+- ``Optimizer._distribution_strategy``: the strategy in whose scope the optimizer was made. It
+  updates only variables of that strategy.
+
+``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from keras_nanguard._keras.optimizers import inner
+from keras_nanguard._keras.overrides import Overrides
+
+__all__ = ["on_first_replica", "without_strategy"]
+
+
+@contextlib.contextmanager
+def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
+    """Let variables of Keras stand for the copy of the first replica alone.
+
+    Variables that have one copy, and those of the backend's own, stay as they are.
+    """
+    replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
+    for variable, value in replaced:
+        variable._value = value.values[0]
+    try:
+        yield
+    finally:
+        for variable, value in replaced:
+            variable._value = value
+
+
+@contextlib.contextmanager
+def without_strategy(optimizers: Iterable[Any], default: Any) -> Iterator[None]:
+    """Let optimizers update outside of the strategy that they were made in."""
+    with Overrides() as overrides:
+        for optimizer in map(inner, optimizers):
+            if getattr(optimizer, "_distribution_strategy", default) is not default:
+                overrides.set(optimizer, "_distribution_strategy", default)
+        yield
