@@ -89,6 +89,9 @@ class StepTrace:
         places: `(site, path)` of each line of the counts, once the body has run.
     """
 
+    adapts_updates = True
+    """Whether updates are ordered and fused, and keep the bits of Keras' own (see `updates`)."""
+
     def __init__(self, setup: StepSetup, halted: Any, step: Any):
         self.setup, self.halted, self.step = setup, halted, step
         self.seen = Seen()
@@ -254,7 +257,7 @@ class StepTrace:
         self.loss = reductions.add([tf.cast(loss, kind) for loss in self.losses], kind)
         self.pairs = [(g, v) for r in seen.records for g, v in r.pairs if g is not None]
         self.products: dict[int, Any] = {}
-        if self.graph is not None and not setup.jit:
+        if self.graph is not None and not setup.jit and self.adapts_updates:
             if setup.immediate:
                 self.pairs = [(updates.read_apart(g), v) for g, v in self.pairs]
             else:
@@ -324,7 +327,8 @@ class StepTrace:
         committed = self.setup.outputs.committed
         if self.setup.immediate:
             return [*self.update_sums, *committed(outputs)]
-        optimizers = () if self.setup.jit else self.train_state.optimizers
+        adapted = self.adapts_updates and not self.setup.jit
+        optimizers = self.train_state.optimizers if adapted else ()
         updates.run(self.seen.records, optimizers, self.products)
         self.check_deferred()
         sums = reductions.update_sums(self.train_state, self.seen.records, self.kind)

@@ -85,6 +85,9 @@ class _Share(StepTrace):
         number: the replica, from 0.
     """
 
+    adapts_updates = False
+    """All replicas trace their updates at the same time; what is overridden for one is for all."""
+
     def __init__(self, setup: StepSetup, halted: Any, step: Any, strategy: Any, number: int):
         super().__init__(setup, halted, step)
         self.strategy, self.number = strategy, number
