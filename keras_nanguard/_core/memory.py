@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
-__all__ = ["SMALL", "gradients_twice", "is_exhausted", "readable", "room", "room_for"]
+__all__ = ["SMALL", "is_exhausted", "readable", "room", "room_for"]
 
 SMALL = 64 << 20
 """Bytes that are taken without a look: as many as the batches that are remembered may take."""
@@ -78,12 +78,6 @@ def is_exhausted(error: BaseException) -> bool:
 def readable(size: float) -> str:
     """Return a number of bytes as a person reads it."""
     return f"{size / (1 << 30):.1f} GB" if size >= 1 << 30 else f"{max(size, 0) / (1 << 20):.0f} MB"
-
-
-def gradients_twice(size: float, promised: float = 0.0) -> str:
-    """Return the line for a user whose gradients, of so many bytes, have no room; `promised` is what other arrays will take first."""
-    free = max(room() - promised, 0.0)
-    return f"NanGuard: the gradients take {readable(size)}, and {readable(free)} of memory can be taken: each step computes them twice."
 
 
 def _of_machine(root: Path) -> float:

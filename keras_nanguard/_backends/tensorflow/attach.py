@@ -185,7 +185,8 @@ class ModelAttachment(attach.Attachment):
             transaction = self.session.transaction
             transaction.give(args)
             try:
-                return transaction.read(inner())
+                logs, verdict = transaction.read(inner())
+                return logs, verdict
             except Retrace as found:
                 self._retrace(found)
 
