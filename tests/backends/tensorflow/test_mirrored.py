@@ -13,13 +13,13 @@ from support import zoo
 
 SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
 TOGETHER = {
-    "graph": ("adam", "bad_target", "observed", "healthy"),
+    "graph": ("adam", "bad_target", "observed", "healthy", "no_rows"),
     "float16": ("mixed_float16", "overflow"),
     "one replica": ("several_steps",),
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
     "compiled": ("compiled",),
-    "diagnosed": ("forward_domain", "no_rows"),
+    "diagnosed": ("forward_domain",),
     "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
