@@ -259,8 +259,7 @@ def test_of_several_steps_in_one_the_refused_batch_alone_is_known(mode):
         approach = session.recent.approach(session.ring.snapshots, session.transaction.batch)
         found.append((incident.step, incident.diagnosis.samples, approach))
 
-    rules = {"version": 1, "preset": "none", "rules": [LOOK, END]}
-    guard, (x, y) = NanGuard(rules, verbose=0, functions={"look": look}), data()
+    guard, (x, y) = NanGuard({"rules": [LOOK]}, verbose=0, functions={"look": look}), data()
     x[BATCH * 6 + 3] = np.nan
     model = network(**IN_ONE[mode])
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
