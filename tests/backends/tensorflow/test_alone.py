@@ -310,7 +310,7 @@ def test_finite_numbers_are_never_refused(way, what):
     large = {"loss": 0.0, "gradients": 1e21}.get(what, 1.0)
 
     def loss(y, found):
-        return tf.reduce_mean(tf.square(y - found), -1) * large + (3.3e38 if what == "loss" else 0.0)
+        return tf.reduce_mean(tf.square(y - found)) * large + (3.3e38 if what == "loss" else 0.0)
 
     def made():
         model = network(keras.optimizers.SGD(1e-24 if what == "gradients" else 0.05), Sentinels(), loss=loss)
