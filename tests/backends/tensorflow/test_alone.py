@@ -313,24 +313,15 @@ def test_finite_numbers_are_never_refused(way, what):
         return tf.reduce_mean(tf.square(y - found)) * large + (3.3e38 if what == "loss" else 0.0)
 
     def made():
-        model = network(keras.optimizers.SGD(1e-24 if what == "gradients" else 0.05), Sentinels(), loss=loss)
+        rate = 1e-24 if what == "gradients" else 0.05
+        model = network(keras.optimizers.SGD(rate), Sentinels(), Away(name="away"), loss=loss)
         if what == "weights":
-            model.spare = model.add_weight(shape=(3,), initializer=keras.initializers.Constant(3e38), name="spare")
+            model.get_layer("away").bias.assign(np.full(2, 3e38, "float32"))
         return model
 
-    def step(model, batch):
-        if what != "weights":
-            return model.train_step(batch)
-        with tf.GradientTape() as tape:
-            value = model.compute_loss(None, batch[1], model(batch[0], training=True))
-        model.optimizer.apply(tape.gradient(value, [v.value for v in model.trainable_variables]), model.trainable_variables)
-        return {"loss": value}
-
     plain, model = made(), made()
-    execute = execution(lambda batch: step(plain, batch), way)
-    for batch in batches(X):
-        execute(batch)
-    transaction = alone(model, way, lambda batch: step(model, batch), several=2)
+    trained(plain, batches(X), way)
+    transaction = alone(model, way, several=2)
     _, verdicts, reports = run(transaction, batches(X), 2, way)
     assert not any(v.refused or v.halted for v in verdicts) and reports == []
     assert all(v.finite and np.isfinite(sum(v)) for v in verdicts)
