@@ -161,12 +161,12 @@ def damages(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     left = case.killed("damaged")
     newest = find(left, BATCHES)
     assert newest is not None
-    for file in ("state.weights.h5", "rest.npz", "snapshot.json", "course.json"):
+    for file in ("state.weights.h5", "rest.npz", "snapshot.json", "guard_state.json"):
         for how, damage in DAMAGES.items():
             copy = case.folder / "copy"
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(left, copy)
-            path = copy / "snapshots" / (file if file == "course.json" else f"{newest.path.name}/{file}")
+            path = copy / "snapshots" / (file if file == "guard_state.json" else f"{newest.path.name}/{file}")
             changed = damage(path.read_bytes())
             path.unlink() if changed is None else path.write_bytes(changed)
             with warnings.catch_warnings(record=True) as caught:
@@ -174,7 +174,7 @@ def damages(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
                 found = find(copy, BATCHES)
             older = found is not None and found.path.name < newest.path.name
             kept = found is not None and found.path.name == newest.path.name
-            good = len(caught) == 1 and (kept if file == "course.json" else older)
+            good = len(caught) == 1 and (kept if file == "guard_state.json" else older)
             yield f"{file}: {how}", {"code": 0, "said": [str(w.message) for w in caught], "same": good, "log": ""}
         yield f"{file}: a byte more, trained on", case.train(copy)
     for file in ("incidents.jsonl", "recording.sqlite"):

@@ -258,7 +258,7 @@ def snapshots(recipe: Recipe, folder: Path) -> Path:
     root = folder / "snapshots"
     root.mkdir()
     for name, snapshot in tree.items():
-        if name == "course.json":
+        if name == "guard_state.json":
             (root / name).write_text(_signed(snapshot), "utf-8", "surrogatepass")
         elif isinstance(snapshot, dict):
             inner = root / file_name(name)

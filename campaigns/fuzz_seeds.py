@@ -107,7 +107,7 @@ def _run(run: Path) -> dict[str, list[Recipe]]:
     ]
     hidden = {**first, "batch.npz": {"keras": {"weights": {"nodes": []}}}}
     snapshots = {path.name: _files(path) for path in sorted((run / "snapshots").iterdir()) if path.is_dir()}
-    snapshots["course.json"] = json.loads((run / "snapshots" / "course.json").read_text())
+    snapshots["guard_state.json"] = json.loads((run / "snapshots" / "guard_state.json").read_text())
     whole = {"log": log, "recording": recording, "bundles": bundles}
     return {
         "incidents": [{"tree": log}],

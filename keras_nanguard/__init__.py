@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         GuardInUseError as GuardInUseError,
         NanGuardError as NanGuardError,
         PolicyError as PolicyError,
+        StateLostError as StateLostError,
     )
     from keras_nanguard._core.incident import (
         Decision as Decision,
@@ -50,7 +51,7 @@ _HOMES = {
     "Decision": "_core.incident",
     "Outcome": "_core.incident",
     **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "_core.errors"),
-    **dict.fromkeys(("NanGuardError", "PolicyError"), "_core.errors"),
+    **dict.fromkeys(("NanGuardError", "PolicyError", "StateLostError"), "_core.errors"),
     "NonFiniteError": "_core.nonfinite_error",
     "Recording": "_recording.recording",
     "diagnose": "_diagnose.examine",
@@ -78,6 +79,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Recording",
+    "StateLostError",
     "__version__",
     "diagnose",
     "lint",

@@ -15,7 +15,17 @@ from keras_nanguard._core.errors import (
     GuardInUseError,
     NanGuardError,
     PolicyError,
+    StateLostError,
 )
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 
-__all__ = ["BundleError", "FileFormatError", "GuardError", "GuardInUseError", "NanGuardError", "NonFiniteError", "PolicyError"]
+__all__ = [
+    "BundleError",
+    "FileFormatError",
+    "GuardError",
+    "GuardInUseError",
+    "NanGuardError",
+    "NonFiniteError",
+    "PolicyError",
+    "StateLostError",
+]

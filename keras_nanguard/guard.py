@@ -18,7 +18,6 @@ from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardInUseError
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Preset
-from keras_nanguard._core.shared_parts import sharing
 from keras_nanguard._diagnose.guarded_run import NoExplainer
 from keras_nanguard._fit import arguments, results
 from keras_nanguard._fit.checkpoint_firewall import Firewall, shielded
@@ -29,7 +28,7 @@ from keras_nanguard._fit.lagging_statistics import Lagging
 from keras_nanguard._fit.loops import LoopMixin
 from keras_nanguard._fit.policy_lines import policy_lines
 from keras_nanguard._fit.reporter import Reporter
-from keras_nanguard._fit.resume import find
+from keras_nanguard._fit.resuming import ResumeMixin
 from keras_nanguard._fit.running_fit import Fit, callbacks_deferred, outside, surrounding
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
@@ -40,7 +39,7 @@ from keras_nanguard._report import console, files
 __all__ = ["NanGuard"]
 
 
-class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
+class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     """Guards training against NaN, Inf and finite explosions.
 
     With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
@@ -145,13 +144,16 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
             )
         self._detach()
         super().set_model(model)
-        self._fit = Fit.around(self._detach, self._around_epoch_end)
+        self._fit = self._surrounding_fit()
         self._attach(model)
+
+    def _surrounding_fit(self) -> Fit:
+        return Fit.around(self._detach, self._around_epoch_end, self._settle_start)
 
     def _attach(self, model: Any) -> None:
         other = attached_to(model)
         if other is not None:
-            if other.in_use():
+            if other.in_use(strictly=True):
                 text = "Two NanGuards in one fit: the first one guards, this one does nothing. Give callbacks=[...] one of them."
                 warnings.warn(text, stacklevel=outside())
                 return
@@ -163,8 +165,14 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         self._reporter.begin(self.session.directory)
         self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
-    def _at_work(self) -> bool:
-        return self._fit is not None and (self._fit.runs or not self._fit.known)
+    def _at_work(self, strictly: bool = False) -> bool:
+        """Whether the fit still runs; a loop of the user's own counts unless asked `strictly`.
+
+        Such a loop may have ended in an exception that nobody has seen.
+        """
+        if self._fit is None:
+            return False
+        return self._fit.runs or not self._fit.known or (self._fit.by_hand and not strictly)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         from keras_nanguard._diagnose.explain_step import Explainer
@@ -206,20 +214,21 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
         self._training, self._lagging = True, Lagging()
         if self._attachment is None and self.session is not None:
+            self._fit = self._surrounding_fit()
             self._attach(self.model)
             self.model.make_train_function(force=True)
+        if self._fit is not None:
+            self._fit.begin()
+        self._begin_fit()
+
+    def _begin_fit(self) -> None:
         self._note_callbacks()
         self._note_fit(self.params)
         self._print_policy_warnings()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Resume, where that is asked for and there is something to resume from."""
         self._resume((self.params or {}).get("steps"))
-        if self.session is not None and self.session.resuming is not None:
-            keras_fitting.begin_at(self.model, self.session.resuming.epoch)
-            if self.session.resuming.leaves_nothing_of(self._epochs()):
-                self._restore_at_once()
+        resuming = self.session.resuming if self.session is not None else None
+        if resuming is not None and resuming.leaves_nothing_of(self._epochs()):
+            self._settle_start()  # no step is to come: other callbacks see the state at once
 
     def start_counting(self, model: Any, params: Any) -> None:
         """Begin a fit of a model that is guarded without this callback standing in its list."""
@@ -227,10 +236,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         self.set_params(params)
         self._training = True
         self._reporter.begin(None)
-        self._note_callbacks()
-        self._note_fit(self.params)
-        self._print_policy_warnings()
-        self._go_on()
+        self._begin_fit()
 
     def _print_policy_warnings(self) -> None:
         """Print a line for each rule and setting of the policy that can do nothing in this run, each once.
@@ -250,30 +256,12 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
             self.session.callbacks_deferred = callbacks_deferred(callbacks)
             hide_from_progress_bar(callbacks)
 
-    def _resume(self, steps: int | None = None) -> None:
-        """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
-        if self.resume and not self._resumed and self.session is not None and self.directory is not None:
-            self._resumed = True
-            self.session.resuming = found = find(self.directory, steps)
-            processes.agreed(-1 if found is None else found.record.step, "snapshot to go on from (its step, -1 for none)")
-            if found is not None and self.verbose:
-                processes.print_line(found.sentence(self._epochs()))
-
-    def _epochs(self) -> int | None:
-        """Return how many epochs the running fit has, `None` where that is not known."""
-        return (self.params or {}).get("epochs") if self._training else None
-
-    def _restore_at_once(self) -> None:
-        """Put the state to go on from in its place, where no step is to come that would do it."""
-        if self.session is not None and self.session.resuming is not None:
-            if self._attachment is not None:
-                self._attachment.prepare()
-            self.session.restore()
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the epoch starts."""
         if self.session is not None:
             self.session.begin_epoch(epoch)
+            if not self._start_settled:
+                self._settle_start(epoch)
             if self.session.resuming is not None:
                 self.session.counts.resume_epoch(self.session.resuming.batch)
                 keras_fitting.begin_at(self.model, None)
@@ -303,6 +291,7 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
             return
         if self._unnamed:
             self._print_policy_warnings()
+        self._warn_unless_begun()
         self._add_counts(logs)
         self._reporter.epoch(self.session.counts, epoch, self.session.logs.unmeasured, self.session.logs.known is not None)
         self._record_epoch(epoch, logs)
@@ -310,10 +299,20 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Take the transaction off."""
         self._restore_at_once()
+        self._warn_unless_begun()
         if self.session is not None:
             self.session.finished = True
             self._reporter.end(self.session.counts, self.session.directory)
         self._detach()
+
+    def _warn_unless_begun(self) -> None:
+        """Warn if a loop of the user's own makes its steps where the guard cannot see them."""
+        by_hand = self._fit is not None and self._fit.by_hand
+        if by_hand and self.session is not None and not self.session.began:
+            self._reporter.once(
+                "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "
+                "Use guard.watch(model) and guard.step(train_step)."
+            )
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Know of all steps before a validation shows what they made."""
@@ -365,10 +364,10 @@ class NanGuard(LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
         return self.summary()
 
     def _announce(self, incident: Incident) -> None:
-        incident = sharing(incident, self.incidents)
         self.incidents.append(incident)
-        self._record_incident(incident)
-        self._reporter.incident(incident, self.session.directory if self.session is not None else None)
+        directory = self.session.directory if self.session is not None else None
+        self._reporter.attempt("record an incident", lambda: self._record_incident(incident))
+        self._reporter.incident(incident, directory, self._samples_of(incident))
 
     def summary(self) -> str:
         """Return what was seen and done, in all fits so far, in a few lines of text."""

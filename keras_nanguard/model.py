@@ -10,6 +10,7 @@ import keras
 from keras_nanguard._backends.current import attachment
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._fit.running_fit import after_train_begin, surrounding
 from keras_nanguard._keras import overrides
 from keras_nanguard._policy.problems import safe_repr
 from keras_nanguard.guard import NanGuard
@@ -59,6 +60,14 @@ class _Epochs(keras.callbacks.Callback):
     def __init__(self, model: Any):
         super().__init__()
         self.guard: NanGuard = model.nanguard
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        after_train_begin(surrounding(), self._settle_start)
+
+    def _settle_start(self) -> None:
+        if self._is_in_charge():
+            self.guard._settle_start()
 
     def _is_in_charge(self) -> bool:
         return self.guard.session is not None and not _has_callback(self.model)
@@ -172,6 +181,6 @@ class NanGuardModel(keras.Model):
             guard.session.end()
         guard.session = guard._session(self)
         placed = attachment(self, guard.session)
-        placed.in_use = lambda: True
+        placed.in_use = lambda strictly=False: True
         placed.make_with(super().make_train_function)
         return self.train_function

@@ -110,6 +110,12 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("keras_nanguard._diagnose.notice.SLOW", 600.0)
 
 
+@pytest.fixture
+def snapshots_kept(monkeypatch: pytest.MonkeyPatch):
+    """A guard keeps its snapshots after the fit, for tests that read them then."""
+    monkeypatch.setattr("keras_nanguard._fit.snapshots.Ring.close", lambda ring: None)
+
+
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """`once(name, make)`: what `make(folder)` returns, made by the worker that asks first; JSON has to hold it.

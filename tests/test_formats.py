@@ -101,8 +101,8 @@ def test_snapshots(release):
     """A run goes on from the snapshots, with what the policy had changed."""
     written = snapshot_files.written(release / "run" / "snapshots")
     assert [snapshot_files.read(path).step for path in written] == [8, 12]
-    course = json.loads((release / "run/snapshots/course.json").read_text("utf-8"))
-    assert PolicyState.from_dict(course["policy_state"]).total == 1
+    guard_state = json.loads((release / "run/snapshots/guard_state.json").read_text("utf-8"))
+    assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
     network = make.model()
     network.fit(*make.data(bad=False), batch_size=make.BATCH, shuffle=False, verbose=0, callbacks=[guard])

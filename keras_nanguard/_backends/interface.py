@@ -236,7 +236,7 @@ class Attachment(Protocol):
 
     model: Any
     session: GuardedSession
-    in_use: Callable[[], bool]
+    in_use: Callable[..., bool]
 
     def attach(self) -> None:
         """Stand in for the model's own train function until `detach`."""

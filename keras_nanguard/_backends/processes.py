@@ -7,6 +7,7 @@ guard's directory; the others run the same code with a folder of their own that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -30,9 +31,13 @@ def index() -> int:
 
 
 def print_line(text: str) -> None:
-    """Print a line the way Keras prints: on the screen, or into the log; of several processes the first one does."""
+    """Print a line the way Keras prints: on the screen, or into the log; only in the first process.
+
+    Never raises: a full disk, a broken pipe or a logger without `flush` ends no training.
+    """
     if index() == 0:
-        print_message(text)
+        with contextlib.suppress(Exception):
+            print_message(text)
 
 
 def folder(directory: Path | None) -> tuple[Path | None, Any]:

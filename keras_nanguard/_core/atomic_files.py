@@ -5,7 +5,6 @@ Imports no backend.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
@@ -21,12 +20,7 @@ from keras_nanguard._core import plain_json
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_text import plain_text
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Lock", "beside", "fingerprint", "flush_to_disk", "publish", "read_json", "remove", "sweep", "write_json"]
+__all__ = ["beside", "fingerprint", "flush_to_disk", "publish", "read_json", "remove", "sweep", "write_json"]
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
@@ -164,43 +158,3 @@ def sweep(folder: Path) -> None:
     """Remove the unfinished files and folders of a process that died."""
     for path in folder.glob(BESIDE + "*"):
         _discard(path)
-
-
-class Lock:
-    """A file that one process at a time has locked; its end releases it, however it ends. Where a system has no such locks, it is free.
-
-    Args:
-        path: the file, which is made and stays.
-
-    Attributes:
-        held: whether this process has it.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.held = path, False
-        self._handle = -1
-
-    def take(self) -> bool:
-        """Lock the file, unless another process has it; returns whether this one has it now.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
-        if not self.held and fcntl is not None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-            try:
-                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(handle)
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    return False
-                handle = -1  # a file system without locks
-            self._handle = handle
-        self.held = True
-        return True
-
-    def release(self) -> None:
-        """Let others have it."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle, self.held = -1, False

@@ -15,6 +15,7 @@ __all__ = [
     "GuardInUseError",
     "NanGuardError",
     "PolicyError",
+    "StateLostError",
     "expected",
     "no_backend",
     "no_model",
@@ -99,9 +100,19 @@ class FileFormatError(NanGuardError, ValueError):
     """A file is missing, truncated, malicious or of another format."""
 
 
+class StateLostError(NanGuardError, RuntimeError):
+    """A state could not be written whole, nor the earlier one put back.
+
+    The model holds values of two different steps. Load a checkpoint.
+    """
+
+
 class BundleError(FileFormatError):
     """An incident bundle cannot be read, or is rejected as unsafe."""
 
 
-for _error in (NanGuardError, GuardError, GuardInUseError, PolicyError, FileFormatError, BundleError):
+for _error in (
+    *(NanGuardError, GuardError, GuardInUseError, PolicyError, StateLostError),
+    *(FileFormatError, BundleError),
+):
     _error.__module__ = "keras_nanguard.errors"  # the public module, which pickle stores

@@ -193,8 +193,9 @@ class Outcome:
 class Incident:
     """The frozen record of one step whose verdict is bad.
 
-    `print(incident)` shows the line that is printed during training. It counts steps, epochs and batches from 1, like the
-    progress bar of Keras; the attributes count from 0, like the arguments of Keras' callbacks.
+    `print(incident)` shows all of it in one line, which is printed during training with `verbose=2`.
+    It counts steps, epochs and batches from 1, like the progress bar of Keras; the attributes count
+    from 0, like the arguments of Keras' callbacks.
 
     Attributes:
         step: train batches since this fit began, from 0 (exact also inside `steps_per_execution`).
@@ -248,7 +249,7 @@ class Incident:
 
     @property
     def moment(self) -> str:
-        """When it happened, counted from 1: `step 6 (epoch 1, batch 6)`, `in predict`, `before the first step`."""
+        """When it happened, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
@@ -260,7 +261,7 @@ class Incident:
         return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
 
     def __str__(self) -> str:
-        """Return the line that is printed for it, with the outcomes, and with the advice where the user has to act."""
+        """Return all of it in one line: findings, cause, outcomes, and advice if the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:

@@ -1,12 +1,11 @@
-"""How much memory of the host this process may still take: what nobody uses, and what its limits leave of that.
+"""Does a copy fit into the memory of the host?
 
-Looked at are the memory of the machine, the cgroups that the process is in (the limit of a container), and its own limits
-(`ulimit -v`, `ulimit -d`). Whatever cannot be read counts as no limit. Imports no backend.
+Asked are the machine and the cgroups of the process, which are the limit of a container. What
+cannot be read is not a limit. Imports no backend.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 from collections.abc import Iterator
@@ -16,63 +15,52 @@ from pathlib import Path
 __all__ = ["SMALL", "is_exhausted", "readable", "room", "room_for"]
 
 SMALL = 64 << 20
-"""Bytes that are taken without a look: as many as the batches that are remembered may take."""
+"""Bytes that are taken without asking: as many as the remembered batches may take."""
 
 RESERVE = 256 << 20
-"""Bytes that are left to whatever comes later: a validation, a checkpoint, another program that is compiled."""
+"""Bytes that are left for what comes later: a validation, a checkpoint, another compilation."""
 
-LARGE = 1 << 20
-"""Bytes of a block from which on it is given back when it is freed, where memory is short."""
+CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+"""Folder, limit, usage and cache of the cgroups of version 2 and 1; see Linux' cgroups(7)."""
 
-_M_MMAP_THRESHOLD = -3
-"""`M_MMAP_THRESHOLD` of `malloc.h`."""
+_EXHAUSTED = re.compile(
+    r"RESOURCE_EXHAUSTED|ResourceExhausted|out of memory|not enough memory|bad_alloc"
+    r"|can't allocate memory",
+    re.I,
+)
 
-_EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|ResourceExhausted|out of memory|not enough memory|bad_alloc|can't allocate memory", re.I)
+
+def room_for(size: float) -> bool:
+    """Whether so many bytes can be taken for good, with enough left."""
+    return size <= SMALL or size + max(RESERVE, size / 4) <= room()
 
 
 def room(root: Path = Path("/")) -> float:
-    """Return how many bytes may be taken for good; infinity where that is not known.
+    """Return how many bytes can be taken for good; infinity if that is not known.
 
-    That is what is free, less what the process has needed at its peak beyond what it holds now: the next step needs it again.
+    That is what is free, less what the process has needed at its peak beyond what it holds now: the
+    next step needs it again.
 
     Args:
         root: where the files of the system are; another folder in tests.
     """
     status = _numbers(root / "proc/self/status")
-    peak = status.get("VmHWM", 0) - status.get("VmRSS", 0)
-    free = min(_of_machine(root), *_of_cgroups(root), *_of_process(status, "DATA", "VmData"), inf)
-    spaces = [space - max(status.get("VmPeak", 0) - status.get("VmSize", 0), 0) for space in _of_process(status, "AS", "VmSize")]
-    return min(free - max(peak, 0), *spaces, inf)
-
-
-def room_for(size: float) -> bool:
-    """Whether so many bytes may be taken, and enough is left.
-
-    Where they may not, the C library first gives back what is free in it, and from then on each large block as soon as it is freed.
-    """
-    needed = size + max(RESERVE, size / 4)
-    if size <= SMALL or needed <= room():
-        return True
-    _give_back()
-    return needed <= room()
-
-
-def _give_back() -> None:
-    """Have glibc give memory that was freed back to the system, also that of other threads; elsewhere do nothing.
-
-    By itself it keeps blocks of up to 32 MB in the end, each thread its own, and finds little use for them: see `man mallopt`.
-    """
-    try:
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, LARGE)
-        library.malloc_trim(0)
-    except (OSError, AttributeError, TypeError):  # another C library
-        pass
+    again = max(status.get("VmHWM", 0) - status.get("VmRSS", 0), 0)
+    return min(_of_machine(root), *_of_cgroups(root), inf) - again
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an exception of Python or of a backend says that there is no memory left."""
-    return isinstance(error, MemoryError) or _EXHAUSTED.search(f"{type(error).__name__}: {error}") is not None
+    """Whether an exception of Python or of a backend means that no memory is left."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, MemoryError) or _EXHAUSTED.search(text) is not None
 
 
 def readable(size: float) -> str:
@@ -81,7 +69,7 @@ def readable(size: float) -> str:
 
 
 def _of_machine(root: Path) -> float:
-    """Return what is available on the machine, by Linux' own estimate; elsewhere by psutil, where that is installed."""
+    """Return what is available on the machine, by Linux' own estimate; elsewhere by psutil."""
     available = _numbers(root / "proc/meminfo").get("MemAvailable")
     if available is None and not sys.platform.startswith("linux"):
         try:
@@ -93,62 +81,40 @@ def _of_machine(root: Path) -> float:
     return inf if available is None else available
 
 
-def _of_process(status: dict[str, int], limit: str, used: str) -> list[float]:
-    """Return what one of the process' own limits leaves."""
-    try:
-        import resource
+def _of_cgroups(root: Path) -> Iterator[float]:
+    """Yield what each cgroup of this process leaves, those above it included.
 
-        soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))
-        return [float(soft - status[used])] if soft != resource.RLIM_INFINITY else []
-    except (ImportError, AttributeError, OSError, ValueError, KeyError):
-        return []
-
-
-def _of_cgroups(root: Path) -> list[float]:
-    """Return what each cgroup leaves that the process is in and that limits memory, those above it included."""
-    free = []
-    for folder in _cgroup_folders(root):
-        for limit, usage, cache in (
-            ("memory.max", "memory.current", ("inactive_file", "active_file")),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-        ):
+    The cache of files counts as free: it is given up if memory is needed.
+    """
+    for version, (top, limit, usage, cache) in zip((2, 1), CGROUPS):
+        folders = {root / top}
+        for path in _paths(root, version):
+            own = root / top / path.strip("/")
+            folders |= {folder for folder in (own, *own.parents) if root / top in folder.parents}
+        for folder in folders:
             most, used = _number(folder / limit), _number(folder / usage)
             if most is not None and used is not None:
                 stat = _numbers(folder / "memory.stat")
-                free.append(float(most - used + sum(stat.get(name, 0) for name in cache)))  # the cache goes where memory is needed
-    return free
+                yield float(most - used + sum(stat.get(name, 0) for name in cache))
 
 
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of the cgroups of this process for memory, from its own up to the highest that can be seen."""
-    own = {}
+def _paths(root: Path, version: int) -> Iterator[str]:
+    """Yield the cgroups of this process that limit its memory, as paths below their mount."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers or "memory" in controllers.split(","):
-            own["cgroup" if controllers else "cgroup2"] = path
-    for line in _lines(root / "proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), (after.split() or [""])[0]
-        if kind not in own or len(fields) < 5 or (kind == "cgroup" and "memory" not in after.rpartition(" ")[2].split(",")):
-            continue
-        top = root / fields[4].lstrip("/")
-        inner = own[kind][len(fields[3].rstrip("/")) :] if own[kind].startswith(fields[3]) else ""
-        folder = top / inner.strip("/")
-        while folder != top and top in folder.parents:
-            yield folder
-            folder = folder.parent
-        yield top
+        if (version == 2) if not controllers else (version == 1 and "memory" in controllers):
+            yield path
 
 
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8", "replace").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file, `None` where there is none: no file, or no limit."""
+    """Return the number in a file, `None` if there is none: no file, or no limit."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 

@@ -8,5 +8,8 @@ __all__ = ["is_terminal"]
 
 
 def is_terminal() -> bool:
-    """Whether the standard output is a terminal; what stands in its place (`None`, a logger) need not be able to say."""
-    return bool(getattr(sys.stdout, "isatty", lambda: False)())
+    """Whether the standard output is a terminal; one that cannot tell (`None`, closed) is not."""
+    try:
+        return bool(sys.stdout.isatty())
+    except Exception:  # noqa: BLE001  any object may be in its place
+        return False

@@ -96,6 +96,11 @@ class FlightMixin:
             }
         logs[REFUSED] = counts.epoch_refused
 
+    def _samples_of(self, incident: Incident) -> list[BadSample]:
+        """Return the bad rows that were found in the step of an incident."""
+        step = incident.step + self._recorder.base
+        return [sample for sample in self._recorder.samples.values() if step in sample.steps]
+
     def _record_incident(self, incident: Incident) -> None:
         """Record an incident, and hand it to the trackers that the run has."""
         self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
@@ -144,6 +149,7 @@ class FlightMixin:
         self._recorder.end("finished" if finished else "failed", session.step, session.counts.epoch)
         say_problem(session)
         self._end_trackers()
+        session.release()
 
     # In a notebook
 

@@ -102,7 +102,7 @@ class GuardState:
 
     @classmethod
     def from_dict(cls, data: Any) -> GuardState:
-        """Rebuild a course from `to_dict()`.
+        """Rebuild a state from `to_dict()`.
 
         Raises:
             FileFormatError: if it is of another format, or a field is missing, unknown or of another kind.
@@ -110,14 +110,14 @@ class GuardState:
         names = {entry.name for entry in fields(cls)}
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
             received = sorted(data) if isinstance(data, Mapping) else type(data).__name__
-            raise FileFormatError(expected(f"a course of format {FORMAT}", received, "Start without resume=True."))
+            raise FileFormatError(expected(f"a guard state of format {FORMAT}", received, "Start without resume=True."))
         PolicyState.from_dict(data["policy_state"])
         try:
             found = cls(**{name: tuple(v) if isinstance(v := data[name], list) else v for name in names})  # type: ignore[arg-type]
             found.check()
             return found
         except (TypeError, ValueError) as error:
-            raise FileFormatError(f"The course of a run has a malformed field: {plain_text(error)}") from error
+            raise FileFormatError(f"The guard state has a malformed field: {plain_text(error)}") from error
 
     def check(self) -> None:
         """Check what was read from a file: nothing in it may be anything but what `of` returns.

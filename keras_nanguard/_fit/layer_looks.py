@@ -16,7 +16,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.history import sizes
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import fits_at_first
+from keras_nanguard._fit.snapshots import FIRST_STEP, size_of
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots
 
@@ -90,10 +90,11 @@ class LayerLooks:
         self.half = True
 
     def _fits(self, run: Run, size: int) -> bool:
-        """Whether there is room for copies, for what comparing them takes, and, in the first steps, for what a step takes at its peak."""
-        if run.step < MIN_STEPS:
-            return fits_at_first(run.train_state().restorable, COMPARING * size)
-        return memory.room_for(COMPARING * size)
+        """Whether copies fit, what comparing them takes, and before its peak is known a step."""
+        needed = COMPARING * size
+        if run.step < MIN_STEPS and needed > memory.SMALL:
+            needed += FIRST_STEP * size_of(run.train_state().restorable)
+        return memory.room_for(needed)
 
     @np.errstate(all="ignore")  # what is looked at need not be finite
     def _compare(self, run: Run) -> None:

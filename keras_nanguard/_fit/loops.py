@@ -83,6 +83,8 @@ class LoopMixin:
         self._reporter.begin(self.session.directory)
         self._print_policy_warnings()
         self._resume()
+        if self.session.resuming is not None:
+            self._reporter.line(self.session.resuming.sentence())
         self._watching = True
         try:
             yield self.session

@@ -93,11 +93,13 @@ class PendingRecovery:
             self.lowered_at, self.lowered_good = min(self.lowered_at, step), min(self.lowered_good, committed)
         self.undone = [entry for entry in self.undone if entry[0] <= committed]
 
+    def values_to_start_over(self) -> list[tuple[Any, Any]]:
+        """Return the statistics that an estimate in progress starts from, each with its value."""
+        return [] if self.recalibration is None else initial_statistics(self.recalibration.layers)
+
     def start_over(self) -> None:
-        """Start an estimate over whose statistics were just written by someone else."""
+        """Start an estimate over, after another state was written."""
         if self.recalibration is not None:
-            for variable, value in initial_statistics(self.recalibration.layers):
-                keras_variables.write(variable, value)
             self.recalibration.restart()
 
     def _recover(self, after: int, ramp: int) -> None:

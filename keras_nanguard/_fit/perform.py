@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import SITES, Incident, Outcome
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit import quarantine as _quarantine_files
@@ -16,6 +17,7 @@ from keras_nanguard._fit.pending_recovery import initial_statistics, learning
 from keras_nanguard._fit.rollback import moment, newest, put_back, rerun_of, roll_back, times
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.whole_writes import write_all
 
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
@@ -41,6 +43,8 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
         parameters = {key: value for key, value in action.items() if key != "action"}
         try:
             status, detail = PERFORMERS[name](run, incident, report, parameters)
+        except StateLostError:
+            raise
         except Exception as problem:  # noqa: BLE001  a user's function or a broken optimizer must not end the run
             status, detail = "skipped", f"{type(problem).__name__}: {problem}"
         outcomes.append(Outcome(name, status, detail))
@@ -119,8 +123,8 @@ def _fix_loss_scale(run: Run, incident: Incident, report: Report | None, p: Mapp
         start = p["reset_to"] if p.get("reset_to") is not None else before
         start = optimizer.initial_scale if math.isnan(start) else start
         after = min(max(start, p["floor"]), p["ceiling"])
-        keras_variables.write(scale, np.float32(after))
-        keras_variables.write(counter, np.zeros_like(keras_variables.read(counter)))
+        fresh = np.zeros_like(keras_variables.read(counter))
+        write_all([(scale, np.float32(after)), (counter, fresh)])
         growth = p.get("growth_steps")
         if growth:
             run.recovery.change(optimizer, "dynamic_growth_steps", growth)
@@ -144,13 +148,14 @@ def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str,
     missing = [v.path for v, _ in bad if good.get(id(v)) is None]
     if missing:
         return "skipped", f"{', '.join(missing)}: no value in source={p['source']!r}"
-    count = 0
+    count, repaired = 0, []
     for variable, _ in bad:
         value = keras_variables.read(variable)
         places = ~np.isfinite(finiteness.widen(value))
         value[places] = np.asarray(good[id(variable)])[places]
-        keras_variables.write(variable, value)
+        repaired.append((variable, value))
         count += int(places.sum())
+    write_all(repaired)
     return "done", f"{count} entries of {', '.join(v.path for v, _ in bad)} from {p['source']}"
 
 
@@ -186,8 +191,7 @@ def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Map
         values = [(v, snapshot.value(v) if snapshot is not None else None) for v, _ in values]
         if any(value is None for _, value in values):
             return "skipped", "there is no last good state"
-    for variable, value in values:
-        keras_variables.write(variable, value)
+    write_all(values)
     return "done", f"{len(values)} statistics set back"
 
 
@@ -195,8 +199,7 @@ def _recalibrate_batchnorm(run: Run, incident: Incident, report: Report | None, 
     layers = learning(run.model)
     if not layers:
         return "skipped", "the model has no BatchNormalization that learns its statistics"
-    for variable, value in initial_statistics(layers):
-        keras_variables.write(variable, value)
+    write_all(initial_statistics(layers))
     run.recovery.pending.estimate(p["batches"])
     return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
 
@@ -206,8 +209,7 @@ def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping
     if p["scope"] == "bad":
         slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
     first = _first_slots(run) if slots else {}
-    for variable in slots:
-        keras_variables.write(variable, first[id(variable)])
+    write_all([(variable, first[id(variable)]) for variable in slots])
     return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
 
 
@@ -243,7 +245,12 @@ def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if snapshot is None:
         return "there is no good state to restore"
     rerun = run.agreement.rerun(rerun_of(run, snapshot, incident))
-    put_back(run, snapshot, incident, report, rerun)
+    try:
+        put_back(run, snapshot, incident, report, rerun)
+    except StateLostError:
+        raise
+    except Exception as problem:  # noqa: BLE001  training ends all the same
+        return f"the state {moment(snapshot)} not restored: {type(problem).__name__}: {problem}"
     if rerun is None:
         return f"the state {moment(snapshot)} restored"
     return f"the state {moment(snapshot)} restored, and the {times(len(rerun.batches), 'step')} since then run again"

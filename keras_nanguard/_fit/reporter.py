@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.counts import Counts
+from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import closing, console, log
 
 __all__ = ["Reporter"]
@@ -31,16 +32,24 @@ class Reporter:
         self._of_run = []
         self._log(directory, log.begin)
 
-    def incident(self, incident: Incident, directory: str | None) -> None:
-        """Log an incident, and print its line if it has one."""
+    def incident(
+        self, incident: Incident, directory: str | None, samples: Sequence[BadSample] = ()
+    ) -> None:
+        """Log an incident, and print its line if it has one.
+
+        Args:
+            incident: the incident.
+            directory: the directory of the run, `None` for none.
+            samples: the bad rows that were found in its step.
+        """
         self._log(directory, lambda folder: log.add(folder, incident))
         self._of_run.append(incident)
-        self._print(self._lines.line(incident))
+        self.attempt("print a line", lambda: self._print(self._lines.line(incident, samples, _details(directory))))
 
     def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
         """Print the line at the end of an epoch, if there is something to say."""
-        refused, committed = counts.epoch_refused, counts.epoch_committed
-        self._print(self._lines.epoch(epoch, refused, committed, sorted(unmeasured), committed_before))
+        seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
+        self.attempt("print a line", lambda: self._print(self._lines.epoch(epoch, *seen)))
 
     def bad_rows(self, line: str) -> None:
         """Print which bad rows there are, if there is a new one."""
@@ -50,11 +59,9 @@ class Reporter:
         """Print the table of what has happened in this run, if something has."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
-            refused = f"{counts.refused} of {counts.step} steps were refused" if counts.refused else f"{counts.step} steps"
-            refused += f", {console.refused_before(counts.run_again)}" if counts.run_again else ""
-            more = "guard.report('run.html')" if directory is None else f"keras-nanguard report {shlex.quote(directory)} -o run.html"
-            head = f"NanGuard: {refused}, {len(incidents)} incident{'s' if len(incidents) > 1 else ''}. All of it: {more}"
-            self._print(closing.table_text(incidents, head))
+            seen = (counts.step, counts.refused, counts.run_again, len(incidents))
+            head = console.closing_line(*seen, _details(directory))
+            self.attempt("print a table", lambda: self._print(closing.table_text(incidents, head)))
 
     def line(self, text: str) -> None:
         """Print a line about something that was changed and is no incident."""
@@ -70,10 +77,22 @@ class Reporter:
         if text and self.verbose:
             processes.print_line(text)
 
-    def _log(self, directory: str | None, write: Callable[[str], None]) -> None:
-        """Write to the directory; training goes on where that fails, and one line says so."""
+    def attempt(self, what: str, do: Callable[[], None]) -> None:
+        """Do something that is not part of training; if it fails, a line warns of that once."""
         try:
-            if directory is not None:
-                write(directory)
-        except OSError as error:
-            self.once(f"NanGuard: {log.NAME} cannot be written: {error}.")
+            do()
+        except Exception as error:  # noqa: BLE001  training continues
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self.once(f"NanGuard: cannot {what}: {reason}.")
+
+    def _log(self, directory: str | None, write: Callable[[str], None]) -> None:
+        """Write to the log of incidents in the directory."""
+        if directory is not None:
+            self.attempt(f"write {log.NAME}", lambda: write(directory))
+
+
+def _details(directory: str | None) -> str:
+    """Return how to read all that has happened."""
+    if directory is None:
+        return 'guard.report("run.html")'
+    return f"keras-nanguard report {shlex.quote(directory)} -o run.html"

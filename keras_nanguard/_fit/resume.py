@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_text import plain_text
 from keras_nanguard._fit.guard_state import GuardState
 from keras_nanguard._fit.recovery import Recovery
-from keras_nanguard._fit.snapshot_files import COURSE, SnapshotRecord, folder_of, read, written
-from keras_nanguard._fit.snapshots_on_disk import build_optimizers, load, signature, variables_of
+from keras_nanguard._fit.snapshot_contents import build_optimizers, load, signature, variables_of
+from keras_nanguard._fit.snapshot_files import GUARD_STATE, SnapshotRecord, folder_of, read, written
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -28,16 +28,19 @@ class Resumed:
     Attributes:
         path: the snapshot.
         record: what is written there.
-        course: what the policy had changed.
+        guard_state: what the policy had changed.
         epoch: the epoch.
         batch: how many batches of it are through.
+        with_state: whether the state of the model is restored. Another callback may have restored
+            a later one.
     """
 
     path: Path
     record: SnapshotRecord
-    course: GuardState
+    guard_state: GuardState
     epoch: int
     batch: int
+    with_state: bool = True
 
     def restore(self, recovery: Recovery) -> None:
         """Write the state into the model of a run that has not begun, and what the policy remembers.
@@ -48,6 +51,11 @@ class Resumed:
         Raises:
             GuardError: if the model is another one, or is not built.
         """
+        if self.with_state:
+            self._restore_state(recovery)
+        self.guard_state.apply(recovery, write=True)
+
+    def _restore_state(self, recovery: Recovery) -> None:
         build_optimizers(recovery.state.train_state(), self.record.optimizers)
         train_state = recovery.state.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
@@ -55,7 +63,6 @@ class Resumed:
             warnings.warn(text, stacklevel=2)
         else:
             self._write(recovery.state.model, train_state)
-        self.course.apply(recovery, write=True)
 
     def _write(self, model: Any, train_state: TrainState) -> None:
         fresh = [(metric, keras_variables.read(metric)) for metric in train_state.metrics]
@@ -73,16 +80,31 @@ class Resumed:
                 remedy = "Leave resume=True out."
                 raise GuardError(expected("the state of a generator in the snapshot", plain_text(error), remedy)) from error
 
+    def after(self, epoch: int | None) -> Resumed:
+        """Return what remains to restore after another callback has restored the start of an epoch.
+
+        The later of the two states is used: of the same epoch the snapshot, which may be from
+        within it.
+        """
+        if epoch is None or epoch <= self.epoch:
+            return self
+        return replace(self, epoch=epoch, batch=0, with_state=False)
+
     def leaves_nothing_of(self, epochs: int | None) -> bool:
         """Whether a fit of so many epochs has nothing left to train."""
         return epochs is not None and self.epoch >= epochs
 
     def sentence(self, epochs: int | None = None) -> str:
         """Return the line that is printed, for a fit of so many epochs."""
-        place = f"{self.path}: epoch {self.epoch + 1}, after {self.batch} of its batches"
+        if not self.with_state:
+            return (
+                f"NanGuard: another callback resumes from epoch {self.epoch + 1}, "
+                f"which is later than {self.path}."
+            )
+        place = f"{self.path} (epoch {self.epoch + 1}, batch {self.batch + 1})"
         if self.leaves_nothing_of(epochs):
-            return f"NanGuard: restores {place}. Nothing is left to train: fit has epochs={epochs}."
-        return f"NanGuard: goes on from {place}."
+            return f"NanGuard: restored {place}. Nothing is left to train: fit has epochs={epochs}."
+        return f"NanGuard: resuming from {place}."
 
 
 def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
@@ -105,7 +127,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
             record = read(path)
             if not record.verified:
                 continue
-            course = _course(folder, record)
+            guard_state = _guard_state(folder, record)
         except FileFormatError as error:
             faults.append(str(error))
             warnings.warn(f"NanGuard resumes from an older snapshot: {error}.", stacklevel=2)
@@ -113,7 +135,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
         epoch, batch = record.epoch, record.batch
         while steps and batch >= steps:
             epoch, batch = epoch + 1, batch - steps
-        return Resumed(path, record, course, epoch, batch)
+        return Resumed(path, record, guard_state, epoch, batch)
     if faults:
         remedy = f"Start anew without resume=True, or after removing {folder}."
         raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))
@@ -127,10 +149,10 @@ def _written(folder: Path) -> list[Path]:
         raise GuardError(expected("a folder of snapshots", error, "Give the guard a directory that it may read and write.")) from error
 
 
-def _course(folder: Path, record: SnapshotRecord) -> GuardState:
+def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
     """Return what the policy had changed last, or when the snapshot was taken where the newer file is broken."""
     try:
-        return GuardState.from_dict(atomic_files.read_json(folder / COURSE))
+        return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
         warnings.warn(f"NanGuard resumes with what the policy knew at the snapshot: {error}.", stacklevel=3)
-        return GuardState.from_dict(record.course)
+        return GuardState.from_dict(record.guard_state)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current
+from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.levels import WINDOW, level_of
 from keras_nanguard._core.verdict import Report
@@ -17,6 +17,7 @@ from keras_nanguard._fit.recorded import rolled_back
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.whole_writes import write_all
 
 __all__ = ["draw_anew", "moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
 
@@ -91,26 +92,35 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     if snapshot is None:
         return "skipped", "there is no verified snapshot to restore"
     rerun = run.agreement.rerun(rerun_of(run, snapshot, incident)) if p.get("replay_steps") else None
-    undone = put_back(run, snapshot, incident, report, rerun)
+    reseed = rerun is None and p.get("reseed", True)
+    undone = put_back(run, snapshot, incident, report, rerun, reseed)
     skip = int(p.get("skip_batches", 0))
     run.counts.skip_batches += skip
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
         return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
-    if p.get("reseed", True):
-        draw_anew(run, run.counts.rollbacks)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
 
 
 def draw_anew(run: Run, times: int = 1) -> None:
     """Move every random generator of the model on, so that the next step does not draw the same numbers."""
-    for seed in keras_variables.seeds(run.train_state().other):
-        moved = keras_variables.read(seed)
-        moved[..., -1] += np.asarray(_SEED_STEP * times, moved.dtype)
-        keras_variables.write(seed, moved)
+    write_all(_moved_seeds(None, run.train_state().other, times))
     current.host().advance_generator()
+
+
+def _moved_seeds(
+    snapshot: Snapshot | None, variables: Sequence[Any], times: int
+) -> list[tuple[Any, Any]]:
+    """Return the seeds among variables, each with its value, in a snapshot or now, moved on."""
+    moved = []
+    for seed in keras_variables.seeds(variables):
+        known = snapshot.value(seed) if snapshot is not None else None
+        value = keras_variables.read(seed) if known is None else np.array(known)
+        value[..., -1] += np.asarray(_SEED_STEP * times, value.dtype)
+        moved.append((seed, value))
+    return moved
 
 
 def moment(snapshot: Snapshot) -> str:
@@ -123,23 +133,48 @@ def times(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def put_back(run: Run, snapshot: Snapshot, incident: Incident, report: Report | None, rerun: Rerun | None = None) -> int:
+def put_back(
+    run: Run,
+    snapshot: Snapshot,
+    incident: Incident,
+    report: Report | None,
+    rerun: Rerun | None = None,
+    reseed: bool = False,
+) -> int:
     """Write a snapshot into the model; returns how many committed steps that undoes.
 
-    With a `rerun` they are run again once every action is done: loss scales and the generator are what they were as well.
+    Nothing else is changed before all of it is written, and nothing at all if that fails.
+
+    Args:
+        run: the run.
+        snapshot: the state to restore.
+        incident, report: what leads to this.
+        rerun: the steps that are run again once every action is done. With it loss scales and the
+            generator are restored as well.
+        reseed: whether the random generators move on, by another amount after each rollback.
+
+    Raises:
+        StateLostError: if neither the snapshot nor the state from before could be written whole.
+        Exception: if it could not be written, and the state is the one from before.
     """
+    train_state = run.train_state()
+    variables = train_state.restorable if rerun is None else train_state.kept
+    changed = run.recovery.pending.values_to_start_over()
+    if reseed:
+        changed += _moved_seeds(snapshot, train_state.other, run.counts.rollbacks + 1)
+    snapshot.write(variables, changed, undo=processes.count() == 1)
+    if rerun is not None:
+        snapshot.draw_again()
+    elif reseed:
+        current.host().advance_generator()
     spoilt = not incident.refused and report is not None and any(f.kind == "nonfinite" for f in incident.findings)
     undone = run.recovery.pending.rolled_back_to(snapshot) + spoilt
     run.ring.forget_after(snapshot.step)
-    train_state, since = run.train_state(), run.step + 1
     if rerun is None:
-        run.recent.restart(since, snapshot)
-        snapshot.write(train_state.restorable)
+        run.recent.restart(run.step + 1, snapshot)
     else:
-        run.rerun, since = rerun, snapshot.step
-        run.recent.return_to(since)
-        snapshot.write(train_state.kept)
-        snapshot.draw_again()
+        run.rerun = rerun
+        run.recent.return_to(snapshot.step)
     rolled_back(run, snapshot, undone, rerun)
     run.history.undo(snapshot.step)
     run.counts.restored = snapshot.step

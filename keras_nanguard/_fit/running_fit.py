@@ -20,7 +20,7 @@ import keras
 
 from keras_nanguard._keras import overrides
 
-__all__ = ["Fit", "callbacks_deferred", "outside", "surrounding"]
+__all__ = ["Fit", "after_train_begin", "callbacks_deferred", "outside", "surrounding"]
 
 _HOOKS = tuple(
     f"on_{what}_{when}" for what in ("train", "test", "epoch", "train_batch", "test_batch") for when in ("begin", "end")
@@ -66,13 +66,32 @@ def callbacks_deferred(callbacks: Any) -> bool:
     return all(getattr(getattr(c, name), "__func__", None) is getattr(stock, name) for c in others for name in _OF_A_BATCH)
 
 
-def _is_inside(frame: FrameType | None, callbacks: Any) -> bool:
+_TRAINERS = ("fit", "evaluate", "predict")
+"""Functions of Keras that make a `CallbackList`; it is their local variable `callbacks`."""
+
+
+def _is_inside(frame: FrameType | None, callbacks: Any, itself: bool = True) -> bool:
+    """Whether a frame is inside a call of Keras that uses this list, or of the list (`itself`)."""
     while frame is not None:
-        name = "callbacks" if frame.f_code.co_name in ("fit", "evaluate", "predict") else "self"
-        if frame.f_locals.get(name) is callbacks:
+        trains = frame.f_code.co_name in _TRAINERS
+        name = "callbacks" if trains else "self"
+        if (trains or itself) and frame.f_locals.get(name) is callbacks:
             return True
         frame = frame.f_back
     return False
+
+
+def after_train_begin(callbacks: Any, then: Callable[[], None]) -> None:
+    """Call a function once, after all callbacks of a list have been told that training begins."""
+    if callbacks is None:
+        return
+
+    def on_train_begin(logs: Any = None) -> None:
+        overrides.unset_instance(callbacks, "on_train_begin")
+        callbacks.on_train_begin(logs)
+        then()
+
+    overrides.set_instance(callbacks, "on_train_begin", on_train_begin)
 
 
 class Fit:
@@ -80,12 +99,21 @@ class Fit:
 
     Args:
         cut_short: called once when it ends by an exception, or is found to have ended unnoticed.
-        around_epoch_end: called with the logs of an epoch; returns the context in which the callbacks see them.
+        around_epoch_end: called with the logs of an epoch; returns the context in which the
+            callbacks see them.
+        begun: called after all callbacks have been told that training begins.
     """
 
-    def __init__(self, callbacks: Any, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]):
+    def __init__(
+        self,
+        callbacks: Any,
+        cut_short: Callable[[], None],
+        around_epoch_end: Callable[[Any], AbstractContextManager[None]],
+        begun: Callable[[], None],
+    ):
         self._callbacks = weakref.ref(callbacks) if callbacks is not None else None
-        self._cut_short, self._around_epoch_end = cut_short, around_epoch_end
+        self._cut_short, self._around_epoch_end, self._begun = cut_short, around_epoch_end, begun
+        self._by_hand = False
         if callbacks is not None:
             self._death = weakref.finalize(callbacks, cut_short)
             self._death.atexit = False
@@ -93,9 +121,25 @@ class Fit:
                 overrides.set_instance(callbacks, name, self._watched(name))
 
     @classmethod
-    def around(cls, cut_short: Callable[[], None], around_epoch_end: Callable[[Any], AbstractContextManager[None]]) -> Fit:
+    def around(
+        cls,
+        cut_short: Callable[[], None],
+        around_epoch_end: Callable[[Any], AbstractContextManager[None]],
+        begun: Callable[[], None],
+    ) -> Fit:
         """Return the fit from inside of which this is called."""
-        return cls(surrounding(), cut_short, around_epoch_end)
+        return cls(surrounding(), cut_short, around_epoch_end, begun)
+
+    def begin(self) -> None:
+        """Note that training begins, and whether `fit` runs it or a loop of the user's own."""
+        callbacks = self._callbacks() if self._callbacks is not None else None
+        frame = sys._getframe(1)
+        self._by_hand = callbacks is not None and not _is_inside(frame, callbacks, itself=False)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a loop of the user's own calls the `CallbackList`, and training has not ended."""
+        return self._by_hand and self._callbacks is not None and self._callbacks() is not None
 
     @property
     def known(self) -> bool:
@@ -120,6 +164,7 @@ class Fit:
 
     def close(self) -> None:
         """Take the watch off again."""
+        self._by_hand = False
         callbacks = self._callbacks() if self._callbacks is not None else None
         if self._callbacks is not None:
             self._death.detach()  # a list that dies later must not end the next fit
@@ -131,11 +176,20 @@ class Fit:
         with self._around_epoch_end(logs):
             return type(callbacks).on_epoch_end(callbacks, epoch, logs)
 
+    def _train_begin(self, callbacks: Any, logs: Any = None) -> Any:
+        result = type(callbacks).on_train_begin(callbacks, logs)
+        self._begun()
+        return result
+
     def _watched(self, name: str) -> Callable[..., Any]:
         reference, cut_short = self._callbacks, self._cut_short
         assert reference is not None
 
-        around = self._epoch_end if name == "on_epoch_end" else getattr(type(reference()), name)
+        around: Callable[..., Any] = getattr(type(reference()), name)
+        if name == "on_epoch_end":
+            around = self._epoch_end
+        elif name == "on_train_begin":
+            around = self._train_begin
 
         def hook(*args: Any, **kwargs: Any) -> Any:
             try:

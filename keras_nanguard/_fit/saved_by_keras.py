@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._keras import saving as keras_saving, variables as keras_variables
+from keras_nanguard._keras import saving as keras_saving, variables as keras_variables, whole_writes
 from keras_nanguard._keras.overrides import without_warnings
 
 __all__ = ["left_out"]
@@ -27,8 +27,7 @@ def left_out(model: Any, weights: Path, variables: Sequence[Any]) -> frozenset[i
             keras_saving.load_weights(model, weights)
         return frozenset(number for number, mark in enumerate(marks) if mark.is_there())
     finally:
-        for mark in marks:
-            mark.undo()
+        whole_writes.finish(mark.undo for mark in marks)
 
 
 class _Mark:

@@ -202,7 +202,8 @@ class Session(RunsAgain):
 
     def begin(self) -> None:
         """Look at the state before the first step: keep it, or raise an incident at once if it is bad."""
-        step = None if self.resuming is None else self.resuming.record.step
+        continues = self.resuming is not None and self.resuming.with_state
+        step = self.resuming.record.step if continues and self.resuming is not None else None
         self.began, resumed = True, self.restore()
         recorded.begun(self, step)
         train_state = self.train_state()
@@ -375,11 +376,15 @@ class Session(RunsAgain):
         found = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
         self.incidents.between_steps(found, diagnosis, act)
 
-    def end(self) -> None:
-        """Take off the optimizers what the guard has put on them, note it for the next fit, and release the batches."""
-        self.guard_state = self.guard_state or GuardState.of(self.recovery)
+    def release(self) -> None:
+        """Give up the snapshots and the remembered batches: no step of this fit will be undone."""
         self.recent.restart(self.step)
-        self.recovery.end()
         self.ring.close()
+
+    def end(self) -> None:
+        """Undo what the guard has changed on optimizers, note it for the next fit, and release."""
+        self.guard_state = self.guard_state or GuardState.of(self.recovery)
+        self.release()
+        self.recovery.end()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)
         recorded.say_problem(self)

@@ -11,7 +11,7 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_text import plain_text
 
-__all__ = ["COURSE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
+__all__ = ["GUARD_STATE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
 
 FORMAT = 1
 """Number of the form of `snapshot.json`."""
@@ -19,7 +19,8 @@ FORMAT = 1
 NAME = re.compile(r"snapshot-([0-9]{8,})")
 """Name of a snapshot. Whatever has another one in the folder is not ours, and is left alone."""
 
-FOLDER, COURSE, WEIGHTS, REST, RECORD = "snapshots", "course.json", "state.weights.h5", "rest.npz", "snapshot.json"
+FOLDER, GUARD_STATE = "snapshots", "guard_state.json"
+WEIGHTS, REST, RECORD = "state.weights.h5", "rest.npz", "snapshot.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class SnapshotRecord:
         rest: `[number, path, dtype]` of each variable in `rest.npz`.
         metrics: how many variables of metrics are there besides.
         optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
-        course: what the policy had changed, as `GuardState.to_dict()`.
+        guard_state: what the policy had changed, as `GuardState.to_dict()`.
         measured: learning rates and loss scales at that time, for whoever reads the file.
         versions: of Keras, its backend, NumPy and this library.
     """
@@ -49,7 +50,7 @@ class SnapshotRecord:
     rest: tuple[tuple[int, str, str], ...]
     metrics: int
     optimizers: tuple[tuple[int, ...] | None, ...]
-    course: dict[str, Any]
+    guard_state: dict[str, Any]
     measured: dict[str, Any]
     versions: dict[str, str]
 
@@ -65,7 +66,7 @@ class SnapshotRecord:
             TypeError: if a field holds something else than its annotation says.
         """
         counts = (self.step, self.epoch, self.batch, self.metrics)
-        tables = (self.files, self.course, self.measured, self.versions)
+        tables = (self.files, self.guard_state, self.measured, self.versions)
         if not (all(map(_is_count, counts)) and all(isinstance(table, dict) for table in tables) and isinstance(self.verified, bool)):
             raise TypeError("a count, a table or a mark is something else")
         if not (isinstance(self.rest, tuple) and all(_is_entry(entry) for entry in self.rest)):

@@ -21,7 +21,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import memory
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import variables as keras_variables, whole_writes
 
 __all__ = ["State", "Trial", "clearly_lower", "trial", "with_inputs_of"]
 
@@ -125,8 +125,8 @@ def trial(run: Run) -> Iterator[Trial | None]:
             ending.callback(restore)
         past_keras = (*train_state.unlisted, *run.transaction.untracked.values())
         everything = [*train_state.everything, *train_state.metrics, *past_keras]
-        for variable in keras_variables.unique(everything):
-            ending.callback(keras_variables.restorer(variable))
+        restores = map(keras_variables.restorer, keras_variables.unique(everything))
+        ending.callback(whole_writes.finish, list(restores))
         yield Trial(run)
         run.transaction.report_queue.take()
         access.sync_variables()

@@ -34,6 +34,7 @@ from keras_nanguard._keras.train_state import TrainState
 
 __all__ = [
     *("as_built", "begin_at", "built_in", "compiled_as", "on_making", "print_message"),
+    "restored_epoch",
     *("running_arrays", "running_data", "running_spec", "savers", "write_text"),
 ]
 
@@ -139,6 +140,12 @@ def begin_at(model: Any, epoch: int | None) -> None:
         model._initial_epoch = _Epoch(epoch)
     elif isinstance(getattr(model, "_initial_epoch", None), _Epoch):
         model._initial_epoch = None
+
+
+def restored_epoch(model: Any) -> int | None:
+    """Return the epoch at which another callback makes `fit` start, `None` if none does."""
+    epoch = getattr(model, "_initial_epoch", None)
+    return None if epoch is None or isinstance(epoch, _Epoch) else int(epoch)
 
 
 class _Epoch(int):

@@ -179,7 +179,7 @@ class Recorder:
             self._meta |= {**meta, "began": began, "status": "running", "base": self.base, "since": since}
             self.event("begin" if resumed is None else "resume", 0, epoch, data={"base": self.base, "epochs": self._meta.get("epochs")})
             if self._writer is not None:
-                self._writer.put(self._changes())
+                self._hand_over(self._writer)
 
     def note(self, **meta: Any) -> None:
         """Note more about the run as a whole; see `Recording.meta`."""
@@ -223,7 +223,7 @@ class Recorder:
             writer.ending = True
             writer.wait()
             if not writer.problem:
-                writer.put(self._changes())
+                self._hand_over(writer)
             writer.close()
             self._problem = writer.problem
 
@@ -289,7 +289,14 @@ class Recorder:
             self._fold()
             if self._writer is not None and now >= self._flush_due and self._writer.ready:
                 self._flush_due = now + INTERVAL
-                self._writer.put(self._changes())
+                self._hand_over(self._writer)
+
+    def _hand_over(self, writer: Writer) -> None:
+        """Have what is new written; what has no form in the file ends the writing, not training."""
+        try:
+            writer.put(self._changes())
+        except Exception as error:  # noqa: BLE001
+            writer.problem = writer.problem or f"{type(error).__name__}: {error}"
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
@@ -350,14 +357,14 @@ class Recorder:
                 self._load(database.read(path))
             elif there and database.writer_of(path) not in self._owners:
                 raise GuardError(f"another run has written to {path} since; give each guard a directory of its own")
-        except (ValueError, OSError) as error:
-            self._problem = str(error)
+            writer = uuid.uuid4().hex
+            self._writer = Writer(path, writer, self.end_with_process)
+        except Exception as error:  # noqa: BLE001  such as no thread or no memory: training continues
+            self._problem = str(error) or type(error).__name__
             return
+        self._owners.add(writer)
         if before or not there:
             self._write_anew()
-        writer = uuid.uuid4().hex
-        self._owners.add(writer)
-        self._writer = Writer(path, writer, self.end_with_process)
 
     def _write_anew(self) -> None:
         """Count nothing as written: what an earlier fit could not write goes into the file as well."""

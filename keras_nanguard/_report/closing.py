@@ -1,4 +1,4 @@
-"""The table at the end of a run in which something happened: what, how often, what was done, what to do."""
+"""The table at the end of a run in which something happened: how often, what, what to do."""
 
 from __future__ import annotations
 
@@ -17,48 +17,75 @@ from rich.text import Text
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.terminal import is_terminal
 from keras_nanguard._report import console
+from keras_nanguard._report.brief import shortened
 
 __all__ = ["table", "table_text"]
 
 MAX_ROWS = 12
-"""Kinds of trouble that have a row."""
+"""Kinds of incidents that have a row."""
 
-_WIDTH = 110
-"""Columns where the output is no terminal."""
+WIDTH = 80
+"""Columns of the table, fewer in a narrower terminal."""
+
+OVERHEAD = 17
+"""Columns of the borders and of the counts."""
 
 
-def table(incidents: Sequence[Incident]) -> Table:
-    """Return the table of the kinds of trouble, the most frequent first."""
+def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
+    """Return the table of the kinds of incidents, the most frequent first."""
+    cell = max((width - OVERHEAD) // 2, 12)
     found = Table(box=box.ROUNDED, show_lines=True)
     found.add_column("times", justify="right", no_wrap=True)
-    found.add_column("trouble", overflow="fold")
-    found.add_column("first at")
-    found.add_column("done", overflow="fold")
-    found.add_column("what to do", overflow="fold")
+    found.add_column("incident", max_width=cell)
+    found.add_column("what to do", max_width=width - OVERHEAD - cell)
     groups = console.kinds(incidents)
     for group in groups[:MAX_ROWS]:
         first = group[0]
         advice = first.diagnosis.advice[:1] if first.diagnosis is not None else ()
-        cells = (str(len(group)), console.why(first), first.moment, _done(group), *(advice or ("",)))
-        found.add_row(*(Text(console.printable(cell)) for cell in cells))
+        lines = (console.why(first), f"first: {first.moment}", f"action: {_done(group)}")
+        words = "\n".join(lines), *(advice or ("",))
+        cells = (_fitted(console.printable(text), cell) for text in words)
+        found.add_row(str(len(group)), *map(Text, cells))
     if len(groups) > MAX_ROWS:
-        found.caption = Text(f"and {len(groups) - MAX_ROWS} more kinds of trouble")
+        found.caption = Text(f"and {len(groups) - MAX_ROWS} more kinds of incidents")
     return found
 
 
+def _fitted(text: str, width: int) -> str:
+    """Return a text whose words fit into a column, so that none has to be broken."""
+    return "\n".join(
+        " ".join(shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
+    )
+
+
 def _done(group: Sequence[Incident]) -> str:
-    """Return what was done about incidents, and how often where that differs."""
-    counts = Counter(o.action for incident in group for o in incident.outcomes if o.status == "done" and o.action != "warn")
-    return ", ".join(action if n == len(group) else f"{n} x {action}" for action, n in counts.most_common()) or "nothing"
+    """Return what was done about incidents, and how often if that differs."""
+    counts = Counter(
+        outcome.action
+        for incident in group
+        for outcome in incident.outcomes
+        if outcome.status == "done" and outcome.action != "warn"
+    )
+    named = (action if n == len(group) else f"{n} x {action}" for action, n in counts.most_common())
+    return ", ".join(named) or "none"
 
 
 def table_text(incidents: Sequence[Incident], head: str) -> str:
-    """Return a line and the table below it for the standard output: in colour on a terminal, ASCII where that takes nothing else."""
+    """Return a line and the table below it, for the standard output.
+
+    It is in colour on a terminal, and in ASCII if nothing else can be written.
+    """
     terminal = is_terminal()
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
+    width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if terminal else WIDTH
     page = io.StringIO()
-    screen = Console(file=page, width=width, force_terminal=terminal, no_color="NO_COLOR" in os.environ, highlight=False)
-    found = table(incidents)
+    screen = Console(
+        file=page,
+        width=width,
+        force_terminal=terminal,
+        no_color="NO_COLOR" in os.environ,
+        highlight=False,
+    )
+    found = table(incidents, width)
     if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():
         found.box = box.ASCII
     screen.print(found)

@@ -9,8 +9,13 @@ from typing import Any
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._policy.actions import ACTIONS
+from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report.brief import brief_line
 
-__all__ = ["Lines", "epoch_line", "incident_line", "kinds", "markdown", "printable", "summary", "why"]
+__all__ = [
+    *("Lines", "closing_line", "epoch_line", "incident_line", "kinds", "markdown", "printable"),
+    *("summary", "times", "why"),
+]
 
 CHANGING = frozenset(name for name, action in ACTIONS.items() if action.changes or action.terminal)
 """Actions after which the run is another one: each incident with one of them has its line."""
@@ -30,19 +35,28 @@ class Lines:
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._most_printed = 0
 
-    def line(self, incident: Incident) -> str:
+    def line(
+        self, incident: Incident, samples: Sequence[BadSample] = (), details: str = ""
+    ) -> str:
         """Return the line of an incident, `""` if it is only counted.
 
         The 10th, 100th, ... of a kind is printed again, for loops without epochs.
+
+        Args:
+            incident: the incident.
+            samples: the bad rows that were found in its step.
+            details: where all of it can be read.
         """
         kind = _kind(incident)
         self._seen[kind] += 1
         count = self._seen[kind]
         round_number = count >= 10 and str(count).strip("0") == "1"
         new = count == 1 or incident.decision is None or not CHANGING.isdisjoint(incident.changes)
-        if new or round_number or self.every:
-            return incident_line(incident) + (f" The {count}th of its kind." if round_number and not self.every else "")
-        return ""
+        if self.every:
+            return incident_line(incident)
+        if round_number and not new:
+            details = f"The {count}th of its kind."
+        return printable(brief_line(incident, samples, details)) if new or round_number else ""
 
     def epoch(
         self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
@@ -65,7 +79,7 @@ class Lines:
 
 
 def incident_line(incident: Incident) -> str:
-    """Return the one line that is printed for an incident."""
+    """Return the line with all of an incident."""
     return printable(f"NanGuard: {incident}")
 
 
@@ -80,19 +94,27 @@ def epoch_line(
     """Return the line about the refused steps of an epoch, `""` if there are none."""
     if not refused:
         return ""
-    means = f"the means are over the other {committed}."
-    if not committed and unmeasured:
-        means = (
-            "there is nothing to take a mean over. In the logs 3.4e+38 (-3.4e+38 for metrics that should grow) stands for "
-            f"{', '.join(unmeasured)}; callbacks that search for the best value ignore it."
-        )
-    elif not committed:
-        means = (
-            "the logs are those of the last step that was not."
-            if committed_before
-            else "there is nothing to take a mean over. The loss in the logs is what the last of them computed."
-        )
-    return f"NanGuard: epoch {epoch + 1}: {refused} of {refused + committed} steps were refused; {means}"
+    head = f"NanGuard: epoch {epoch + 1}"
+    if committed:
+        return f"{head} metrics exclude {times(refused, 'skipped step')} of {refused + committed}."
+    head = f"{head}: all {times(refused, 'step')} skipped"
+    if unmeasured:
+        return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
+    if committed_before:
+        return f"{head}; the logs are those of the last good step."
+    return f"{head}; the loss in the logs is what the last of them computed."
+
+
+def times(count: int, word: str) -> str:
+    """Return a count with its word: `1 step`, `2 steps`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def closing_line(steps: int, refused: int, run_again: int, incidents: int, details: str) -> str:
+    """Return the line at the end of a run in which something has happened."""
+    counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
+    replayed = f", {refused_before(run_again)}" if run_again else ""
+    return f"NanGuard: {counted}{replayed}, {times(incidents, 'incident')}. Details: {details}"
 
 
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int, run_again: int = 0) -> str:
@@ -110,8 +132,8 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
 
 
 def refused_before(run_again: int) -> str:
-    """Return what is said of steps that were refused, undone by a rollback, and run again: as such they are not counted as refused."""
-    return f"{run_again} refused at first and run again after a rollback"
+    """Return the words for refused steps that a rollback has undone and that were replayed."""
+    return f"{times(run_again, 'step')} replayed after a rollback"
 
 
 def kinds(incidents: Iterable[Incident]) -> list[list[Incident]]:

@@ -14,10 +14,10 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._core.atomic_files import Lock
 from keras_nanguard._diagnose import bundle
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, written
+from keras_nanguard._fit.snapshots_on_disk import _Lock
 
 DISK = {"storage": "disk", "every": 4, "verify_after": 1, "keep": 2}
 
@@ -50,6 +50,7 @@ def failing(monkeypatch, code, calls):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.usefixtures("snapshots_kept")
 def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
     """From some file on nothing can be written: the run ends with its numbers, says so once, and leaves the snapshots from before whole."""
     failing(monkeypatch, code, range(16, 10_000))
@@ -72,6 +73,7 @@ def test_full_for_a_while(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a folder in which nobody can make another")
+@pytest.mark.usefixtures("snapshots_kept")
 def test_nothing_can_be_written(capsys, undisturbed):
     """Also where there is not even a folder."""
     guard = NanGuard(directory="/proc/nanguard", snapshot=DISK)
@@ -84,9 +86,8 @@ def test_nothing_can_be_written(capsys, undisturbed):
 
 HOLDS = """
 import sys
-from pathlib import Path
-from keras_nanguard._core.atomic_files import Lock
-assert Lock(Path(sys.argv[1])).take()
+from filelock import FileLock
+FileLock(sys.argv[1]).acquire(timeout=0)
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -105,6 +106,7 @@ class TestTwoProcesses:
             yield process
             process.stdin.close()
 
+    @pytest.mark.usefixtures("snapshots_kept")
     def test_second(self, tmp_path, other, capsys, undisturbed):
         """The second one says so, touches nothing, and keeps its snapshots in memory; its numbers are its own."""
         theirs = tmp_path / "snapshots" / ".unfinished-1-snapshot-00000001"
@@ -118,11 +120,15 @@ class TestTwoProcesses:
 
     def test_after_the_end_of_the_first(self, tmp_path, other):
         """A process that ends, however, leaves no lock behind."""
-        lock = Lock(tmp_path / "snapshots.lock")
-        assert not lock.take() and not lock.held
+        lock = _Lock(tmp_path / "snapshots.lock")
+        with pytest.raises(OSError, match="another process"):
+            lock.take()
+        assert not lock.held
         other.kill()
         other.wait()
-        assert lock.take() and lock.held and lock.take()
+        lock.take()
+        lock.take()
+        assert lock.held
         lock.release()
         assert not lock.held
 

@@ -416,13 +416,13 @@ class TestFiles:
             assert {arrays[name].dtype.kind for name in arrays} <= set("bfiu" if zoo.OLD else "fiu")
         assert [f.name for f in (left / "snapshots").iterdir() if f.name.startswith(".")] == []
 
-    @pytest.mark.parametrize("name", ["state.weights.h5", "rest.npz", "snapshot.json", "course.json"])
+    @pytest.mark.parametrize("name", ["state.weights.h5", "rest.npz", "snapshot.json", "guard_state.json"])
     @pytest.mark.parametrize("how", ["cut", "flipped", "missing", "empty", "foreign"])
     def test_broken(self, left, tmp_path, name, how):
         """Whatever is done to a file of the newest snapshot is found out, and the next older one is used, loudly."""
         shutil.copytree(left / "snapshots", tmp_path / "snapshots")
         *_, older, newest = written(tmp_path / "snapshots")
-        file = tmp_path / "snapshots" / name if name == "course.json" else newest / name
+        file = tmp_path / "snapshots" / name if name == "guard_state.json" else newest / name
         content = file.read_bytes()
         file.unlink()
         if how != "missing":
@@ -431,7 +431,7 @@ class TestFiles:
             file.write_bytes({**broken, "empty": b"", "foreign": b'{"format": 1, "sha256": "00"}'}[how])
         with pytest.warns(UserWarning, match="older snapshot|policy knew"):
             found = find(tmp_path, 12)
-        assert found.path == (newest if name == "course.json" else older)
+        assert found.path == (newest if name == "guard_state.json" else older)
 
     def test_all_broken(self, left, tmp_path):
         """Where no snapshot is whole the run does not silently start anew."""
@@ -586,17 +586,17 @@ def test_sealed_json(tmp_path):
             atomic_files.read_json(path)
 
 
-def test_course_round_trip():
-    """Every field of a course survives JSON, and a course with a field too many or too few is refused."""
+def test_guard_state_round_trip():
+    """Every field of a guard state survives JSON, and one with a field too many or too few is refused."""
     rate = {"factor": 0.1, "lowest": 0.01, "rate": 0.5, "absolute": True}
     from keras_nanguard._policy.state import PolicyState
 
-    course = GuardState(
+    guard_state = GuardState(
         PolicyState(step=3, total=2).to_dict(), (rate, None), ({"global_clipnorm": 0.5}, {}), 3, (5, 6), (7, 8), (1.0, 2.0), (9, 10)
     )
-    plain = json.loads(json.dumps(course.to_dict()))
+    plain = json.loads(json.dumps(guard_state.to_dict()))
     again = GuardState.from_dict(plain)
-    assert again.to_dict() == course.to_dict()
+    assert again.to_dict() == guard_state.to_dict()
     for broken in ({**plain, "more": 1}, {k: v for k, v in plain.items() if k != "rates"}, {**plain, "format": 7}, [], None):
         with pytest.raises(FileFormatError):
             GuardState.from_dict(broken)

@@ -23,7 +23,7 @@ RATE = {"factor": 0.5, "lowest": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
 GOOD = GuardState(PolicyState().to_dict(), (RATE, None), SETTINGS, 3, (5, 6)).to_dict()
 
-COURSES = {
+STATES = {
     "an attribute of the optimizer": {"settings": [{"apply": 5}]},
     "a class": {"settings": [{"__class__": 1}]},
     "a setting that is a text": {"settings": [{"global_clipnorm": "1"}]},
@@ -43,16 +43,16 @@ COURSES = {
 }
 
 
-def test_a_course_as_a_run_writes_it_is_taken():
+def test_a_guard_state_as_a_run_writes_it_is_taken():
     """What is refused below differs from it in one thing each."""
     assert GuardState.from_dict(json.loads(json.dumps(GOOD))).to_dict() == GOOD
 
 
-@pytest.mark.parametrize("name", COURSES)
-def test_a_course_sets_only_what_an_action_can_have_set(name):
+@pytest.mark.parametrize("name", STATES)
+def test_a_guard_state_sets_only_what_an_action_can_have_set(name):
     """Names and numbers that no action leaves behind are refused before anything is set."""
     with pytest.raises(FileFormatError):
-        GuardState.from_dict({**GOOD, **COURSES[name]})
+        GuardState.from_dict({**GOOD, **STATES[name]})
 
 
 JSON = st.recursive(
@@ -64,8 +64,8 @@ JSON = st.recursive(
 
 @settings(max_examples=150)
 @given(st.sampled_from(sorted(GOOD)), JSON)
-def test_a_course_is_taken_or_refused(name, value):
-    """With anything in place of a field a course is refused, or is written again as it was."""
+def test_a_guard_state_is_taken_or_refused(name, value):
+    """With anything in place of a field a guard state is refused, or is written again as it was."""
     try:
         found = GuardState.from_dict({**GOOD, name: value})
     except FileFormatError as error:
@@ -110,7 +110,7 @@ RECORDS = {
     "rest of two": {"rest": [[0, "a"]]},
     "a number below 0": {"rest": [[-1, "a", "float32"]]},
     "optimizers of texts": {"optimizers": [["a"]]},
-    "a course that is a list": {"course": []},
+    "a guard state that is a list": {"guard_state": []},
 }
 
 

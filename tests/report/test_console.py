@@ -72,7 +72,8 @@ def test_on_a_terminal(monkeypatch):
     assert starts[:7] == ["Epoch", "NanGuard", "NanGuard", "NanGuard", "10", "Epoch", "10"], lines
     assert all(re.fullmatch(r"10/10 ━{20} \S+ \S+/step - loss: \S+ - refused_steps: 2\.\S+", line) for line in lines if "━" in line), lines
     assert sum("━" in line for line in lines) == EPOCHS
-    assert "2 of 10 steps" in lines[2] and "6 of 30 steps were refused, 6 incidents" in "".join(lines)
+    assert "exclude 2 skipped steps of 10" in lines[2]
+    assert "skipped 6 of 30 steps, 6 incidents" in "".join(lines)
     assert lines[-1].startswith("╰")
 
 
@@ -118,6 +119,26 @@ def test_the_table(monkeypatch):
     assert f"and {20 + 1 - MAX_ROWS} more kinds" in table_text(incidents(20), "")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
+    """It takes at most 80 columns, and long paths lose their beginning."""
+    place = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
+    advice = "Compile with keras.optimizers.Adam(0.001,clipnorm=1.0) and train it again."
+    diagnosis = Diagnosis("batchnorm_statistics", place, advice=(advice,))
+    one = Incident(3, 0, 3, (Finding("statistics"),), diagnosis=diagnosis)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", Stream(terminal))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", table_text([one], "head")).splitlines()
+    monkeypatch.undo()
+    assert max(map(len, lines)) <= (min(columns, 80) if terminal else 80)
+    if columns >= 80 or not terminal:
+        words = {word for line in lines for word in line.split()}
+        assert {"batchnorm_statistics", "again.", "train", "first:", "action:"} <= words
+        assert any(word.endswith("/moving_variance'") for word in words)
+
+
 def test_the_table_where_only_ascii_can_be_written(monkeypatch):
     stream = Stream(True)
     stream.encoding = "ascii"
@@ -146,8 +167,8 @@ def test_where_nothing_says_whether_it_is_a_terminal(monkeypatch, verbose):
     """A standard output that is no file is one that is no terminal."""
     tee = Tee()
     train(monkeypatch, tee, verbose=verbose)
-    assert "6 of 30 steps were refused, 6 incidents" in tee.text
-    assert "\x1b" not in tee.text.split("All of it")[1], "no colours in the table"
+    assert "skipped 6 of 30 steps, 6 incidents" in tee.text
+    assert "\x1b" not in tee.text.split("Details: ")[-1], "no colours in the table"
 
 
 def test_without_a_standard_output(monkeypatch):

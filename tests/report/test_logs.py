@@ -132,7 +132,10 @@ def test_one_line_for_each_incident(capsys):
     out = capsys.readouterr().out.splitlines()
     lines = [line for line in out if line.startswith("NanGuard: ")]
     assert len(lines) == 4 and out[:4] == lines and out[-1].startswith("╰")
-    assert "step 4 (epoch 1, batch 4) refused" in lines[0] and "1 of 12 steps were refused" in lines[1]
+    assert lines[0].startswith("NanGuard: skipped step 4 (epoch 1): NaN in x[26]. Clean 'x'.")
+    assert lines[1] == "NanGuard: epoch 1 metrics exclude 1 skipped step of 12."
+    assert lines[3].startswith("NanGuard: skipped 1 of 12 steps, 1 incident. Details: ")
+    assert all(len(line) <= 120 for line in out)
     assert lines[2] == "NanGuard: 1 distinct bad row so far: x[26]"
 
 
@@ -183,7 +186,11 @@ def test_the_same_rows_in_each_epoch(capsys):
     guard = NanGuard(diagnose=False)
     fit(data, guard, epochs=3)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NanGuard: ")]
-    starts = ("step 4 (epoch 1, batch 4) refused: ", "epoch 1: 2 of 12", "6 of 36 steps were refused, 6 incidents. ")
+    starts = (
+        "skipped step 4 (epoch 1): ",
+        "epoch 1 metrics exclude 2 skipped steps of 12.",
+        "skipped 6 of 36 steps, 6 incidents. ",
+    )
     assert len(lines) == 3 and all(line.startswith(f"NanGuard: {start}") for line, start in zip(lines, starts)), lines
     assert len(guard.incidents) == 6
     fit(data, NanGuard(diagnose=False, verbose=2), epochs=3)

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
+from keras_nanguard._core.incident import CAUSES
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.recalibrate import RecalibrateReport
 from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._lint import LintReport
+from keras_nanguard._recording.records import BadSample
+from keras_nanguard._report.brief import brief_line
 from keras_nanguard._report.console import Lines, kinds, markdown, summary, why
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
@@ -63,6 +66,90 @@ def test_line():
         "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
         "-> skip: the step was skipped. -> lower_lr not done: the rate is at min_lr=0."
     )
+
+
+NOT_DONE = Outcome("rollback", "skipped", "there is no verified snapshot to restore")
+SLOWER = Outcome("lower_lr", "done", "learning rate of sgd: 3 -> 0.3; at most 0.3")
+ROW = BadSample("x[700]", 700, "f00d", 1, (5,), "NaN")
+NAMED = BadSample("cat.png", 700, "f00d", 1, (5,), "NaN")
+DETAILS = 'guard.report("run.html")'
+LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "line"),
+    [
+        (
+            incident(diagnosis=replace(DIAGNOSIS, culprit="inputs")),
+            [ROW],
+            "skipped step 6 (epoch 1): NaN in x[700]. Clean 'x'. Details: guard.report(\"run.html\")",
+        ),
+        (
+            incident(diagnosis=DIAGNOSIS),
+            [ROW, replace(ROW, label="x[3]", index=3)],
+            "skipped step 6 (epoch 1): NaN in x/age[700] and 1 more row. Clean 'x/age'. Details: "
+            + DETAILS,
+        ),
+        (
+            incident(diagnosis=DIAGNOSIS),
+            [NAMED],
+            "skipped step 6 (epoch 1): NaN in 'x/age' of cat.png. Clean 'x/age'. Details: " + DETAILS,
+        ),
+        (
+            incident(diagnosis=replace(DIAGNOSIS, samples=(12, 13, 14))),
+            [],
+            "skipped step 6 (epoch 1): NaN in 'x/age', row 12 of the batch and 2 more rows. "
+            "Clean 'x/age'.",
+        ),
+        (
+            incident(diagnosis=Diagnosis("loss_domain", "mse"), outcomes=(Outcome("stop", "done"),)),
+            [],
+            "stopped at step 6 (epoch 1): NaN from the loss 'mse'. Details: " + DETAILS,
+        ),
+        (
+            incident(
+                diagnosis=Diagnosis("divergence", "mse"),
+                outcomes=(Outcome("rollback", "done", "back"), SLOWER),
+                replicas=(1,),
+            ),
+            [],
+            "rolled back at step 6 (epoch 1, replica 1): training diverged; "
+            "learning rate 3 -> 0.3.",
+        ),
+        (
+            incident(findings=(Finding("loss", "spike", value=3.0),), refused=False),
+            [],
+            "step 6 (epoch 1): loss: spike (3). Details: " + DETAILS,
+        ),
+        (
+            incident(outcomes=(NOT_DONE, Outcome("warn", "done", "look at the sensors"))),
+            [],
+            "skipped step 6 (epoch 1): NaN in inputs x/age; no rollback; look at the sensors.",
+        ),
+        (
+            incident(diagnosis=Diagnosis("batchnorm_statistics", LONG), refused=False),
+            [],
+            "step 6 (epoch 1): BatchNormalization statistics of "
+            "'.../batch_normalization_17/moving_variance'.",
+        ),
+    ],
+)
+def test_brief_line(given, samples, line):
+    """The line of a run leads with what was done and why, and fits into 120 characters."""
+    assert brief_line(given, samples, DETAILS) == f"NanGuard: {line}"
+    assert len(line) <= 110
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_brief_lines_of_all_causes_fit(cause):
+    """However long names and texts are, a line has at most 120 characters."""
+    long = Diagnosis(cause, LONG, (3, 4), ("Seen. " * 40,), ("Do. " * 60,))
+    outcomes = tuple(Outcome(action, "done", "detail " * 30) for action in ("rollback", "lower_lr", "clip"))
+    found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
+    for samples in ([], [replace(ROW, label="name " * 40)]):
+        for given in (incident(diagnosis=long, outcomes=outcomes), incident(findings=found)):
+            line = brief_line(given, samples, "keras-nanguard report " + "folder/" * 20)
+            assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
 def test_advice_where_it_is_the_users_turn():

@@ -75,10 +75,12 @@ def test_table_at_the_end(capsys):
     model.train_on_batch(np.full((8, 6), np.nan, "float32"), np.ones((8, 1), "float32"))
     capsys.readouterr()
     fit(model, epochs=1)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "All of it" in line]
-    assert lines == [f"NanGuard: 2 of {zoo.BATCHES + 2} steps were refused, 2 incidents. All of it: guard.report('run.html')"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Details: " in line and "incidents" in line]
+    steps = zoo.BATCHES + 2
+    details = 'Details: guard.report("run.html")'
+    assert lines == [f"NanGuard: skipped 2 of {steps} steps, 2 incidents. {details}"]
     model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0)
-    assert "All of it" not in capsys.readouterr().out
+    assert "Details: " not in capsys.readouterr().out
 
 
 def test_results_and_files_are_plain_keras(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,7 +13,13 @@ from keras_nanguard._backends.interface import GuardedSession, StateAccess
 from keras_nanguard._backends.shared import step_cache
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides, variables as keras_variables
+from keras_nanguard._keras import (
+    fitting as keras_fitting,
+    optimizers as keras_optimizers,
+    overrides,
+    variables as keras_variables,
+    whole_writes,
+)
 
 __all__ = ["STATE_PASSES_THROUGH_STEP", "Attachment", "LoopStep", "adapted", "attached_to", "require_compiled"]
 
@@ -83,7 +90,7 @@ class Attachment(StateAccess):
         self.attached = self.lasting = False
         self._changed = False
         self._modes: tuple[Any, ...] = ()
-        self.in_use: Callable[[], bool] = lambda: False
+        self.in_use: Callable[..., bool] = lambda strictly=False: False
         self._before: dict[str, Any] = {}
         self._cached: tuple[Any, Any] = None, None
         session.attach(self)
@@ -251,8 +258,8 @@ class Attachment(StateAccess):
         """Run the step and undo it: training has ended before it, and Keras wants logs before it stops."""
         before = [(variable, keras_variables.read(variable)) for variable in self.session.train_state().everything]
         logs, _ = self._execute(data)
-        for variable, value in [*before, *self.session.first_values()]:
-            keras_variables.write(variable, value)
+        parts = [*before, *self.session.first_values()]
+        whole_writes.finish(partial(keras_variables.write, *pair) for pair in parts)
         return self.session.logs_for_callbacks(logs)
 
     def _rescue(self) -> None:

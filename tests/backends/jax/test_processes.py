@@ -138,7 +138,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
     left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())
     assert any(name.startswith("snapshot-") for name in left)
     both, printed = reported(way, tmp_path, "resumed")["resumed"]
-    assert "goes on from" in printed[0]
+    assert "resuming from" in printed[0]
     for one in both:
         for a, b in zip(one["weights"], whole["weights"]):
             np.testing.assert_array_equal(a, b)

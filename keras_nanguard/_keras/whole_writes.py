@@ -1,0 +1,78 @@
+"""Writing many variables so that a failure never leaves a mixture of two states.
+
+Memory of a device can be exhausted, a file can become unreadable and Ctrl-C can arrive between any
+two variables. What has begun is then undone, or completed where the old values are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from keras_nanguard._core.errors import StateLostError
+from keras_nanguard._keras import variables as keras_variables
+
+__all__ = ["finish", "write_all"]
+
+ATTEMPTS = 2
+"""How often one part is attempted: an interrupt ends the first attempt and not the second."""
+
+
+def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
+    """Write each array into its variable: all of them or none.
+
+    Args:
+        pairs: `(variable, array)`, each array of the shape and dtype of its variable.
+        undo: whether the old values are copied, one variable after the other, and written back if
+            anything is raised; that takes a second copy of the state in host memory. Without it
+            the writes are completed.
+
+    Raises:
+        StateLostError: if neither is possible.
+        BaseException: whatever was raised while writing. Without `undo` only an interrupt, after
+            all is written.
+    """
+    if not undo:
+        finish(partial(keras_variables.write, variable, array) for variable, array in pairs)
+        return
+    before: list[tuple[Any, Any]] = []
+    try:
+        for variable, array in pairs:
+            before.append((variable, keras_variables.read(variable)))
+            keras_variables.write(variable, array)
+    except BaseException:
+        finish(partial(keras_variables.write, *pair) for pair in before)
+        raise
+
+
+def finish(parts: Iterable[Callable[[], Any]]) -> None:
+    """Do every part, whatever is raised meanwhile; each can be repeated without harm.
+
+    Raises:
+        StateLostError: if a part has failed twice.
+        BaseException: an interrupt (`KeyboardInterrupt`, `SystemExit`), after every part is done.
+    """
+    waiting: Sequence[Callable[[], Any]] = list(parts)
+    interrupt: BaseException | None = None
+    failed: list[BaseException] = []
+    done = attempts = 0
+    while done < len(waiting):
+        try:
+            while done < len(waiting):
+                waiting[done]()
+                done, attempts = done + 1, 0
+        except BaseException as error:  # noqa: BLE001  it is raised again at the end
+            interrupt = interrupt or (None if isinstance(error, Exception) else error)
+            attempts += 1
+            if attempts >= ATTEMPTS:
+                failed.append(error)
+                done, attempts = done + 1, 0
+    if failed:
+        raise StateLostError(
+            f"Expected to write the state of the model whole. Received: {type(failed[0]).__name__}: "
+            f"{failed[0]} ({len(failed)} of {len(waiting)} writes failed). The model holds values of "
+            "two different steps: load a checkpoint before you use it."
+        ) from failed[0]
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,97 @@
+"""After a fit a guard holds what its reports need, and neither snapshots nor batches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._fit.snapshots import Ring
+
+OFTEN = {"every": 4, "verify_after": 1}
+
+
+def arrays_of(guard):
+    """Return weak references to the arrays of all snapshots."""
+    found = [a for s in guard.session.ring.snapshots for a in s.arrays.values()]
+    return [weakref.ref(a) for a in found if a.base is None]
+
+
+class Looks(keras.callbacks.Callback):
+    def __init__(self, guard):
+        super().__init__()
+        self.guard, self.arrays = guard, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.arrays += arrays_of(self.guard)
+
+
+def held(guard, looks):
+    gc.collect()
+    assert looks.arrays, "there were snapshots"
+    return [ref for ref in looks.arrays if ref() is not None], guard.session.ring.snapshots
+
+
+def test_after_fit(tmp_path):
+    """No snapshot is held, and the reports are complete."""
+    guard = NanGuard(verbose=0, snapshot=OFTEN)
+    looks = Looks(guard)
+    run = zoo.run(zoo.plain, zoo.regression().with_poison([3]), guard=guard, callbacks=[looks])
+    assert held(guard, looks) == ([], [])
+    assert "2 refused" in guard.summary() and len(guard.incidents) == 2
+    assert guard.report(tmp_path / "run.html").stat().st_size > 10_000
+    assert len(guard.recording.steps["loss"]) == 26
+    run.model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, looks])
+    assert held(guard, looks) == ([], [])
+
+
+def test_after_a_watched_loop():
+    """Nor after a loop of the user's own."""
+    model, guard = zoo.plain(), NanGuard(verbose=0, snapshot=OFTEN)
+    looks = Looks(guard)
+    with guard.watch(model):
+        guard.session.ring.take(model.variables, 0, 0, verified=True)
+        looks.on_epoch_end(0)
+    assert held(guard, looks) == ([], [])
+
+
+def test_after_a_fit_of_a_guarded_model():
+    """Nor in a `NanGuardModel`; its next step is guarded as before."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = NanGuardModel(inputs, keras.layers.Dense(1)(inputs), guard=NanGuard(verbose=0, snapshot=OFTEN))
+    model.compile("adam", "mse")
+    looks, data = Looks(model.nanguard), zoo.regression()
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[looks])
+    assert held(model.nanguard, looks) == ([], [])
+    model.train_on_batch(data.x[:8] * np.nan, data.y[:8])
+    assert model.nanguard.session.refused == 1 and zoo.bad_entries(model) == []
+
+
+def test_after_a_fit_that_fails():
+    """Nor after an exception of another callback."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 9:
+                looks.on_epoch_end(0)
+                raise RuntimeError("fails")
+
+    guard = NanGuard(verbose=0, snapshot=OFTEN)
+    looks = Looks(guard)
+    with pytest.raises(RuntimeError, match="fails"):
+        zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[Fails()])
+    assert held(guard, looks) == ([], [])
+
+
+def test_ring_gives_up_everything():
+    """What `close` leaves behind is an empty ring."""
+    ring, v = Ring(2, 0), keras.Variable(np.ones(3, "float32"))
+    ring.take([v], 0, 0, verified=True)
+    ring.close()
+    assert ring.newest() is None and ring.start is None and ring.snapshots == []

@@ -1,0 +1,69 @@
+"""`NanGuard(directory, resume=True)` beside `BackupAndRestore`: the later state is used."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from keras_nanguard import NanGuard, NanGuardModel
+
+EPOCHS, BATCHES, BATCH = 4, 6, 16
+
+
+class Dies(keras.callbacks.Callback):
+    """Ends the process, as it were, at the beginning of an epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise RuntimeError("dies")
+
+
+def life(kind, callbacks, make=keras.Model):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(1)(layers.Dense(16, "relu")(inputs))
+    model = make(inputs, outputs, **kind)
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(BATCHES * BATCH, 8)).astype("float32")
+    data = {"x": x, "y": x.sum(1, keepdims=True), "batch_size": BATCH, "shuffle": False}
+    try:
+        model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    except RuntimeError as error:
+        assert str(error) == "dies"
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The weights of a run that never died."""
+    return life({}, []).get_weights()
+
+
+@pytest.mark.parametrize("every", [100, 5], ids=["backup later", "guard later"])
+@pytest.mark.parametrize("front", ["first", "last", "model"])
+def test_nothing_is_lost(tmp_path, whole, front, every, capsys):
+    """The second life ends as a run that never died, wherever the guard is in the list."""
+    freq = "epoch" if every == 100 else 10 * BATCHES
+    for lives in range(2):
+        guard = NanGuard(directory=tmp_path / "run", resume=True, snapshot={"every": every, "verify_after": 1})
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=freq)
+        if every == 5 and not lives:  # an old backup: of the beginning of epoch 1
+            life({}, [keras.callbacks.BackupAndRestore(tmp_path / "backup"), Dies(1)])
+        more = [] if lives else [Dies(2)]
+        if front == "model":
+            model = life({"guard": guard}, [backup, *more], NanGuardModel)
+        else:
+            both = [guard, backup] if front == "first" else [backup, guard]
+            model = life({}, [*both, *more])
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == EPOCHS * BATCHES
+    for one, other in zip(model.get_weights(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    said = capsys.readouterr().out
+    assert ("another callback resumes from epoch 3" in said) == (every == 100)
+    assert ("resuming from" in said) == (every == 5)

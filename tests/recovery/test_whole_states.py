@@ -1,0 +1,141 @@
+"""A state is restored whole or not at all, whatever is raised while it is written."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core import memory
+from keras_nanguard._keras import variables as keras_variables, whole_writes
+from keras_nanguard.errors import StateLostError
+
+BATCH, STEPS, BAD = 8, 50, range(40, 43)
+EXHAUSTED = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def rules(*do):
+    """Return rules that do this at the third bad batch in a row."""
+    return [{"name": "back", "site": "inputs", "after": 3, "do": list(do)}]
+
+
+class Weights(keras.callbacks.Callback):
+    """All weights after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after.append([w.copy() for w in self.model.get_weights()])
+
+
+class Failing:
+    """Stands in for `write`: fails at some of the calls after it was armed."""
+
+    def __init__(self, error, at):
+        self.real, self.error, self.at, self.calls, self.armed = keras_variables.write, error, at, 0, False
+
+    def __call__(self, variable, array):
+        if self.armed:
+            self.calls += 1
+            if self.calls in self.at:
+                raise self.error
+        self.real(variable, array)
+
+
+def trained(monkeypatch, error, at, *do, room=True, **arguments):
+    """Train with three bad batches in a row; the writes of the rollback fail at some calls.
+
+    Without `room` no copy fits into memory from the bad batches on.
+    """
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(4, name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((4,)), *dense, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
+    bad = x.copy()
+    bad[BAD.start * BATCH : BAD.stop * BATCH] = np.nan
+    failing, seen = Failing(error, at), Weights()
+    arm = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(failing, "armed", batch >= BAD.start)
+    )
+    monkeypatch.setattr(keras_variables, "write", failing)
+    monkeypatch.setattr(memory, "room_for", lambda size: room or not failing.armed)
+    options = {"snapshot": {"every": 20, "verify_after": 1}, **arguments}
+    guard = NanGuard(rules=rules(*do), verbose=0, diagnose=False, **options)
+    ended = None
+    try:
+        model.fit(bad, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard, seen, arm])
+    except BaseException as raised:  # noqa: BLE001  the interrupt, too
+        ended = raised
+    return model, guard, seen.after, ended
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("at", [{1}, {2}, {7}])
+@pytest.mark.parametrize("error", [EXHAUSTED, KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_failed_rollback_changes_nothing(monkeypatch, error, at):
+    """The state is the one from before, and the incident reports that it was not restored."""
+    model, guard, after, ended = trained(monkeypatch, error, at, "rollback")
+    last_good = after[BAD.start - 1]
+    if isinstance(error, KeyboardInterrupt):
+        assert isinstance(ended, KeyboardInterrupt)
+        assert same(model.get_weights(), last_good)
+        return
+    assert ended is None and len(after) == STEPS
+    assert same(after[BAD.stop - 1], last_good)
+    outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+    assert [o.status for o in outcomes] == ["skipped"] and "RESOURCE_EXHAUSTED" in outcomes[0].detail
+    assert guard.session.counts.rollbacks == guard.session.counts.run_again == 0
+
+
+def test_failed_rollback_runs_no_step_again(monkeypatch):
+    """Steps are run again only from a state that was restored."""
+    again = {"rollback": {"replay_steps": True}}
+    _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2}, again)
+    assert ended is None and guard.session.counts.run_again == 0
+    assert same(after[BAD.stop - 1], after[BAD.start - 1])
+
+
+def test_state_that_cannot_be_put_back_ends_training(monkeypatch):
+    """If neither state can be written whole, the error says so, in place of a model of two states."""
+    *_, ended = trained(monkeypatch, EXHAUSTED, range(2, 1000), "rollback")
+    assert isinstance(ended, StateLostError)
+    assert "load a checkpoint" in str(ended)
+
+
+def test_without_room_for_a_copy_a_rollback_is_completed(monkeypatch):
+    """If the old state cannot be copied, an interrupt is raised after the rollback is complete."""
+    interrupt = KeyboardInterrupt()
+    model, _, after, ended = trained(monkeypatch, interrupt, {3}, "rollback", room=False)
+    assert isinstance(ended, KeyboardInterrupt)
+    assert same(model.get_weights(), after[19])
+
+
+def test_rollback_from_disk_is_completed(monkeypatch, tmp_path):
+    """A snapshot that is only in files is read again after an interrupt."""
+    snapshot = {"every": 20, "verify_after": 1, "storage": "disk"}
+    options = {"room": False, "directory": tmp_path, "snapshot": snapshot}
+    model, _, after, ended = trained(monkeypatch, KeyboardInterrupt(), {1}, "rollback", **options)
+    assert isinstance(ended, KeyboardInterrupt)
+    assert same(model.get_weights(), after[19])
+
+
+def test_interrupt_is_raised_after_every_part():
+    """All parts are done, those that were interrupted a second time, before the interrupt is raised."""
+    done, interrupts = [], iter([None, KeyboardInterrupt(), None, None, None])
+
+    def part(number):
+        error = next(interrupts)
+        if error is not None:
+            raise error
+        done.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        whole_writes.finish([lambda n=n: part(n) for n in range(4)])
+    assert done == [0, 1, 2, 3]

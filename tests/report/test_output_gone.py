@@ -1,0 +1,142 @@
+"""Nothing that a guard prints, writes or hands on raises into training."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording import database, writer
+
+
+class Full:
+    """A stream whose disk is full; its text stays in the buffer, so each `flush` fails again."""
+
+    encoding = "utf-8"
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+class Broken(Full):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class Tee:
+    """A logger of a script: it can write, and nothing else."""
+
+    def write(self, text):
+        pass
+
+
+class Closed(Full):
+    """What a closed file answers to all questions."""
+
+    def write(self, text):
+        raise ValueError("I/O operation on closed file")
+
+    @property
+    def isatty(self):
+        raise ValueError("I/O operation on closed file")
+
+    flush = write
+
+
+def trained(guard, epochs=2):
+    data = zoo.regression().with_poison([3, 7])
+    run = zoo.run(zoo.plain, data, guard=guard, epochs=epochs)
+    assert guard.session.refused == 2 * epochs and len(guard.incidents) == 2 * epochs
+    assert zoo.bad_entries(run.model) == []
+    return run
+
+
+@pytest.mark.parametrize("stream", [Full(), Broken(), Tee(), Closed(), None], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_standard_output(monkeypatch, stream, verbose):
+    """Training goes on whatever has become of the standard output."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    trained(NanGuard(verbose=verbose))
+
+
+@pytest.mark.parametrize("what", ["line", "table", "epoch"])
+def test_text_that_cannot_be_made(monkeypatch, what, capsys):
+    """A fault in the text of a line or of the table ends no training, and is reported once."""
+
+    def broken(*args, **kwargs):
+        raise UnicodeEncodeError("ascii", "x", 0, 1, "no")
+
+    name = {"line": "console.Lines.line", "table": "closing.table_text", "epoch": "console.Lines.epoch"}[what]
+    monkeypatch.setattr(f"keras_nanguard._report.{name}", broken)
+    trained(NanGuard())
+    assert capsys.readouterr().out.count("NanGuard: cannot print") == 1
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), ValueError("odd"), MemoryError()])
+@pytest.mark.parametrize("name", ["log.add", "log.begin"])
+def test_log_of_incidents(monkeypatch, tmp_path, name, error, capsys):
+    """The log of incidents cannot be written, for whatever reason."""
+
+    def broken(*args):
+        raise error
+
+    monkeypatch.setattr(f"keras_nanguard._report.{name}", broken)
+    trained(NanGuard(directory=tmp_path))
+    assert capsys.readouterr().out.count("NanGuard: cannot write incidents.jsonl") == 1
+
+
+@pytest.mark.parametrize("where", ["opened", "rows", "thread"])
+def test_recording(monkeypatch, tmp_path, where, capsys):
+    """The recording cannot be written: no connection, a row without a form, or no thread."""
+    if where == "opened":
+        monkeypatch.setattr(writer, "Database", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk I/O error")))
+    elif where == "rows":
+        monkeypatch.setattr(database.Database, "write", lambda *args: 1 / 0)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    guard = NanGuard(directory=tmp_path)
+    trained(guard)
+    assert "recording.sqlite is not written" in capsys.readouterr().out or where == "rows"
+    assert len(guard.recording.steps["loss"]) == 28
+
+
+def _no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
+    """An incident without a form in JSON is still in `guard.incidents`."""
+    monkeypatch.setattr(Incident, "to_json", lambda self: 1 / 0)
+    monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
+    guard = NanGuard(directory=tmp_path, diagnose=False)
+    trained(guard)
+    assert "NanGuard: cannot write incidents.jsonl: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_layer_that_cannot_be_saved(tmp_path, capsys):
+    """A layer whose own saving fails ends no training: snapshots are then in memory."""
+
+    @keras.saving.register_keras_serializable("output_gone")
+    class Unsaved(keras.layers.Dense):
+        def save_own_variables(self, store):
+            raise TypeError("this layer cannot be saved")
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), Unsaved(1)])
+    model.compile("adam", "mse")
+    data = zoo.regression()
+    snapshot = {"storage": "disk", "every": 4, "verify_after": 1}
+    guard = NanGuard(directory=tmp_path, snapshot=snapshot)
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert capsys.readouterr().out.count("this layer cannot be saved") == 1

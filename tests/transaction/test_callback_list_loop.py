@@ -1,0 +1,103 @@
+"""A `CallbackList` that a loop of the user's own calls around `train_on_batch`."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+BAD = (3, 7)
+
+
+def loop(guards, epochs=2, train=True, dies_at=None, kept=None):
+    """Train as Keras documents it; returns the model."""
+    keras.utils.set_random_seed(0)
+    model = zoo.plain(dropout=False)
+    keras.utils.set_random_seed(1)
+    run(model, guards, epochs, train, dies_at, kept)
+    return model
+
+
+def run(model, guards, epochs=2, train=True, dies_at=None, kept=None):
+    data = zoo.regression().with_poison(BAD)
+    calls = keras.callbacks.CallbackList(guards, model=model, epochs=epochs, steps=data.batches, verbose=0)
+    if kept is not None:
+        kept.append(calls)
+    calls.on_train_begin()
+    logs = None
+    for epoch in range(epochs):
+        calls.on_epoch_begin(epoch)
+        model.reset_metrics()
+        for batch in range(data.batches):
+            calls.on_train_batch_begin(batch)
+            rows = slice(batch * zoo.BATCH, (batch + 1) * zoo.BATCH)
+            if batch == dies_at:
+                raise RuntimeError("dies")
+            if train:
+                logs = model.train_on_batch(data.x[rows], data.y[rows], return_dict=True)
+            calls.on_train_batch_end(batch, logs)
+        calls.on_epoch_end(epoch, dict(logs or {}))
+    calls.on_train_end()
+
+
+def test_stock_keras_ends_in_nan():
+    """Without a guard one bad batch is the end of the model."""
+    assert zoo.bad_entries(loop([]))
+
+
+def test_guarded_as_in_fit():
+    """Bad steps are refused and reported with epoch and batch, and the state is that of `fit`."""
+    guard = NanGuard(verbose=0)
+    with zoo.as_written():
+        model = loop([guard])
+    data = zoo.regression().with_poison(BAD)
+    fitted = zoo.run(lambda: zoo.plain(dropout=False), data, guard=True)
+    assert [(i.epoch, i.batch) for i in guard.incidents] == [(e, b) for e in range(2) for b in BAD]
+    assert zoo.bad_entries(model) == []
+    assert guard.session.finished and "make_train_function" not in vars(model)
+    for one, other in zip(model.get_weights(), fitted.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_second_loop_over_the_same_model():
+    """A guard, and a list, can be used for a second loop."""
+    guard = NanGuard(verbose=0)
+    model = loop([guard], epochs=1)
+    run(model, [guard], epochs=1)
+    assert len(guard.incidents) == 4 and zoo.bad_entries(model) == []
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=["another guard", "the same guard"])
+def test_loop_that_died_does_not_block_the_next(anew, recwarn):
+    """In a notebook the list of a cell that was interrupted is still there when it runs again."""
+    kept, guard, model = [], NanGuard(verbose=0), zoo.plain()
+    with pytest.raises(RuntimeError, match="dies"):
+        run(model, [guard], dies_at=5, kept=kept)
+    second = NanGuard(verbose=0) if anew else guard
+    run(model, [second], epochs=1)
+    assert len(second.incidents) == (2 if anew else 3) and zoo.bad_entries(model) == []
+    assert not any("Two NanGuards" in str(w.message) for w in recwarn)
+    model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[second])
+    assert second.session.step == zoo.BATCHES
+
+
+def test_model_is_given_back_with_the_list():
+    """A list that is gone guards nothing any more."""
+    model, guard = zoo.plain(), NanGuard(verbose=0)
+    with pytest.raises(RuntimeError, match="dies"):
+        run(model, [guard], dies_at=5)
+    gc.collect()
+    assert "make_train_function" not in vars(model)
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_loop_that_cannot_be_guarded(verbose, capsys):
+    """A loop that trains past `train_on_batch` gets one line, with the way out."""
+    loop([NanGuard(verbose=verbose)], train=False)
+    said = capsys.readouterr().out
+    assert said.count("no step was guarded") == 1 and "guard.watch(model)" in said
