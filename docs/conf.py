@@ -57,6 +57,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!keras_nanguard\.).*"),  # no links to the docs of Python, NumPy and Keras: that takes a network
     ("py:.*", r".*\.(Arguments|Returned)"),  # type variables
+    ("py:class", r"keras_nanguard\._policy\.(policy\.Sections|actions\.Action)"),  # described by the page on policy fields
 ]
 
 FENCE = re.compile(r"^(\s*)```(\w*)\s*$")

@@ -1,15 +1,14 @@
-"""Make the pictures of the README: what a run prints, and its report in a browser.
+"""Make the pictures of docs/report.md: the report of a run, in a browser.
 
 It trains on the digits of the demonstration, three of them with NaN or Inf in them, at a learning rate that is too high.
 
     python examples/pictures.py [folder]
 
-Takes scikit-learn, pyte, selenium, and Debian's chromium and chromium-driver. The folder is docs/pictures by default.
+Needs scikit-learn, selenium, and Debian's chromium and chromium-driver. The folder is docs/pictures by default.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import sys
@@ -19,26 +18,13 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
-import pyte
-from rich.console import Console
-from rich.text import Text
 from selenium import webdriver
 
 from keras_nanguard import NanGuard
 from keras_nanguard._cli import demo
 
-COLUMNS, LINES = 118, 60
 EPOCHS = 4
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-
-
-class Terminal(io.StringIO):
-    """A standard output that says that it is a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 def network() -> keras.Model:
@@ -51,41 +37,13 @@ def network() -> keras.Model:
     return model
 
 
-def train(directory: str) -> tuple[NanGuard, str]:
-    """Train on the digits of the demonstration, three of them broken; return the guard and what was written to the terminal."""
+def train(directory: str) -> NanGuard:
+    """Train on the digits of the demonstration, three of them broken, and return the guard."""
     x, y, *_ = demo.digits()
     x[list(demo.UNSCALED)] /= 65535.0
-    model, guard, real = network(), NanGuard(directory=directory), sys.stdout
-    os.environ["COLUMNS"] = str(COLUMNS)
-    sys.stdout = Terminal()
-    try:
-        model.fit(x, y, batch_size=32, epochs=EPOCHS, callbacks=[guard])
-        return guard, sys.stdout.getvalue()
-    finally:
-        sys.stdout = real
-
-
-def on_screen(written: str) -> Text:
-    """Return what a terminal shows of it, with its colours."""
-    screen = pyte.Screen(COLUMNS, LINES)
-    pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
-    shown = Text()
-    for line in range(LINES):
-        cells = [screen.buffer[line][column] for column in range(COLUMNS)]
-        if not any(cell.data.strip() for cell in cells):
-            continue
-        for cell in cells:
-            colour = "" if cell.fg == "default" else cell.fg.replace("brown", "yellow")
-            shown.append(cell.data, " ".join(filter(None, ("bold" if cell.bold else "", colour))))
-        shown.append("\n")
-    return shown
-
-
-def svg(text: Text, path: Path) -> None:
-    """Write a text as the picture of a terminal window."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(text, end="")
-    path.write_text(console.export_svg(title="model.fit(x, y, callbacks=[NanGuard()])"), encoding="utf-8")
+    guard = NanGuard(directory=directory)
+    network().fit(x, y, batch_size=32, epochs=EPOCHS, verbose=0, callbacks=[guard])
+    return guard
 
 
 def photograph(page: Path, picture: Path, width: int, height: int, dark: bool = False, script: str = "") -> None:
@@ -114,11 +72,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        guard, written = train("run1")
-        drawn, page = Path(scratch) / "console.svg", guard.report(Path(scratch) / "run.html")
-        svg(on_screen(written), drawn)
-        width, height = (round(float(n)) for n in drawn.read_text().split('viewBox="0 0 ')[1].split('"')[0].split())
-        photograph(drawn, folder / "console.png", width, height)
+        page = train("run1").report(Path(scratch) / "run.html")
         photograph(page, folder / "report.png", 1180, 1190)
         unfold = "document.documentElement.style.scrollBehavior = 'auto'; const c = document.querySelector('#card-0'); c.open = true;"
         photograph(page, folder / "card.png", 1180, 980, dark=True, script=f"{unfold} c.scrollIntoView()")

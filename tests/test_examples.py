@@ -25,7 +25,7 @@ ALONE = {"two_replicas.py"}
 """Needs a process of its own: it makes virtual devices, before TensorFlow starts."""
 
 NOT_RUN = {"pictures.py"}
-"""Makes the pictures of the README, with a browser."""
+"""Makes the pictures of a report, with a browser."""
 
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in NOT_RUN)
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def test_every_command_and_field_is_there():
     fields = reference_pages.policy_fields()
     for name, action in actions.ACTIONS.items():
         section = fields.split(f"### `{name}`\n")[1].split("\n### ")[0]
-        assert all(f"| `{field.name}` |" in section for field in dataclasses.fields(action))
+        assert all(f"| `{field}` |" in section for field in action.model_fields)
     page = reference_pages.command_line()
     commands = _commands()
     assert len(commands) >= 11
