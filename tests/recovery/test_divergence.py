@@ -150,6 +150,7 @@ class TestFinite:
         assert "rollback: back to the state before the first step" in str(first)
         assert any("with the weights before the first step" in text for text in first.diagnosis.evidence)
 
+    @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")
     def test_dead_at_the_mean_of_the_targets(self):
         """All units are dead, and the output bias has learned the mean: better than untrained, and lost."""
         x = np.linspace(0, 5, 50, dtype="float32")[:, None]
