@@ -79,9 +79,9 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
         run.state.access.rebuild()
     if not changed:
         return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
-    recovery = (p["recover_after"], p.get("ramp", 0)) if p.get("recover_after") and not run.recovery.diverged else None
-    run.recovery.pending.lowered(recovery)
     run.recovery.diverged |= _diverged(incident)
+    returns = p.get("recover_after") and not run.recovery.diverged
+    run.recovery.pending.lowered((p["recover_after"], p.get("ramp", 0)) if returns else None)
     return "done", "learning rate of " + ", ".join(changed)
 
 

@@ -681,7 +681,7 @@ class TestStop:
             assert factor == pytest.approx(1.0 if restore else 0.1)
             if kind == "plain":
                 assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.5 * factor)
-        assert not guard.session.recovery.pending.recovery
+            assert bool(guard.session.recovery.pending.recovery) == (not restore)
 
 
 class TestRaiseError:
