@@ -103,15 +103,18 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
     elif where == "rows":
         monkeypatch.setattr(database.Database, "write", lambda *args: 1 / 0)
     else:
-        monkeypatch.setattr(threading.Thread, "start", _no_thread)
+        real = threading.Thread.start
+
+        def start(thread):
+            if thread.name == "NanGuard recording":
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
     guard = NanGuard(directory=tmp_path)
     trained(guard)
     assert "recording.sqlite is not written" in capsys.readouterr().out or where == "rows"
     assert len(guard.recording.steps["loss"]) == 28
-
-
-def _no_thread(thread):
-    raise RuntimeError("can't start new thread")
 
 
 def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):

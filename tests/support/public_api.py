@@ -161,7 +161,7 @@ FORMATS = {
     "incident": ("_core.incident", "FORMAT"),
     "bundle": ("_diagnose.bundle", "FORMAT"),
     "snapshot": ("_fit.snapshot_files", "FORMAT"),
-    "guard_state": ("_fit.guard_state", "FORMAT"),
+    "guard state": ("_fit.guard_state", "FORMAT"),
     "policy state": ("_policy.state", "FORMAT"),
     "recording": ("_recording.records", "FORMAT"),
     "recording.sqlite": ("_recording.database", "VERSION"),
