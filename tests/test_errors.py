@@ -155,7 +155,7 @@ def test_watch_with_a_list_of_optimizers():
     """Each is an argument of its own."""
     model = zoo.plain()
     with (
-        pytest.raises(GuardError, match=r"an optimizer\. .* type list\. .*guard\.watch\(model, first, second\)"),
+        pytest.raises(GuardError, match=r"an optimizer of Keras\. .* type list\. .*guard\.watch\(model, first, second\)"),
         NanGuard(verbose=0).watch(model, [model.optimizer]),
     ):
         pass

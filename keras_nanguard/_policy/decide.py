@@ -144,7 +144,8 @@ def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choic
         return _Choice("divergence", policy.divergence.action, "training has diverged")
     if not incident.refused:
         return _Choice("report", (), "nothing is changed")
-    if is_of_data(incident):
+    heals = any(action.changes for stage in policy.escalation for action in stage)
+    if is_of_data(incident) and heals:  # and no change of the model would help; `stop` ends on it
         reason = _in_a_row(state.consecutive, "bad step")
         return _Choice("bad_data", (Skip(),), f"{reason}; the step was skipped")
     return _escalation(policy, state, incident)

@@ -97,7 +97,7 @@ def test_a_second_run_goes_on_in_it(tmp_path):
     first.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
     first.end("failed", 100, 0)
     second = begun(tmp_path, resumed=80)
-    assert second.base == 80 and "ab" * 32 in second.samples
+    assert second.base == 80 and ("ab" * 32, "x[7]") in second.samples
     push(second, 30)
     second.end("finished", 30, 0)
     found = Recording.read(tmp_path)

@@ -294,12 +294,12 @@ class TestLowerLr:
         ]
 
     def test_rate_at_which_the_update_overflows(self):
-        """A step whose update overflows, or comes to more than 1e30, was tried at its rate: it is lowered until one commits."""
+        """A step whose update overflows was tried at its rate: it is lowered until one commits."""
         guard = acting("rollback", {"lower_lr": {"factor": 1e-3}})
         model = line("sgd")
         model.compile(keras.optimizers.SGD(1e35), loss=lambda y, p: 1e10 * ops.mean(ops.tanh(p)))
         walk(model, guard, batches=6)
-        assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 4
+        assert [status for _, status, _ in outcomes(guard, "lower_lr")] == ["done"] * 3
         assert np.isfinite(model.get_weights()).all() and guard.session.counts.committed == 3
 
     @pytest.mark.parametrize("rate", ["plain", "schedule"])
@@ -325,13 +325,13 @@ class TestLowerLr:
         assert [steps[i] for i in (2, 5, 8, 11)] == pytest.approx([0.08, 0.008, 0.004 * 0.1, 0.002 * 0.01], rel=1e-3)
 
     def test_learning_rate_scheduler(self):
-        """Under a LearningRateScheduler that computes the rate from the epoch, the factor holds in every epoch."""
-        guard = acting({"lower_lr": {"factor": 0.1}}, times=1)
-        plan = [0.8, 0.8, 0.2, 0.01, 0.4]
+        """Under a LearningRateScheduler that computes the rate from the epoch, all factors so far hold in every epoch."""
+        guard = acting({"lower_lr": {"factor": 0.1}}, times=6)
+        plan = [0.8, 0.8, 0.2, 0.1, 0.4]
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: plan[epoch])
         model = line(keras.optimizers.SGD(0.8), run_eagerly=True)
         steps = walk(model, guard, 1, batches=3, epochs=5, callbacks=[scheduler])
-        assert [steps[i] for i in (2, 5, 8, 11, 14)] == pytest.approx([0.08, 0.08, 0.02, 0.001, 0.04], rel=1e-3)
+        assert [steps[i] for i in (2, 5, 8, 11, 14)] == pytest.approx([0.08, 0.008, 0.2e-3, 1e-5, 0.4e-5], rel=1e-3)
 
     def test_saved_model(self, tmp_path):
         """A model saved while its rate is lowered loads without the library's doing, its schedule as it was."""
@@ -534,10 +534,11 @@ class TestRecalibrateBatchnorm:
         data.x[:] = data.x * 3.0 + 5.0
         rules = [
             {"name": "estimate", "site": "inputs", "do": [{"recalibrate_batchnorm": {"batches": 4}}]},
-            {"name": "back", "site": "loss", "do": "rollback"},
+            {"name": "back", "site": "targets", "do": "rollback"},
         ]
         policy = {"rules": rules, "snapshot": {"every": 4, "verify_after": 1}}
-        zoo.poison(zoo.poison(data, 3), 6)
+        zoo.poison(data, 3)
+        data.y[6 * 8] = np.nan
         model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.9), layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
         seen = {}

@@ -43,9 +43,6 @@ TABLE = {
         "recover", [{"site": "statistics", "kind": "inf", "step": 7}], [(7, "state_nonfinite", WARN, BACK)], 1e-3,
     ),
     "damaged slots": ("recover", [{"site": "slots", "step": 7}], [(7, "state_nonfinite", WARN, BACK)], 1e-3),
-    "a finite jump": (
-        "recover", [{"site": "loss", "kind": "spike", "step": 20, "magnitude": 1e9}], [(20, "spike", WARN)], 1e-3,
-    ),
     "faults without end": (
         "recover",
         [{"site": "gradients", "step": 0, "count": 24}],

@@ -21,7 +21,7 @@ def labelled(seed, scale=0.05, shift=0.0, noise=False):
     return (x * scale + shift).astype("float32"), y
 
 
-def network(momentum=0.99, norm=layers.BatchNormalization, dropout=0.0, **options):
+def network(momentum=0.997, norm=layers.BatchNormalization, dropout=0.0, **options):
     keras.utils.set_random_seed(0)
     stack = [keras.Input((8,)), layers.Dense(16), norm(**({"momentum": momentum} if norm is layers.BatchNormalization else {}))]
     stack += [layers.ReLU(), layers.Dropout(dropout), layers.Dense(3)]
@@ -56,7 +56,10 @@ class StopAfter(keras.callbacks.Callback):
         self.model.stop_training = epoch + 1 >= self.epochs
 
 
-@pytest.mark.parametrize("mode", ["graph", "steps4"])
+NO_BATCHES = pytest.mark.requires_backend("jax", "torch", reason="with several steps in one execution no batch is remembered")
+
+
+@pytest.mark.parametrize("mode", ["graph", pytest.param("steps4", marks=NO_BATCHES)])
 def test_said_once(capsys, mode):
     """Training goes well and validation does not: said once, with the layer, what was measured, and what to do."""
     zoo.supported(zoo.MODES[mode])
@@ -67,7 +70,7 @@ def test_said_once(capsys, mode):
     diagnosis = incident.diagnosis
     assert diagnosis.cause == "batchnorm_statistics" and diagnosis.culprit.endswith("batch_normalization")
     assert any("of the values that they began with" in text for text in diagnosis.evidence)
-    assert "459" in diagnosis.advice[0] and "recalibrate" in diagnosis.advice[-1]
+    assert "1533" in diagnosis.advice[0] and "recalibrate" in diagnosis.advice[-1]
     assert "in the validation of epoch" in str(incident) and diagnosis.advice[0] in str(incident)
 
 

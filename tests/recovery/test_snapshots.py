@@ -274,7 +274,7 @@ class TestResume:
         assert model.optimizer.inner_optimizer.global_clipnorm is None
 
     def test_same_budget_in_the_next_fit(self):
-        """A second fit of the same model with the same guard goes on with budgets and factors."""
+        """A second fit of the same model with the same guard keeps budgets and factors. The third exceeds the budget, which ends it."""
         policy = {"rules": [{"name": "act", "do": "lower_lr"}], "action_budget": 2}
         guard = NanGuard(policy, verbose=0, diagnose=False)
         schedule = keras.optimizers.schedules.CosineDecay(0.01, 1000)
@@ -283,7 +283,7 @@ class TestResume:
         for _ in range(3):
             model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
             factors.append(round(guard.session.recovery.rates[id(model.optimizer)].lowest, 6))
-        assert factors == [0.1, 0.01, 0.01]
+        assert factors == [0.1, 0.01, 1.0] and model.stop_training, "an end restores the rate"
         assert len(guard.incidents) == 3
 
     def test_nothing_there(self, tmp_path):
