@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: clients demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
+.PHONY: nightly clients demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,8 +64,12 @@ test-torch: .venv-torch/.ready  ## the suite on PyTorch
 test-full-xla:  ## the tests with XLA's default optimization, as users have it
 	$(MAKE) test FAST_XLA=
 
+nightly:  ## everything: also the site, all pages, notebooks, browser, other libraries, campaigns and slow tests
+	$(MAKE) test SHARE="--share --nightly"
+	$(MAKE) slow
+
 test-all:  ## every test on every backend: before a release, and after a change above the backends
-	$(MAKE) test SHARE=
+	$(MAKE) test SHARE=--nightly
 
 SHARE = --share
 

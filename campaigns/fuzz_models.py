@@ -21,20 +21,20 @@ __all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """Read in this process, where coverage is seen and time and memory are measured, rather than in a child of it."""
-    from keras_nanguard._files import model_names, scan
+    """Read in this process, where coverage is seen and time and memory are measured, rather than in a worker."""
+    from keras_nanguard._files import model_names, scan, worker
 
-    def within(work: Any, progress: Any, name: str, size: int = 0) -> dict[str, Any]:
-        with work(progress or (lambda done, total: None)) as answer:
-            found: dict[str, Any] = json.loads(json.dumps(answer))
-            return found
+    def within(task: str, path: str, progress: Any = None, **details: Any) -> dict[str, Any]:
+        request = {"task": task, "path": path, **details}
+        found: dict[str, Any] = json.loads(json.dumps(worker.answer(request, progress or (lambda done, total: None))))
+        return found
 
-    before = scan.isolated, model_names.isolated
-    scan.isolated = model_names.isolated = within  # type: ignore[attr-defined, assignment]
+    before = scan.ask, model_names.ask
+    scan.ask = model_names.ask = within  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
-        scan.isolated, model_names.isolated = before  # type: ignore[attr-defined, assignment]
+        scan.ask, model_names.ask = before  # type: ignore[attr-defined, assignment]
 
 
 def look_model(path: Path) -> None:

@@ -52,6 +52,15 @@ SHARED = (
 )
 """Tests of what is above the backends. With `--share` each of them runs on one backend, else on all of them."""
 
+NIGHTLY = (
+    *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py", "docs/test_several_devices.py"),
+    *("report/test_browser.py", "report/test_notebook.py", "test_examples.py"),
+)
+"""Tests with other libraries, notebooks, browsers and the whole site: run with `--nightly`, as `make nightly` does."""
+
+DAILY_PAGES = ("README.md", "docs/start/first_run.md")
+"""Pages whose code runs without `--nightly`."""
+
 ON_ONE = ("steps", "xla", "execution", "tf", "unscaled", "every kind", "memorised", "DataLoader", "compiled")
 """What in a name says that a test may be skipped on a backend: it stays with TensorFlow, which skips none of these."""
 
@@ -59,7 +68,8 @@ BACKENDS = ("tensorflow", "jax", "torch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--share`."""
+    """Add `--share` and `--nightly`."""
+    parser.addoption("--nightly", action="store_true", help="run what `make test` leaves to `make nightly` as well")
     parser.addoption("--share", action="store_true", help="leave each test of what is above the backends to one backend")
 
 
@@ -71,12 +81,18 @@ def backend_of(item: pytest.Item) -> str:
     return "tensorflow" if alone or not able else able[zlib.crc32(item.nodeid.encode()) % len(able)]
 
 
+def _is_nightly_page(name: str) -> bool:
+    return name.startswith("test_page[") and name[len("test_page[") : -1] not in DAILY_PAGES
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out on JAX and PyTorch what does not depend on the backend, and what runs on another one with `--share`."""
     here, backend = Path(__file__).parent, os.environ["KERAS_BACKEND"]
 
     def left_out(item: pytest.Item) -> bool:
         path = item.path.relative_to(here).as_posix()
+        if not config.getoption("nightly") and (path.startswith(NIGHTLY) or _is_nightly_page(item.name)):
+            return True
         if backend != "tensorflow" and path.startswith(WITHOUT_BACKEND):
             return True
         return config.getoption("share") and path.startswith(SHARED) and backend_of(item) != backend

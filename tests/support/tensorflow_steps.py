@@ -33,7 +33,7 @@ def alone(model, way="deferred", body=None, several=1, **more):
     """Return the transaction around the step of a model, for so many steps in one execution."""
     created = []
     known = {"model": model, "logs": True, "counted": several > 1, "refuse": True}
-    known.update(host_has_batches=several == 1, jit="compiled" in way, **more)
+    known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
     transaction = Transaction(
         body or model.train_step,
         lambda: TrainState.of(model),
