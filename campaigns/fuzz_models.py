@@ -22,19 +22,22 @@ __all__ = ["keras_bytes", "keras_file", "look_model", "model_commands", "npz", "
 @contextmanager
 def _here() -> Iterator[None]:
     """Read in this process, where coverage is seen and time and memory are measured, rather than in a worker."""
-    from keras_nanguard._files import model_names, scan, worker
+    from keras_nanguard._core.errors import FileFormatError
+    from keras_nanguard._files import reading, worker
 
     def within(task: str, path: str, progress: Any = None, **details: Any) -> dict[str, Any]:
-        request = {"task": task, "path": path, **details}
+        request = {"task": task, "path": path, "details": details}
         found: dict[str, Any] = json.loads(json.dumps(worker.answer(request, progress or (lambda done, total: None))))
-        return found
+        if "answer" not in found:
+            raise FileFormatError(str(found.get("refused", found)))
+        answer: dict[str, Any] = found["answer"]
+        return answer
 
-    before = scan.ask, model_names.ask
-    scan.ask = model_names.ask = within  # type: ignore[attr-defined, assignment]
+    before, reading.ask = reading.ask, within  # type: ignore[assignment]
     try:
         yield
     finally:
-        scan.ask, model_names.ask = before  # type: ignore[attr-defined, assignment]
+        reading.ask = before
 
 
 def look_model(path: Path) -> None:

@@ -87,7 +87,8 @@ def test_nothing_can_be_written(capsys, undisturbed):
 HOLDS = """
 import sys
 from filelock import FileLock
-FileLock(sys.argv[1]).acquire(timeout=0)
+lock = FileLock(sys.argv[1])  # a lock that nobody holds a reference to is released
+lock.acquire(timeout=0)
 print("locked", flush=True)
 sys.stdin.read()
 """

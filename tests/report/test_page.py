@@ -402,7 +402,7 @@ class TestSeveralRuns:
         capsys.readouterr()
         assert main(["report", *paths, str(tmp_path / "notes.txt")]) == 1
         reported = capsys.readouterr()
-        assert "2 of 3 runs" in reported.out and "passed over" in reported.err and "notes.txt" in reported.err
+        assert "2 of 3 runs" in reported.out and "skipped" in reported.err and "notes.txt" in reported.err
         assert main(["report", str(tmp_path / "notes.txt"), str(tmp_path / "none")]) == 2
         assert main(["report", paths[2], "-o", str(tmp_path / "one.html")]) == 0
         assert files.recorded(paths[0]).meta == {}
