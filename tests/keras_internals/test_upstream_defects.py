@@ -130,7 +130,7 @@ def test_rate_under_a_schedule_cannot_be_lowered():
     model = build()
     config = model.optimizer.get_config()
     with inject(model, site="loss", kind="nan", step=4, count=3):
-        guard = NanGuard(verbose=0)
+        guard = NanGuard(rules=[{"name": "slow", "after": 3, "do": ["rollback", "lower_lr"]}], verbose=0)
         model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, shuffle=False, callbacks=[guard, Rate()])
     assert [o.status for i in guard.incidents for o in i.outcomes if o.action == "lower_lr"] == ["done"]
     assert rates[6] == pytest.approx(0.1 * rates[0], rel=1e-3)
