@@ -91,16 +91,7 @@ def repair(given: argparse.Namespace) -> int:
     """Repair a file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    options = (
-        "statistics",
-        "weights",
-        "slots",
-        "source",
-        "in_place",
-        "dry_run",
-        "overwrite",
-        "seed",
-    )
+    options = ["statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed"]
     chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
     report = repair_file(
         given.path, given.output, only=tuple(given.only), **chosen, **_limits(given)

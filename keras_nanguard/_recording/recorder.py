@@ -24,7 +24,6 @@ import numpy as np
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording import database
-from keras_nanguard._recording.database import Changes
 from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import COMMITTED, FORMAT, SKIPPED, BadSample, Event
@@ -301,13 +300,11 @@ class Recorder:
     @np.errstate(all="ignore")
     def _fold(self) -> None:
         """Put the steps that wait into arrays."""
-        count = len(self._pending)
-        if not count:
+        if not (count := len(self._pending)):
             return
         rows = np.array([self._pending.popleft() for _ in range(count)], np.float64)
         step, loss, squares, scale, moment, status = rows.T
-        steps = step.astype(np.int64)
-        places = np.array(self._places, np.int64)
+        steps, places = step.astype(np.int64), np.array(self._places, np.int64)
         _, epoch, start = places[np.searchsorted(places[:, 0], steps, "right") - 1].T
         self._rows.extend(
             {
@@ -322,13 +319,13 @@ class Recorder:
             }
         )
 
-    def _changes(self) -> Changes:
+    def _changes(self) -> database.Changes:
         """Return what is not in the file yet; from here on it counts as written."""
         with self._lock:
             rows, written = self._rows, self._written_events
             start, bins, first_bin = max(min(rows.changed, rows.end), rows.first), rows.bins, rows.changed_bin
             fresh = [entry for kept in (self._major, self._minor) for entry in _since(kept, written)]
-            changes = Changes(
+            changes = database.Changes(
                 {**self._meta, "written": self._now()},
                 rows.steps(start),
                 start,
@@ -340,9 +337,8 @@ class Recorder:
                 self._layers.thinned,
                 tuple(self._changed_samples.values()),
             )
-            self._layers.thinned = False
             rows.changed, rows.changed_bin, self._written_events = rows.end, len(bins["first"]), self._events
-            self._changed_samples = {}
+            self._layers.thinned, self._changed_samples = False, {}
             return changes
 
     def _open(self, path: Path | None) -> None:

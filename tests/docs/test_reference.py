@@ -37,7 +37,7 @@ def test_every_command_and_field_is_there():
         assert all(f"| `{field}` |" in section for field in action.model_fields)
     page = reference_pages.command_line()
     commands = _commands()
-    assert len(commands) >= 11
+    assert len(commands) >= 10
     assert all(f"## {name}\n" in page for name in commands)
 
 
