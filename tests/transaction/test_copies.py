@@ -60,7 +60,7 @@ def returned(guard):
 
 def named(directory):
     """Return a guard with no setting at its default."""
-    policy = {"version": 1, "preset": "stop", "snapshot": {"every": 7, "storage": "disk"}}
+    policy = {"version": 2, "preset": "stop", "snapshot": {"every": 7, "storage": "disk"}}
     return NanGuard(policy, directory=directory, verbose=0, functions={"said": said}, diagnose=False, resume=True)
 
 
@@ -88,7 +88,7 @@ class Test:
     @pytest.mark.parametrize("used", [False, True])
     def test_guard(self, how, used):
         """A copy of a guard, used or not, has its settings, a pickle its incidents, too; either can guard a fit of its own."""
-        guard = NanGuard({"version": 1, "preset": "recover", "snapshot": {"every": 7}}, verbose=0, diagnose=used, functions={"said": said})
+        guard = NanGuard({"version": 2, "preset": "recover", "snapshot": {"every": 7}}, verbose=0, diagnose=used, functions={"said": said})
         if used:
             zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
             assert len(guard.incidents) == 1
