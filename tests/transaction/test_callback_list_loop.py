@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import keras
 import numpy as np
 import pytest
@@ -84,15 +82,6 @@ def test_loop_that_died_does_not_block_the_next(anew, recwarn):
     assert not any("Two NanGuards" in str(w.message) for w in recwarn)
     model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0, callbacks=[second])
     assert second.session.step == zoo.BATCHES
-
-
-def test_model_is_given_back_with_the_list():
-    """A list that is gone guards nothing any more."""
-    model, guard = zoo.plain(), NanGuard(verbose=0)
-    with pytest.raises(RuntimeError, match="dies"):
-        run(model, [guard], dies_at=5)
-    gc.collect()
-    assert "make_train_function" not in vars(model)
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
