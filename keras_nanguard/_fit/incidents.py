@@ -55,7 +55,7 @@ class Incidents:
     ):
         self._run, self._report_now, self._explain = run, report, explain
         self._waiting: list[Incident] = []
-        self._last_refused = -2
+        self._last_unexplained = -2  # the last step that was refused with a finite batch
         self._diverged: tuple[int, int] | None = None  # the counts of steps and rollbacks at which a step was refused for a divergence
 
     def refused(self, verdict: Verdict, reports: Sequence[Report]) -> None:
@@ -78,10 +78,11 @@ class Incidents:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
         state = (run.counts.committed, run.counts.rollbacks)
-        in_a_row, self._last_refused = run.step - 1 == self._last_refused, run.step
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
-        if in_a_row and not _of_data(incident) and not _goes_back(incident):
-            draw_anew(run)  # else the next step draws the noise that may be to blame once more
+        if not _of_data(incident):
+            if run.step - 1 == self._last_unexplained and not _goes_back(incident):
+                draw_anew(run)  # else the next step draws the noise that may be to blame once more
+            self._last_unexplained = run.step
         if _has_onset(incident):
             self._diverged = state
         elif self._diverged != state or _of_data(incident):  # else it is still the state that is wrong, whatever the cause is called
