@@ -127,7 +127,11 @@ def check(path, incident, model, x, y):
     """A bundle says of steps before the incident what these were given, and comes to the same when it is replayed."""
     opened = bundles.read(path)
     steps = opened.about["before"]["steps"]
-    assert steps == [step for step in range(steps[0], incident.step) if step not in BAD] and steps[-1] >= incident.step - 2
+    if getattr(model, "steps_per_execution", 1) > 1 and keras.backend.backend() == "tensorflow":
+        assert steps == [], "with several steps in one execution no batch is remembered there"
+    else:
+        known = [step for step in range(steps[0], incident.step) if step not in BAD]
+        assert steps == known and steps[-1] >= incident.step - 2
     for step, ((inputs, targets, *_),) in zip(steps, opened.before, strict=True):
         rows = slice(step * BATCH, (step + 1) * BATCH)
         np.testing.assert_array_equal(inputs, x[rows])
