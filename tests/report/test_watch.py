@@ -87,7 +87,7 @@ def trained(directory, epochs=2, **arguments):
 def test_command(tmp_path, capsys):
     trained(tmp_path / "run")
     assert main(["watch", str(tmp_path / "run"), "--once"]) == 1
-    assert "finished" in (shown := capsys.readouterr().out) and "3 NaN of 24" in shown and "left" in shown
+    assert "finished" in (shown := capsys.readouterr().out) and "3 NaN of 24" in shown and "skipped" in shown
     (tmp_path / "new").mkdir()
     log.begin(tmp_path / "new")
     assert main(["watch", str(tmp_path / "new")]) == 0
