@@ -172,11 +172,17 @@ class ModelAttachment(attach.Attachment):
             self._resolve()
 
     def _resolve(self, last: bool = True) -> bool:
-        """The same; `last` if no other step was started since. Returns whether it is healthy."""
-        assert self.pending is not None
-        verdict = self._finished(self.pending).verdict
+        """The same; `last` if no other step was started since.
+
+        Returns:
+            whether the step is healthy, and has not run a second time: a step that was started
+            after its first run was halted.
+        """
+        pending = self.pending
+        assert pending is not None
+        result = self._finished(pending)
         self.pending = None
-        return self.session.after(verdict, last=last)
+        return self.session.after(result.verdict, last=last) and result is pending
 
     def _rescue(self) -> None:
         if self.session.transaction is not None:

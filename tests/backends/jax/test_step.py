@@ -361,7 +361,7 @@ def test_healthy_steps_leave_the_variables_alone(monkeypatch):
     real = model.jax_state_sync
     monkeypatch.setattr(type(model), "jax_state_sync", lambda self: (calls.append(guard.session.step), real())[1])
     model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
-    assert set(calls) <= {0, 1, 10, 30, 40}
+    assert set(calls) <= {0, 1, 10, 30, 39, 40}
 
 
 def test_other_callbacks_see_the_state():
@@ -742,7 +742,7 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 11], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize("at", [1, 5, 11], ids=["at its start", "within an epoch", "at its end"])
 def test_one_huge_gradient(at):
     """A single step of such gradients, read when the next one has been started or when the epoch ends, is none that is refused."""
 
