@@ -364,6 +364,8 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         return self.summary()
 
     def _announce(self, incident: Incident) -> None:
+        if incident.bundle is not None:  # a new one can have taken the place of the oldest
+            self.incidents[:] = files.without_removed_bundles(self.incidents, incident.bundle)
         self.incidents.append(incident)
         directory = self.session.directory if self.session is not None else None
         self._reporter.attempt("record an incident", lambda: self._record_incident(incident))

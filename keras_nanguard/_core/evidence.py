@@ -237,6 +237,7 @@ class OptimizerFacts:
         scaled: whether a `LossScaleOptimizer` wraps it.
         scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
+        iteration: the iteration at which the schedule gives this learning rate, `None` without one.
     """
 
     name: str
@@ -249,6 +250,7 @@ class OptimizerFacts:
     scaled: bool = False
     scheduled: bool = False
     settings: tuple[tuple[str, float], ...] = ()
+    iteration: int | None = None
 
     @property
     def shrinks(self) -> float:

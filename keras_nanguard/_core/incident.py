@@ -203,8 +203,8 @@ class Incident:
         batch: batch within the epoch, from 0.
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
-        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist), and of a divergence
-            its `onset`, a step counted as above.
+        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist), of a divergence
+            its `onset`, a step counted as above, and `pole`, the iteration at which a schedule gave no usable learning rate.
         diagnosis: the diagnosis, or `None` where none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.

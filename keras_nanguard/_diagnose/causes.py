@@ -106,6 +106,8 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
         read = e.origin is not None and e.origin.source == "variable" and e.first == "loss"  # a NaN marker that was read as a number
         return Conclusion("state_nonfinite", e.origin.op, confidence=0.9, because="state") if read and e.origin is not None else None
+    if e.refused and (rate := _broken_rate(e)) is not None:  # in the step before
+        return rate
     path, _ = e.state[0]
     only_statistics = all(r == "statistics" for _, r in e.state)
     outside = any(s.startswith(("validation", "predictions")) for s in e.sites)
@@ -247,12 +249,19 @@ def _divides_by_zero(facts: OptimizerFacts) -> bool:
     return bool((facts.epsilon_in_dtype == 0.0 and facts.epsilon) or dict(facts.settings).get("centered"))
 
 
+def _broken_rate(e: Evidence) -> Conclusion | None:
+    """Return that a learning rate is to blame if it is not finite or, from a schedule, far too high."""
+    for o in e.optimizers:
+        if not abs(o.learning_rate) <= MAX_RATE and (o.scheduled or not math.isfinite(o.learning_rate)):
+            return Conclusion("optimizer_domain", f"{o.name}/learning_rate", confidence=0.95, because="rate")
+    return None
+
+
 def _update(e: Evidence) -> Conclusion | None:
     if e.first not in ("weights", "slots"):
         return None
-    broken = next((o for o in e.optimizers if not abs(o.learning_rate) <= MAX_RATE), None)
-    if broken is not None and (broken.scheduled or not math.isfinite(broken.learning_rate)):
-        return Conclusion("optimizer_domain", f"{broken.name}/learning_rate", confidence=0.95, because="rate")
+    if (rate := _broken_rate(e)) is not None:
+        return rate
     if grown(e, 1e4) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
     if e.written:

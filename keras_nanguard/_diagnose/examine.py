@@ -25,7 +25,7 @@ from keras_nanguard._diagnose.precision import in_float32, lowest
 from keras_nanguard._diagnose.trials import with_names
 from keras_nanguard._diagnose.words import sentences, table
 from keras_nanguard._files.stored import plain_text
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import layers as keras_layers, losses as keras_losses, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
 __all__ = ["FORMAT", "Examination", "diagnose"]
@@ -129,7 +129,8 @@ class _Examiner:
     """One examination of one model."""
 
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None):
-        self.model, self.x = model, x
+        self.model, self.x, self.y = model, x, y
+        self.outputs: Any = None
         self.batch = (tuple(part for part in (x, y, sample_weight) if part is not None),)
         self.train_state = TrainState.of(model)
         self.trains = y is not None and bool(getattr(model, "compiled", False)) and bool(self.train_state.optimizers)
@@ -221,6 +222,8 @@ class _Examiner:
         """Run a train step on the batch."""
         if not self.trains:
             return None
+        if self.outputs is not None:
+            keras_losses.build_losses(self.model, self.y, self.outputs)
         return self._as_step().run(self.batch, observe=True, update=True)
 
     def _as_step(self) -> ReplayableStep:
@@ -248,6 +251,7 @@ class _Examiner:
                     stack.enter_context(instrument)
                     stack.enter_context(origins)
                     outputs = self.model(self.x, **keras_layers.mode(self.model, training))
+                    self.outputs = outputs
             except Exception as error:  # noqa: BLE001  whatever the user's model raises is evidence, not a crash
                 return ReplayResult(error=f"{type(error).__name__}: {error}", rows=tuple(instrument.rows)), []
             far = [text for layer, old in zip(layers, before) for text in _far(layer, old)] if training else []

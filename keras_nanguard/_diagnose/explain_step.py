@@ -127,7 +127,8 @@ def gather(run: GuardedRun, incident: Incident, report: Report | None) -> Eviden
     roles = _roles(train_state)
     committed = "" if incident.refused else _committed(incident)
     first = "" if _bad_before_update(incident) else committed
-    facts = optimizer_facts(train_state.optimizers, committed=bool(committed))
+    before = bool(state) and incident.refused  # it was the step before that left it
+    facts = optimizer_facts(train_state.optimizers, committed=bool(committed) or before)
     last = [norm for _, _, norm in run.history.since(incident.step)][-1:] if not incident.values else []
     norm = last[0] if last else own[1]  # what is seen between two steps has no norm of its own
     evidence = Evidence(

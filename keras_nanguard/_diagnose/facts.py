@@ -95,11 +95,12 @@ def _factor(first: list[float], last: list[float]) -> float:
 
 def optimizer_facts(optimizers: Sequence[Any], committed: bool = False) -> tuple[OptimizerFacts, ...]:
     """Return the hyperparameters of the optimizers; `committed`: the step in question has already been counted."""
-    rates = [keras_optimizers.rate_before(o) if committed else keras_optimizers.learning_rate(o) for o in optimizers]
-    return tuple(_facts(keras_optimizers.inner(o), rate, keras_optimizers.is_loss_scaled(o)) for o, rate in zip(optimizers, rates))
+    return tuple(_facts(optimizer, committed) for optimizer in optimizers)
 
 
-def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
+def _facts(whole: Any, committed: bool) -> OptimizerFacts:
+    optimizer = keras_optimizers.inner(whole)
+    rate = keras_optimizers.rate_before(whole) if committed else keras_optimizers.learning_rate(whole)
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
@@ -117,9 +118,10 @@ def _facts(optimizer: Any, rate: float, scaled: bool) -> OptimizerFacts:
         dtype=dtype,
         clips=clips,
         momentum=known.get("momentum", 0.0),
-        scaled=scaled,
+        scaled=keras_optimizers.is_loss_scaled(whole),
         scheduled=keras_optimizers.has_schedule(optimizer),
         settings=tuple(known.items()),
+        iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from keras_nanguard._core.data_names import argument_path
 from keras_nanguard._core.evidence import BACKWARD, Evidence, LayerRow, Operand, OptimizerFacts, Origin, Spread
 from keras_nanguard._core.history import JUMP
-from keras_nanguard._diagnose.causes import Conclusion
+from keras_nanguard._diagnose.causes import MAX_RATE, Conclusion
 from keras_nanguard._files.stored import plain_text
 
 __all__ = ["at_rows", "sentences", "table"]
@@ -183,6 +183,8 @@ def _rerun_results(e: Evidence, verdict: Conclusion) -> Iterator[str]:
 def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
     relevant = verdict.cause in ("divergence", "optimizer_domain", "spike", "input_scale")
     for facts in e.optimizers:
+        if not abs(facts.learning_rate) <= MAX_RATE and facts.iteration is not None:
+            yield f"The learning rate of {facts.name} was {facts.learning_rate:.3g} at iteration {facts.iteration}."
         if relevant or not math.isfinite(facts.learning_rate):
             yield _settings(facts)
         if relevant and abs(facts.shrinks) > 1.0:

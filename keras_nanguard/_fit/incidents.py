@@ -10,7 +10,7 @@ from keras_nanguard._core.levels import WINDOW, level_of, onset
 from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
-from keras_nanguard._fit import perform, recorded
+from keras_nanguard._fit import perform, recorded, schedule_poles
 from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
@@ -163,7 +163,7 @@ class Incidents:
         """
         run, counts = self._run, self._run.counts
         findings = run.agreement.findings(findings, report)
-        measured = measurements(verdict, run.train_state().optimizers) if verdict is not None else {}
+        measured = measurements(verdict, run.train_state().optimizers, not refused) if verdict is not None else {}
         measured |= values or {}
         if refused and "learning_rate" in measured:
             run.recorder.rate(measured["learning_rate"])
@@ -175,6 +175,10 @@ class Incidents:
         run.bad_rows.note(incident, own)
         if _has_onset(incident):
             incident = incident.with_(values={"onset": onset(run.history.series), **measured})
+        poles = schedule_poles.found(run, incident)
+        if poles:
+            iteration, rate = min(poles.values())
+            incident = incident.with_(values={**incident.values, "pole": float(iteration), "learning_rate": rate})
         incident = incident.with_(bundle=self._explain.bundle(run, incident, own))
         if not act:
             self._report(incident)
@@ -185,7 +189,7 @@ class Incidents:
         outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         recorded.acted(run, outcomes, before)
-        outcomes = self._with_result(incident, outcomes)
+        outcomes = schedule_poles.passed(run, poles, self._with_result(incident, outcomes))
         run.healed |= any(o.status == "done" and o.action in perform.HEALING for o in outcomes)
         run.checks_fully |= run.recovery.goes_on
         run.ring.note()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from keras_nanguard._fit import schedule_poles
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import variables as keras_variables
@@ -42,6 +43,7 @@ class RunsAgain(Run):
                 args = batches.popleft()
                 if self.counts.step == self.counts.epoch_start and not metrics:
                     self._begin_metrics()
+                schedule_poles.pass_over(self)
                 if args is None:
                     self.recent.push_refused(self.counts.step, None)
                     self.counts.step += 1

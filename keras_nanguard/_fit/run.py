@@ -45,6 +45,7 @@ class Run:
         agreement: how several processes that train together decide as one.
         transaction: the guarded step; `None` before it is made.
         rerun: the steps that a rollback has undone and that are to be run again.
+        poles: the iterations at which a schedule gives no usable rate, by `id` of the optimizer.
         began: whether the state before the first step was looked at.
         stopped: whether the policy has ended training.
         failed: whether it has done so as `stop = { failed = true }` does.
@@ -79,6 +80,7 @@ class Run:
         self.short_of_memory: set[str] = set()
         self.transaction: Any = None
         self.rerun: Rerun | None = None
+        self.poles: dict[int, set[int]] = {}
         self.began = self.stopped = self.failed = self.healed = False
         self.checks_fully = True
 

@@ -65,11 +65,12 @@ def _beyond_limit(site: Site, own: Site, variable: Any, policy: Any) -> Iterator
             yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
 
 
-def values(verdict: Verdict, optimizers: Iterable[Any]) -> dict[str, float]:
-    """Return the numbers of one step that an incident carries."""
+def values(verdict: Verdict, optimizers: Iterable[Any], committed: bool) -> dict[str, float]:
+    """Return the numbers of one step that an incident carries; `committed`: the optimizers have counted it."""
     measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
     for optimizer in list(optimizers)[:1]:
-        measured["learning_rate"] = keras_optimizers.learning_rate(optimizer)
+        rate = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
+        measured["learning_rate"] = rate(optimizer)
     if any(keras_optimizers.is_loss_scaled(o) for o in optimizers):
         measured["loss_scale"] = verdict.scale
     return measured

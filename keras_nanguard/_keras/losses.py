@@ -10,6 +10,7 @@ Names private to Keras that are used here, because there is no public way from a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -17,7 +18,7 @@ import keras
 
 from keras_nanguard._keras import layers as keras_layers
 
-__all__ = ["loss_weights", "losses_by_output", "losses_of"]
+__all__ = ["build_losses", "loss_weights", "losses_by_output", "losses_of"]
 
 
 def losses_of(model: Any) -> list[Any]:
@@ -32,6 +33,14 @@ def losses_of(model: Any) -> list[Any]:
             items = value if isinstance(value, (list, tuple)) else (value,)
             found += [item for item in items if isinstance(item, keras.losses.Loss)]
     return list({id(loss): loss for loss in found}.values())
+
+
+def build_losses(model: Any, y: Any, y_pred: Any) -> None:
+    """Build the losses given to `compile`, as the first step does: before that they have no names."""
+    compiled: Any = getattr(model, "_compile_loss", None)
+    if compiled is not None and not getattr(compiled, "built", True):
+        with contextlib.suppress(Exception):  # the step says what is wrong with the targets
+            compiled.build(y, y_pred)
 
 
 def losses_by_output(model: Any) -> list[tuple[str, Any]]:

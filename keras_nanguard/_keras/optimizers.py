@@ -6,6 +6,7 @@ Names private to Keras that are used here, because there is no public way:
   reads the rate through it. The public property returns the variable itself where the rate is a number.
 - ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a number, a schedule
   and a callable, and evaluates a schedule at the next iteration.
+- ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them where gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables that an optimizer was
   built for, and their moving averages.
 - ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its slots of a variable;
@@ -28,9 +29,9 @@ from keras_nanguard._keras import layers as keras_layers, native_variables, vari
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("averages_of", "can_clip", "find_optimizers", "fresh_like", "has_schedule", "inner", "is_loss_scaled"),
-    *("learning_rate", "momentum"),
-    *("rate_before", "rate_variable", "register_twins", "scales_of", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
+    *("accumulation_steps", "averages_of", "can_clip", "find_optimizers", "fresh_like", "has_schedule", "inner", "is_loss_scaled"),
+    *("iterations", "learning_rate", "momentum", "rate_before", "rate_variable", "register_twins", "scales_of"),
+    *("scheduled_iteration", "scheduled_rate", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
 ]
 
 
@@ -138,8 +139,29 @@ def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], undo: list[tupl
 
 def rate_before(optimizer: Any, ago: int = 1) -> float:
     """Return the rate that the last step used, or one before it: of a schedule, the rate so many iterations ago, else that of now."""
-    optimizer = inner(optimizer)
-    schedule = getattr(optimizer, "_learning_rate", None)
+    iteration = scheduled_iteration(optimizer, ago)
+    return learning_rate(optimizer) if iteration is None else scheduled_rate(optimizer, iteration)
+
+
+def iterations(optimizer: Any) -> Any:
+    """Return the variable that counts the steps of an optimizer; a schedule reads it."""
+    return inner(optimizer)._iterations
+
+
+def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
+    """Return the iteration of the next step, or of one before it; `None` if the learning rate is no `LearningRateSchedule`."""
+    schedule = getattr(inner(optimizer), "_learning_rate", None)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return learning_rate(optimizer)
-    return float(keras.ops.convert_to_numpy(schedule(keras.ops.maximum(optimizer.iterations.value - ago, 0))))
+        return None
+    return max(int(keras_variables.read(iterations(optimizer))) - ago, 0)
+
+
+def scheduled_rate(optimizer: Any, iteration: int) -> float:
+    """Return the rate that the schedule of an optimizer gives at an iteration."""
+    step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
+    return float(keras.ops.convert_to_numpy(inner(optimizer)._learning_rate(step)))
+
+
+def accumulation_steps(optimizer: Any) -> int:
+    """Return over how many steps an optimizer accumulates gradients, 1 if it does not."""
+    return int(getattr(inner(optimizer), "gradient_accumulation_steps", None) or 1)

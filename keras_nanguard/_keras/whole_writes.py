@@ -1,11 +1,13 @@
 """Writing many variables so that a failure never leaves a mixture of two states.
 
 Memory of a device can be exhausted, a file can become unreadable and Ctrl-C can arrive between any
-two variables. What has begun is then undone, or completed where the old values are not known.
+two variables. What failed is attempted once more: the memory that one variable lacks is often free a
+moment later. If it fails again, what has begun is undone, or completed if the old values are unknown.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from keras_nanguard._keras import variables as keras_variables
 __all__ = ["finish", "write_all"]
 
 ATTEMPTS = 2
-"""How often one part is attempted: an interrupt ends the first attempt and not the second."""
+"""How often one part is attempted. In `finish` an interrupt, too, ends only one attempt."""
 
 
 def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
@@ -39,11 +41,19 @@ def write_all(pairs: Iterable[tuple[Any, Any]], undo: bool = True) -> None:
     before: list[tuple[Any, Any]] = []
     try:
         for variable, array in pairs:
-            before.append((variable, keras_variables.read(variable)))
-            keras_variables.write(variable, array)
+            before.append((variable, _repeated(keras_variables.read, variable)))
+            _repeated(keras_variables.write, variable, array)
     except BaseException:
         finish(partial(keras_variables.write, *pair) for pair in before)
         raise
+
+
+def _repeated(part: Callable[..., Any], *args: Any) -> Any:
+    """Return `part(*args)`, called once more if it raises an error; an interrupt is not repeated."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(Exception):
+            return part(*args)
+    return part(*args)
 
 
 def finish(parts: Iterable[Callable[[], Any]]) -> None:

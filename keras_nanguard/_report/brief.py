@@ -6,6 +6,7 @@ the report. Pure functions from records to strings.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ REASONS = {
     "input_nonfinite": "{bad} in {rows}",
     "target_nonfinite": "{bad} in {rows}",
     "target_out_of_range": "{rows} outside the range of the loss",
-    "input_scale": "the scale of {rows}",
+    "input_scale": "values too large in {rows}",
     "forward_domain": "{bad} from {place}",
     "loss_domain": "{bad} from the loss {place}",
     "gradient_domain": "{bad} in the gradient of {place}",
@@ -74,6 +75,8 @@ def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: s
     advice = ""
     if diagnosis is not None:
         advice = ADVICE.get(diagnosis.cause, "").format(data=_quoted(diagnosis.culprit_shown))
+        if diagnosis.cause == "input_scale" and diagnosis.samples:  # not all of the data
+            advice = "Check that row." if len(diagnosis.samples) == 1 else "Check those rows."
         if _needs_user(incident) and diagnosis.advice:
             advice = diagnosis.advice[0]
     for more in (advice, details and f"Details: {details}"):
@@ -109,6 +112,9 @@ def _head(incident: Incident) -> str:
 
 def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
     diagnosis, first = incident.diagnosis, incident.first
+    if (pole := incident.values.get("pole")) is not None:
+        rate = incident.values.get("learning_rate", math.nan)
+        return f"the learning rate was {rate:.3g} at iteration {pole:.0f}"
     pattern = REASONS.get(diagnosis.cause) if diagnosis is not None else None
     if diagnosis is None or pattern is None:
         return _finding(first) if first is not None else "incident"

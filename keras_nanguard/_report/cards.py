@@ -73,6 +73,7 @@ def card(
     first = next((incident for incident in group if blamed_rows.bundle_folder(incident.bundle, directory)), group[0])
     diagnosis = first.diagnosis
     folder = blamed_rows.bundle_folder(first.bundle, directory)
+    bundle = "" if folder is None and directory is not None else first.bundle or ""
     done = Counter((o.action, o.status, o.detail) for incident in group for o in incident.outcomes if str(o) != "warn")
     return {
         "title": console.why(group[0]),
@@ -95,8 +96,8 @@ def card(
         "layers": blamed_rows.layer_table(folder),
         "samples": diagnosis.samples[:20] if diagnosis is not None else (),
         "rows": blamed_rows.shown(folder, diagnosis.samples, diagnosis.culprit) if diagnosis is not None else [],
-        "bundle": first.bundle or "",
-        "replay": f"keras-nanguard replay {shlex.quote(console.printable(first.bundle))}" if first.bundle else "",
+        "bundle": bundle,
+        "replay": f"keras-nanguard replay {shlex.quote(console.printable(bundle))}" if bundle else "",
         "before": _before(layers or {}, at[id(first)]),
         "listed": [i.moment for i in group[:_MAX_LISTED]],
         "more_listed": max(len(group) - _MAX_LISTED, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, html, log, recorded_incidents
 
-__all__ = ["read", "recorded", "save", "write"]
+__all__ = ["read", "recorded", "save", "without_removed_bundles", "write"]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
@@ -86,6 +86,17 @@ def _is_made(file: Path) -> bool:
         return file.exists()  # reading it says why
     application, version = head[68:72], head[60:64]
     return bool(head) and not (application == database.APPLICATION.to_bytes(4, "big") and not any(version))
+
+
+def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
+    """Return incidents, with `bundle=None` for those whose bundle is no longer beside the newest one."""
+    folder = os.path.dirname(newest)
+    try:
+        there = {os.path.join(folder, name) for name in os.listdir(folder)}
+    except OSError:
+        return list(incidents)
+    gone = (i.bundle is not None and os.path.dirname(i.bundle) == folder and i.bundle not in there for i in incidents)
+    return [i.with_(bundle=None) if removed else i for i, removed in zip(incidents, gone)]
 
 
 def read(path: str | os.PathLike[str]) -> list[Incident]:

@@ -82,7 +82,10 @@ def test_the_oldest_bundle_goes_first(tmp_path, monkeypatch):
     case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
     kept = sorted(path.name for path in (tmp_path / "incidents").iterdir())
     assert kept == ["incident-00000004-00", "incident-00000006-00"]
-    for gone, words in ((guard.incidents[0].bundle, "which is not there"), (None, "Received: None")):
+    named = [incident.bundle for incident in guard.incidents]
+    assert named == [None, None, *(str(tmp_path / "incidents" / name) for name in kept)]
+    removed = tmp_path / "incidents" / "incident-00000000-00"
+    for gone, words in ((removed, "which is not there"), (None, "Received: None")):
         with pytest.raises(BundleError, match=f"{words}.*the newest 2 of a directory are kept"):
             replay(gone)
 

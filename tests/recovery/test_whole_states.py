@@ -77,10 +77,11 @@ def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("at", [{1}, {2}, {7}])
+@pytest.mark.parametrize("first", [1, 2, 7])
 @pytest.mark.parametrize("error", [EXHAUSTED, KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_failed_rollback_changes_nothing(monkeypatch, error, at):
+def test_failed_rollback_changes_nothing(monkeypatch, error, first):
     """The state is the one from before, and the incident reports that it was not restored."""
+    at = {first} if isinstance(error, KeyboardInterrupt) else {first, first + 1}
     model, guard, after, ended = trained(monkeypatch, error, at, "rollback")
     last_good = after[BAD.start - 1]
     if isinstance(error, KeyboardInterrupt):
@@ -94,10 +95,20 @@ def test_failed_rollback_changes_nothing(monkeypatch, error, at):
     assert guard.session.counts.rollbacks == guard.session.counts.run_again == 0
 
 
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_write_that_fails_once_is_repeated(monkeypatch, at):
+    """A moment without memory does not keep a state from being restored, nor steps from a replay."""
+    again = {"rollback": {"replay_steps": True}}
+    _, guard, _, ended = trained(monkeypatch, EXHAUSTED, {at}, again)
+    outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
+    assert ended is None and [o.status for o in outcomes] == ["done"]
+    assert guard.session.counts.rollbacks == 1
+
+
 def test_failed_rollback_runs_no_step_again(monkeypatch):
     """Steps are run again only from a state that was restored."""
     again = {"rollback": {"replay_steps": True}}
-    _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2}, again)
+    _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2, 3}, again)
     assert ended is None and guard.session.counts.run_again == 0
     assert same(after[BAD.stop - 1], after[BAD.start - 1])
 

@@ -594,7 +594,6 @@ def test_one_look_for_each_step(away, monkeypatch, own_step):
     assert looks[3:-1] == [1] * 5
 
 
-@pytest.mark.xfail(strict=False, reason="a rollback returns to the iteration of the pole, which is met again until training stops")
 @pytest.mark.parametrize("later", [0, 1])
 def test_an_update_that_overflows(request, later):
     """It is healed in its own step, or in the next one where the host would have to wait once more, and reported of that step."""
