@@ -72,6 +72,24 @@ def test_a_bad_gradient_shows_in_the_train_step_only():
     assert found.first_bad("training") == ""
 
 
+@pytest.mark.parametrize("names", [("first",), ("first", "second")])
+def test_a_loss_is_named_before_any_fit(names):
+    """The culprit is the function given to `compile`, though no step has built the losses yet."""
+
+    def fine(y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2)
+
+    def cross_entropy(y_true, y_pred):
+        return -keras.ops.mean(y_true * keras.ops.log(y_pred))
+
+    inputs = keras.Input((4,))
+    outputs = {n: layers.Dense(1, kernel_initializer="zeros", name=n)(inputs) for n in names}
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", {n: cross_entropy if n == names[-1] else fine for n in names})
+    found = diagnose(model, np.ones((4, 4), "float32"), {n: np.ones((4, 1)) for n in names})
+    assert (found.diagnosis.cause, found.diagnosis.culprit) == ("loss_domain", "cross_entropy")
+
+
 def test_labels_out_of_range_are_found():
     case = mechanisms.batch.sparse_label_too_large(True)
     found = diagnose(case.model, case.x[16:24], case.y[16:24])

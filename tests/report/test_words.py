@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,26 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
             incident(outcomes=(NOT_DONE, Outcome("warn", "done", "look at the sensors"))),
             [],
             "skipped step 6 (epoch 1): NaN in inputs x/age; no rollback; look at the sensors.",
+        ),
+        (
+            incident(diagnosis=Diagnosis("input_scale", "inputs", (12,))),
+            [ROW],
+            "skipped step 6 (epoch 1): values too large in x[700]. Check that row. "
+            "Details: " + DETAILS,
+        ),
+        (
+            incident(diagnosis=Diagnosis("input_scale", "inputs")),
+            [],
+            "skipped step 6 (epoch 1): values too large in 'x'. Scale 'x'. Details: " + DETAILS,
+        ),
+        (
+            incident(
+                diagnosis=Diagnosis("optimizer_domain", "AdamW/learning_rate"),
+                values={"pole": 60.0, "learning_rate": math.inf},
+            ),
+            [],
+            "skipped step 6 (epoch 1): the learning rate was inf at iteration 60. "
+            "Details: " + DETAILS,
         ),
         (
             incident(diagnosis=Diagnosis("batchnorm_statistics", LONG), refused=False),
