@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["counts", "fingerprint", "is_finite", "is_float", "largest", "widen"]
+__all__ = ["counts", "is_finite", "is_float", "largest", "widen"]
 
 _FLOATS = frozenset(
     {
@@ -38,9 +38,6 @@ _SMALL = 4096
 
 _PIECE = 1 << 18
 """Number of entries that are looked at at a time: more take memory that a guarded run may not have, and are no faster."""
-
-_WORDS = 256
-"""Number of columns of the table of a fingerprint."""
 
 
 def is_float(dtype: Any) -> bool:
@@ -91,17 +88,3 @@ def _pieces(array: Any) -> Iterator[np.ndarray[Any, Any]]:
     if widen(array[:0] if array.ndim else array).dtype.kind in "fc" and array.size:
         pieces = np.nditer(array, ["external_loop", "buffered"], order="K", buffersize=_PIECE)
         yield from (widen(piece) for piece in pieces)
-
-
-def fingerprint(array: Any) -> np.ndarray[Any, Any]:
-    """Return a checksum that changes when any bit of the array changes.
-
-    The bits are arranged as a table of integers and summed by rows and by columns, which takes 0.4% of the memory of a copy.
-    Integer overflow of the sums is harmless, and no change of less than four entries leaves both sums unchanged.
-    """
-    flat = np.ravel(array)
-    words = flat.view(np.dtype(f"u{min(flat.dtype.itemsize, 8)}"))
-    whole = words.size - words.size % _WORDS if words.size >= _SMALL else 0
-    table = words[:whole].reshape(-1, _WORDS)
-    sums = [np.add.reduce(table, axis, dtype=table.dtype) for axis in (0, 1)]
-    return np.concatenate([*sums, words[whole:]])

@@ -99,11 +99,6 @@ class History:
         """Return step, loss and gradient norm of the steps from this one on that no rollback has undone, oldest first."""
         return [(m.step, m.loss, m.norm) for m in (Measured(*e) for e in takewhile(lambda e: e[0] >= step, reversed(self._recent)))][::-1]
 
-    def last_measured(self, count: int, before: int) -> list[Measured]:
-        """Return all that was measured in the last steps before this one that no rollback has undone, at most so many."""
-        entries = islice((e for e in reversed(self._recent) if e[0] < before), count)
-        return [Measured(*entry) for entry in entries][::-1]
-
     def undo(self, step: int) -> None:
         """Take the steps from this one on out of the series: a rollback has undone them."""
         kept = [entry for entry in self._recent if entry[0] < step]

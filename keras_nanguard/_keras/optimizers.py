@@ -29,9 +29,9 @@ from keras_nanguard._keras import layers as keras_layers, native_variables, vari
 from keras_nanguard._keras.overrides import Overrides
 
 __all__ = [
-    *("accumulation_steps", "averages_of", "can_clip", "find_optimizers", "fresh_like", "has_schedule", "inner", "is_loss_scaled"),
-    *("iterations", "learning_rate", "momentum", "rate_before", "rate_variable", "register_twins", "scales_of"),
-    *("scheduled_iteration", "scheduled_rate", "set_clipping", "set_rate", "shrinks_updates", "trained_by"),
+    *("accumulation_steps", "averages_of", "find_optimizers", "fresh_like", "has_schedule"),
+    *("inner", "is_loss_scaled", "iterations", "learning_rate", "rate_before", "rate_variable"),
+    *("register_twins", "scales_of", "scheduled_iteration", "scheduled_rate", "set_rate", "trained_by"),
 ]
 
 
@@ -60,17 +60,6 @@ def fresh_like(optimizer: Any) -> Any:
 def is_loss_scaled(optimizer: Any) -> bool:
     """Whether the optimizer scales the loss dynamically."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def shrinks_updates(optimizer: Any) -> bool:
-    """Whether the updates of this optimizer shrink with the gradient: those of SGD, with momentum or without."""
-    of_torch = type(getattr(inner(optimizer), "of", None))
-    return isinstance(inner(optimizer), keras.optimizers.SGD) or (of_torch.__module__, of_torch.__name__) == ("torch.optim.sgd", "SGD")
-
-
-def momentum(optimizer: Any) -> float:
-    """Return the momentum of an optimizer that accumulates its updates, 0 for one that does not."""
-    return float(getattr(inner(optimizer), "momentum", 0.0) or 0.0)
 
 
 def find_optimizers(model: Any) -> list[Any]:
@@ -108,18 +97,6 @@ def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overri
     """Make an optimizer use `changed(rate)` as its learning rate, where `rate()` returns the original one."""
     real = inner(optimizer)._get_current_learning_rate
     overrides.set(inner(optimizer), "_get_current_learning_rate", lambda: changed(real))
-
-
-def can_clip(optimizer: Any) -> bool:
-    """Whether the gradients of each step of an optimizer can be clipped: it is one of Keras, and accumulates none."""
-    optimizer = inner(optimizer)
-    return hasattr(optimizer, "_clip_gradients") and not getattr(optimizer, "gradient_accumulation_steps", None)
-
-
-def set_clipping(optimizer: Any, changed: Callable[[list[Any], list[Any]], list[Any]], overrides: Overrides) -> None:
-    """Make an optimizer use `changed(gradients, clipped)` for its updates, where the second is what it would use itself."""
-    real = inner(optimizer)._clip_gradients
-    overrides.set(inner(optimizer), "_clip_gradients", lambda grads: changed(grads, real(grads)))
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:

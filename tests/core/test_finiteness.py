@@ -136,33 +136,3 @@ def test_entries_at_the_ends_of_pieces(place):
 def test_the_largest_magnitude(values, expected):
     found = finiteness.largest(values)
     assert found == expected and type(found) is float
-
-
-@pytest.mark.parametrize("size", [1, 3, 255, 256, 4095, 4096, 4097, 5000])
-def test_a_fingerprint_changes_with_every_entry(size):
-    """Any one entry changed, and any two exchanged, in small arrays, in the table, and in what is left over beside it."""
-    given = np.random.default_rng(0).normal(size=size).astype("float32")
-    before = finiteness.fingerprint(given)
-    assert np.array_equal(before, finiteness.fingerprint(given.copy()))
-    for place in {0, size // 2, size - 1}:
-        changed = given.copy()
-        changed.view("uint32")[place] ^= 1
-        assert not np.array_equal(finiteness.fingerprint(changed), before)
-        exchanged = given.copy()
-        exchanged[[0, place]] = exchanged[[place, 0]]
-        assert np.array_equal(finiteness.fingerprint(exchanged), before) is (place == 0)
-
-
-def test_a_fingerprint_is_small():
-    """A small array is kept whole in it; a large one takes a fraction of its memory."""
-    assert finiteness.fingerprint(np.zeros(4095, "float32")).size == 256 + 4095
-    for rows, rest in ((16, 0), (16, 5), (17, 5), (400, 255)):
-        assert finiteness.fingerprint(np.zeros(256 * rows + rest, "float32")).size == 256 + rows + rest
-
-
-@pytest.mark.parametrize("dtype", ["bool", "float16", "float64", "complex128"])
-def test_a_fingerprint_of_any_dtype(dtype):
-    given = np.arange(6).reshape(2, 3).astype(dtype)
-    changed = given.copy()
-    changed[1, 0] = 0
-    assert not np.array_equal(finiteness.fingerprint(given), finiteness.fingerprint(changed))

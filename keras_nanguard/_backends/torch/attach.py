@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import torch
 
 from keras_nanguard._backends.interface import GuardedSession
 from keras_nanguard._backends.shared import attach
@@ -30,11 +29,6 @@ class ModelAttachment(attach.Attachment):
     def __init__(self, model: Any, session: GuardedSession):
         super().__init__(model, session)
         self._overrides = Overrides()
-
-    @staticmethod
-    def waits() -> bool:
-        """Whether there is no accelerator."""
-        return not (torch.cuda.is_available() or torch.backends.mps.is_available())
 
     def attach(self) -> None:
         """Stand in for the train function, and let evaluation report a bad number instead of raising."""
