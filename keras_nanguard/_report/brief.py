@@ -37,7 +37,7 @@ REASONS = {
     "loss_scale_collapsed": "the loss scale collapsed",
     "optimizer_domain": "{bad} in the update of {place}",
     "state_nonfinite": "{bad} in {place} before the step",
-    "batchnorm_statistics": "BatchNormalization statistics of {place}",
+    "batchnorm_statistics": "wrong BatchNormalization statistics in {place}",
     "training_flag": "{place} runs in inference mode",
 }
 """The reason in words, by cause. A cause without an entry is named by its first finding."""

@@ -150,7 +150,7 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
         (
             incident(diagnosis=Diagnosis("batchnorm_statistics", LONG), refused=False),
             [],
-            "step 6 (epoch 1): BatchNormalization statistics of "
+            "step 6 (epoch 1): wrong BatchNormalization statistics in "
             "'.../batch_normalization_17/moving_variance'.",
         ),
     ],
