@@ -73,7 +73,10 @@ class Incidents:
             run.counts.overflows += 1
             run.recent.push_refused(run.step, run.transaction.given)
             return
-        findings = [*in_batch(report, run.model), *run.scan("state"), *(report or Report(verdict, (), ())).findings()]
+        of_batch, of_state = in_batch(report, run.model), run.scan("state")
+        if of_batch:  # then finite numbers of the state explain nothing, however large they are
+            of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
+        findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
         if verdict.scale > run.policy.loss_scale.ceiling:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)

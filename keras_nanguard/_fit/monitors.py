@@ -1,7 +1,8 @@
 """Faults that no single step shows and that stay finite: looked for rarely between two steps, on the host.
 
-A look reads a few small variables. Nothing but a line follows from what it finds, apart from a loss scale out of range and moving
-statistics of a BatchNormalization beyond 1e30. A run that is lost as a whole is the business of `Divergence`.
+A look reads a few small variables. Nothing but a line follows from what it finds, with three exceptions: a loss scale out of
+range, a number beyond a limit that the policy sets, and settled moving statistics of a BatchNormalization that have leapt beyond
+1e30. A run that is lost as a whole is the business of `Divergence`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.sightings import HUGE, out_of_range_statistics
+from keras_nanguard._fit.sightings import HUGE, beyond_limits
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._policy.policy import Policy
 
@@ -30,7 +31,8 @@ MIN_COMMITTED = 50
 """Good steps after which statistics that stand where they were initialised never move at all."""
 
 LEAP = 1e3
-"""Factor between two looks by which a settled moving variance has been ruined."""
+"""Factor between two looks by which settled moving statistics have been ruined. At the usual momentum of 0.99 the batches
+between two looks replace 40 % of a moving average: they would have to lie a thousand times beyond all earlier ones."""
 
 SETTLED = 10
 """Good steps after which a moving variance is no more than a factor of 20 below its place, at the usual momentum."""
@@ -56,7 +58,7 @@ class Monitors:
         self.due: float = LOOKS[0]
         self.statistics, self.ceiling = 0.0, HUGE
         self._reported: set[str] = set()
-        self._variances: dict[int, float] = {}
+        self._statistics: dict[int, float] = {}
         self._rollbacks = self._since = 0
 
     @np.errstate(all="ignore")  # what is looked at is not finite
@@ -65,7 +67,7 @@ class Monitors:
         step = run.step
         self.ceiling = max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP) * LEAP
         if run.counts.rollbacks != self._rollbacks:
-            self._rollbacks, self._variances = run.counts.rollbacks, {}
+            self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
             self._reported.clear()
         self.due = next((self._since + at for at in LOOKS if self._since + at > step), step + LOOK_INTERVAL)
@@ -84,9 +86,9 @@ class Monitors:
         return abs(statistics) > self.ceiling
 
     def _range(self, run: Run) -> Iterator[Finding]:
-        """Moving statistics of a BatchNormalization that no batch can have: read if a sum over them shows that there are some."""
-        if abs(self.statistics) > HUGE:
-            yield from out_of_range_statistics(run.train_state(), run.policy)
+        """Finite numbers beyond a limit of the policy. By default there is none."""
+        if self.policy.limits:
+            yield from beyond_limits(run.train_state(), self.policy)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
         """Gradients that are exactly zero, step after step, in a model that computes in float16."""
@@ -107,14 +109,22 @@ class Monitors:
                 yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
 
     def _leap(self, run: Run) -> Iterator[Finding]:
-        """A settled moving variance that has grown by orders of magnitude since the last look."""
+        """Settled moving statistics that have grown by orders of magnitude since the last look."""
         for layer in _learning(run.model):
-            now = float(np.max(finiteness.widen(keras_variables.view(layer.moving_variance)), initial=0.0))
-            before = self._variances.get(id(layer))
-            if run.counts.committed >= SETTLED and math.isfinite(now):
-                self._variances[id(layer)] = now
-            if before is not None and now > LEAP * max(before, 1e-3):
-                yield Finding("statistics", "spike", layer.moving_variance.path, value=now)
+            for statistic in (layer.moving_mean, layer.moving_variance):
+                now = finiteness.largest(keras_variables.view(statistic))
+                before = self._statistics.get(id(statistic))
+                if not math.isfinite(now):
+                    continue
+                if run.counts.committed >= SETTLED:
+                    self._statistics[id(statistic)] = now
+                if before is None or now <= LEAP * max(before, 1e-3):
+                    continue
+                if now > HUGE:
+                    size = int(statistic.shape[0])
+                    yield Finding("statistics", "out_of_range", statistic.path, 0, 0, size, now)
+                elif statistic is layer.moving_variance:
+                    yield Finding("statistics", "spike", statistic.path, value=now)
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """A loss scale outside of its range."""

@@ -12,8 +12,9 @@ from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.policy import Policy
 
-__all__ = ["HUGE", "bad_state", "in_batch", "out_of_range_statistics", "values"]
+__all__ = ["HUGE", "bad_state", "beyond_limits", "in_batch", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
@@ -24,7 +25,7 @@ HUGE = 1e30
 
 
 def bad_state(
-    train_state: TrainState, site: str, tolerated: Container[int], marks: Container[int], policy: Any
+    train_state: TrainState, site: str, tolerated: Container[int], marks: Container[int], policy: Policy
 ) -> list[Finding]:
     """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
 
@@ -36,15 +37,19 @@ def bad_state(
         nan, inf, size = finiteness.counts(keras_variables.view(variable))
         if (nan and id(variable) not in marks) or (inf and id(variable) not in tolerated):
             findings.append(Finding("state" if site == "state" else own, "nonfinite", variable.path, nan, inf, size))
-        elif site == "state" and not (nan or inf):
-            findings += _beyond_limit("state", own, variable, policy)
+            continue
+        limited = own != "statistics" or keras_variables.is_statistic(variable)
+        if site == "state" and limited and not (nan or inf):
+            findings += _beyond(policy.max_abs(variable.path, own) or HUGE, "state", variable)
     return findings
 
 
-def out_of_range_statistics(train_state: TrainState, policy: Any) -> list[Finding]:
-    """Return a finding for each moving statistic that is finite and beyond its limit."""
-    finite = [v for v in train_state.statistics if finiteness.is_finite(keras_variables.view(v))]
-    return [f for v in finite for f in _beyond_limit("statistics", "statistics", v, policy)]
+def beyond_limits(train_state: TrainState, policy: Policy) -> Iterator[Finding]:
+    """Yield a finding for each finite variable of the state beyond its limit in the policy."""
+    for site, variable in _of_state(train_state):
+        limit = policy.max_abs(variable.path, site)
+        if limit is not None and finiteness.is_finite(keras_variables.view(variable)):
+            yield from _beyond(limit, site, variable)
 
 
 def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
@@ -55,14 +60,12 @@ def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
             yield own, variable
 
 
-def _beyond_limit(site: Site, own: Site, variable: Any, policy: Any) -> Iterator[Finding]:
-    """Yield a finding of `site` where a finite variable whose own site is `own` is beyond its limit."""
-    if own != "statistics" or keras_variables.is_statistic(variable):
-        limit = policy.max_abs(variable.path, own) or HUGE
-        value = keras_variables.view(variable)
-        largest = finiteness.largest(value)
-        if largest > limit:
-            yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
+def _beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
+    """Yield a finding of `site` if the magnitude of a finite variable is above a limit."""
+    value = keras_variables.view(variable)
+    largest = finiteness.largest(value)
+    if largest > limit:
+        yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
 
 
 def values(verdict: Verdict, optimizers: Iterable[Any], committed: bool) -> dict[str, float]:

@@ -252,6 +252,7 @@ class Again(RunsAgain):
     def __init__(self, stops_at):
         self.ran, self.stops_at, self.stopped, self.running_again = [], stops_at, False, False
         self.counts = SimpleNamespace(step=5, epoch_start=0, return_to=self._count)
+        self.poles = {}
         access = SimpleNamespace(run_again=self.ran.append, sync_variables=lambda: None)
         self.state = SimpleNamespace(access=access, train_state=lambda: SimpleNamespace(metrics=()))
         self.recovery = SimpleNamespace(pending=SimpleNamespace(return_to=self._count))

@@ -1,0 +1,98 @@
+"""A finite number is never too large by itself: only beyond a limit of the policy, or in settled statistics that leap."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+from support import zoo
+
+from keras_nanguard import NanGuard
+
+
+def build(optimizer=lambda: optimizers.Adam(1e-3), norm=False):
+    def made():
+        between = [layers.BatchNormalization(name="norm")] if norm else []
+        stack = [keras.Input((6,)), *between, layers.Dense(4, "relu"), layers.Dense(1, name="last")]
+        model = keras.Sequential(stack)
+        model.compile(optimizer(), "mse")
+        return model
+
+    return made
+
+
+class Write(keras.callbacks.Callback):
+    """Writes a number into one entry of a variable after a batch of the second epoch."""
+
+    def __init__(self, path, value, batch=5):
+        super().__init__()
+        self.path, self.value, self.batch, self.epoch = path, value, batch, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == (1, self.batch):
+            variable = next(v for v in self.model.variables if v.path.endswith(self.path))
+            value = np.array(keras.ops.convert_to_numpy(variable))
+            value.flat[0] = self.value
+            variable.assign(value)
+
+
+def actions(guard):
+    return {o.action for i in guard.incidents for o in i.outcomes if o.status == "done"}
+
+
+def test_large_second_moments_and_one_bad_batch():
+    """Adam's second moments are beyond 1e30: a NaN in one batch is skipped, and nothing else is done."""
+    data = zoo.regression()
+    data.y *= 1e18
+    expected = zoo.run(build(), data, epochs=1)
+    run = zoo.run(build(), data.with_poison([6]), guard=NanGuard(verbose=0), epochs=1)
+    slots = [v for path, v in run.state if path.endswith("velocity")]
+    assert max(np.abs(v).max() for v in slots) > 1e30, "the moments are not large"
+    assert [i.step for i in run.guard.incidents] == [6] and actions(run.guard) == {"warn", "skip"}
+    assert {f.site for f in run.guard.incidents[0].findings} >= {"inputs"}
+    assert zoo.differences(run, expected, 1e-5) == []
+
+
+def test_statistics_of_large_inputs():
+    """A column in nanoseconds since 1970 has a variance of 1e33: BatchNormalization learns it, and nothing is said."""
+    data = zoo.regression()
+    data.x[:, 0] = 1.7e18 + 3e16 * data.x[:, 0]
+    plain = zoo.run(build(norm=True), data)
+    run = zoo.run(build(norm=True), data, guard=NanGuard(verbose=0))
+    variance = next(v for path, v in run.state if path.endswith("moving_variance"))
+    assert variance[0] > 1e30, "the variance is not large"
+    assert run.guard.incidents == [] and zoo.differences(run, plain, 1e-5) == []
+
+
+@pytest.mark.parametrize("statistic", ["moving_mean", "moving_variance"])
+def test_settled_statistics_that_leap(statistic):
+    """A statistic that is 1e36 at once, after it was about 1, is restored with the steps since."""
+    write = Write(f"norm/{statistic}", 1e36)
+    run = zoo.run(build(norm=True), zoo.regression(), guard=NanGuard(verbose=0), callbacks=[write])
+    (incident,) = run.guard.incidents
+    assert {(f.site, f.kind) for f in incident.findings} == {("statistics", "out_of_range")}
+    assert "rollback" in actions(run.guard)
+    found = next(v for path, v in run.state if path.endswith(statistic))
+    assert np.abs(found).max() < 100.0
+
+
+@pytest.mark.parametrize("limits", [(), ({"site": "weights", "max_abs": 1e4},)], ids=["none", "1e4"])
+def test_a_limit_of_the_policy(limits):
+    """A weight of 1e5 is restored if the policy has a limit for weights, and left alone if it has none."""
+    guard = NanGuard(verbose=0, limits=list(limits))
+    data = zoo.regression(batches=60)
+    data.x[:, 0] = 0.0  # so that the first row of the first kernel has no effect on the loss
+    run = zoo.run(
+        build(lambda: optimizers.SGD(1e-3)), data, guard=guard, callbacks=[Write("dense/kernel", 1e5)]
+    )
+    kernel = next(v for path, v in run.state if path.endswith("kernel"))
+    if not limits:
+        assert guard.incidents == [] and kernel.flat[0] == 1e5
+        return
+    (incident,) = guard.incidents
+    assert [(f.site, f.kind) for f in incident.findings] == [("weights", "out_of_range")]
+    assert "rollback" in actions(guard) and np.abs(kernel).max() < 1e4
