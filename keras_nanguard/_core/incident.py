@@ -34,15 +34,14 @@ FORMAT = 1
 """Version of the JSON format of an `Incident`; incremented whenever a reader of the old format would misread the new one."""
 
 SITES: tuple[str, ...] = get_args(Site)
-"""Where a check can fail, in causal order: an earlier site can be the cause of a later one, never the reverse."""
+"""Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later one, never the reverse."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 
-`nonfinite`: NaN or Inf. `explosion`: finite, and so large that the next operation overflows, or grown by orders of
-magnitude over steps. `divergence`: the loss has settled above its start, or has lost its progress again, and something else shows
-that the run is to blame. `spike`: one finite jump. `lasting_spike`: one after which the loss does not come back, and that a few
-batches have led to. `out_of_range`: outside the limits of the policy. `collapse`: a loss scale at which nothing can be learned.
+`nonfinite`: NaN or Inf. `explosion`: every entry is finite, but a sum over them overflowed, in a step that was refused.
+`divergence`: the run is proven lost although every number is finite. `spike`: a moving variance that grew more than
+1000-fold between two checks. `out_of_range`: outside of a limit. `collapse`: a loss scale below its floor, or invalid.
 `stuck`: a value that should change and does not (BatchNorm statistics, zero gradients).
 """
 
@@ -52,15 +51,15 @@ CAUSES: tuple[str, ...] = get_args(Cause)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One place where one step went bad.
+    """One bad value or array in one step.
 
     Attributes:
         site: one of `SITES`.
         kind: one of `KINDS`.
-        path: Keras path of the layer or variable, name of the loss or metric, or `""` where the site is a single value.
-        nan: number of NaN entries, or `None` where they were not counted.
-        inf: number of +Inf and -Inf entries, or `None` where they were not counted.
-        size: number of entries, or `None` where they were not counted.
+        path: Keras path of the layer or variable, name of the loss or metric, or `""` if the site is a single value.
+        nan: number of NaN entries, or `None` if not counted.
+        inf: number of +Inf and -Inf entries, or `None` if not counted.
+        size: number of entries, or `None` if not counted.
         value: the offending number (a loss, a norm, a scale), or `None`.
     """
 
@@ -98,11 +97,11 @@ class Diagnosis:
     Attributes:
         cause: one of `CAUSES`.
         culprit: Keras path of the layer or variable, or the name of the loss.
-        samples: row indices within the batch, most suspicious first; empty where no row is to blame.
+        samples: row indices within the batch, most suspicious first; empty if no row is to blame.
         evidence: sentences, each an observation or a measurement.
         advice: sentences, each a recommendation.
         confidence: between 0.0 and 1.0.
-        diverged: whether training had diverged: with the cause `divergence`, or `input_scale` where unscaled data has led to that.
+        diverged: whether training had diverged: the cause is `divergence`, or `input_scale` after a divergence.
     """
 
     cause: Cause = "unknown"
@@ -119,17 +118,17 @@ class Diagnosis:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule of a policy matches: `divergence` besides its own, where training had diverged."""
+        """The causes that a rule of a policy matches: its own, and `divergence` if training had diverged."""
         return frozenset({self.cause, "divergence"} if self.diverged else {self.cause})
 
     @property
     def place(self) -> str:
-        """Cause and culprit in a few words, data by the argument of `fit`: `input_nonfinite in 'x'`."""
+        """Cause and culprit, such as `input_nonfinite in 'x'`. Data are named by the argument of `fit`."""
         return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
 
     @property
     def culprit_shown(self) -> str:
-        """The culprit by the name that the user knows: data by the argument of `fit`."""
+        """The culprit as it is displayed: data are named by the argument of `fit`."""
         return argument_path(self.culprit) if self.cause in ("input_nonfinite", "target_nonfinite", "input_scale") else self.culprit
 
     @property
@@ -155,7 +154,7 @@ class Decision:
     """The decision of the policy, as data.
 
     Attributes:
-        rule: name of the rule that fired, `""` where none did.
+        rule: name of the rule that decided, `""` if none did.
         actions: the actions in order, each a plain mapping of `action` and its parameters.
         reason: one sentence.
         terminal: whether it ends training.
@@ -175,7 +174,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one action: `status` is `"done"` or `"skipped"`, `detail` says what was done or why it was not."""
+    """The result of one action.
+
+    Attributes:
+        action: name of the action.
+        status: `"done"` or `"skipped"`.
+        detail: what was done, or why it was not.
+    """
 
     action: str
     status: str
@@ -191,9 +196,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Incident:
-    """The frozen record of one step whose verdict is bad.
+    """The record of one bad step. It is frozen.
 
-    `print(incident)` shows all of it in one line, which is printed during training with `verbose=2`.
+    `print(incident)` shows the whole incident in one line, as `verbose=2` prints it during training.
     It counts steps, epochs and batches from 1, like the progress bar of Keras; the attributes count
     from 0, like the arguments of Keras' callbacks.
 
@@ -203,14 +208,14 @@ class Incident:
         batch: batch within the epoch, from 0.
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
-        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate`, `loss_scale` (those that exist), of a divergence
-            its `onset`, a step counted as above, and `pole`, the iteration at which a schedule gave no usable learning rate.
-        diagnosis: the diagnosis, or `None` where none was made.
+        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`, if they exist; for a divergence
+            `onset`, the step at which it began; and `pole`, the iteration at which a schedule gave no usable learning rate.
+        diagnosis: the diagnosis, or `None` if none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.
         bundle: folder from which the step can be replayed, or `None`.
-        replicas: indices of the replicas with findings, where a strategy trains on several; else empty.
-        committed: number of steps that had committed in this fit before it, or `None` where that is not known.
+        replicas: indices of the replicas with findings if there are several replicas; else empty.
+        committed: number of steps that had committed in this fit before this one, or `None` if unknown.
     """
 
     step: int
@@ -234,22 +239,22 @@ class Incident:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule of a policy matches, none without a diagnosis; see `Diagnosis.causes`."""
+        """The causes that a rule of a policy matches; empty without a diagnosis. See `Diagnosis.causes`."""
         return frozenset() if self.diagnosis is None else self.diagnosis.causes
 
     @property
     def first(self) -> Finding | None:
-        """The first finding in causal order, or `None` where there is none."""
+        """The first finding in causal order, or `None` without findings."""
         return min(self.findings, key=lambda finding: SITES.index(finding.site), default=None)
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The names of the actions that were done, other than `skip` and `warn`."""
+        """Names of the actions that were performed, without `skip` and `warn`."""
         return tuple(o.action for o in self.outcomes if o.status == "done" and o.action not in ("skip", "warn"))
 
     @property
     def moment(self) -> str:
-        """When it happened, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
+        """The time of the incident in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
@@ -261,7 +266,7 @@ class Incident:
         return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
 
     def __str__(self) -> str:
-        """Return all of it in one line: findings, cause, outcomes, and advice if the user has to act."""
+        """Return the incident in one line: findings, cause, outcomes, and advice if the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
@@ -271,7 +276,7 @@ class Incident:
 
     @property
     def _since(self) -> tuple[str, ...]:
-        """The onset of a divergence or of a lasting spike, where that was before the step at which it was noticed."""
+        """The onset of a divergence, if it was before the step at which the divergence was noticed."""
         onset = self.values.get("onset")
         return () if onset is None or onset >= self.step else (f"Onset at step {onset + 1:.0f}.",)
 
@@ -293,7 +298,7 @@ class Incident:
         return block(str(self), lines, ("site", "place", "what"), [(f.site, f.path, f) for f in self.findings])
 
     def plot(self) -> Any:
-        """Return a matplotlib figure of the bad places, in causal order from the top. Takes the extra `plot`.
+        """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra `plot`.
 
         Raises:
             GuardError: if matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The closed lists of words, as types for editors and type checkers; the tuples of the same words elsewhere are made of these."""
+"""The closed lists of words, as types for editors and type checkers. Tuples of the same words are derived from these."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ Site = Literal[
     "validation",
     "predictions",
 ]
-"""Where trouble shows, in causal order."""
+"""The part of a step that a check found bad, in causal order."""
 
 Kind = Literal[
     "nonfinite",
     "explosion",
     "divergence",
     "spike",
-    "lasting_spike",
     "out_of_range",
     "collapse",
     "stuck",
 ]
-"""What is wrong there."""
+"""The type of problem that a check found."""
 
 Cause = Literal[
     "input_nonfinite",
@@ -58,10 +57,10 @@ Cause = Literal[
     "transient",
     "unknown",
 ]
-"""Why, as the diagnosis says."""
+"""The cause in a diagnosis."""
 
 FaultSite = Literal["inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"]
-"""Where a fault is injected."""
+"""The part of a step into which a fault is injected."""
 
 FaultKind = Literal["nan", "inf", "-inf", "overflow", "spike", "zero"]
-"""What is injected."""
+"""The value that is injected."""
