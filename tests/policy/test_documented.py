@@ -40,6 +40,7 @@ def test_every_action_preset_and_field_is_in_the_docs():
     assert set(rows("Actions")) == set(ACTIONS)
     assert set(rows("Presets")) == set(PRESETS)
     assert set(rows("Rules")) == set(Rule.model_fields)
+    assert set(rows("Kinds")) == set(KINDS)
     assert tuple(name for name in Policy.model_fields if name != "version") == SECTIONS
 
 
