@@ -1,4 +1,6 @@
-"""Two processes that train together on JAX: `python jax_processes.py RANK PORT DIRECTORY [model] RUN ...`.
+"""Processes that train together on JAX.
+
+`python jax_processes.py RANK PORT DIRECTORY COUNT [model] RUN ...`
 
 With `model` each of them has two devices, over which a kernel is spread as well. Each run has a folder of its name in the
 directory. Prints one line of JSON at the end of each.
@@ -13,33 +15,61 @@ import json
 import os
 import sys
 
-RANK, PORT, DIRECTORY, RUNS = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
+RANK, PORT, DIRECTORY, COUNT, *RUNS = sys.argv[1:]
+RANK, COUNT = int(RANK), int(COUNT)
 PARALLEL = RUNS[0] == "model" and bool(RUNS.pop(0))
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={2 if PARALLEL else 1}"
 os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
 
+from unittest import mock
+
+import jax
 import keras
 import numpy as np
 from keras import distribution, layers
 
 from keras_nanguard import NanGuard
+from keras_nanguard._core import memory
 from keras_nanguard.testing import inject
 
 BATCH, STEPS = 16, 24
 BAD = {3: 1, 7: 14}
-"""Bad batch and the row in it: one row of the first process, one of the second."""
+"""Bad batch and the row in it: one row of the first process, one of the last."""
+
+LAST = COUNT - 1
+ROWS = BATCH // COUNT
+"""Rows of the batch that each process has."""
 
 DISK = {"preset": "recover", "snapshot": {"storage": "disk", "every": 4, "verify_after": 1, "keep": 3}}
 
 
 class Die(keras.callbacks.Callback):
-    """Ends the second process without a word."""
+    """Ends the last process without a word."""
 
     def on_train_batch_end(self, batch, logs=None):
-        if RANK == 1 and batch == 13:
+        if RANK == LAST and batch == 13:
             os._exit(9)
+
+
+class Spoils(keras.callbacks.Callback):
+    """Writes NaN into a weight, in the copy of the first process alone."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch != 9:
+            return
+        self.model.jax_state_sync()
+        variable = self.model.layers[-1].kernel
+        value = variable.value
+        parts = [np.array(shard.data) for shard in value.addressable_shards]
+        if RANK == 0:
+            for part in parts:
+                part[0] = np.nan
+        devices = [shard.device for shard in value.addressable_shards]
+        placed = [jax.device_put(*pair) for pair in zip(parts, devices)]
+        made = jax.make_array_from_single_device_arrays(value.shape, value.sharding, placed)
+        variable._value = made
 
 
 class Waits(keras.callbacks.Callback):
@@ -57,7 +87,11 @@ def data(what):
     if what in ("bad", "waited", "endless"):
         for batch, row in BAD.items() if what != "endless" else ((b, 3) for b in range(STEPS)):
             x[batch, row, 2] = np.nan
-    mine = slice(RANK * BATCH // 2, (RANK + 1) * BATCH // 2)
+    mine = slice(RANK * ROWS, (RANK + 1) * ROWS)
+    if (what == "batch" and RANK == LAST) or what == "all":
+        x[list(BAD), mine] = np.nan
+    if what == "three" and RANK == 0:
+        x[9:12, mine] = np.nan
     return x[kept][:, mine].reshape(-1, 8), y[kept][:, mine].reshape(-1, 1)
 
 
@@ -87,9 +121,20 @@ def placed():
 
 
 def main():
-    distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
+    distribution.initialize(job_addresses=f"127.0.0.1:{PORT}", num_processes=COUNT, process_id=RANK)
     for what in RUNS:
         print(json.dumps(reported(what)), flush=True)
+
+
+def done(incident):
+    """Return the actions that were done."""
+    return [outcome.action for outcome in incident.outcomes if outcome.status == "done"]
+
+
+def numbers(variable):
+    """Return the copy that this process has of a variable."""
+    parts = (np.asarray(shard.data) for shard in variable.value.addressable_shards)
+    return [float(number) for part in parts for number in part.astype("float64").ravel()]
 
 
 def reported(what):
@@ -100,18 +145,25 @@ def reported(what):
     on_disk = what in ("killed", "resumed", "whole")
     folder = os.path.join(DIRECTORY, "killed" if what == "resumed" else what)
     guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
-    callbacks = [] if what == "plain" else [guard, *([Die()] if what == "killed" else []), *([Waits()] if what == "waited" else [])]
-    fault = inject(net, site="gradients", step=5, count=3) if what == "rollback" else contextlib.nullcontext()
-    with fault:
-        history = net.fit(x, y, batch_size=BATCH // 2, shuffle=False, verbose=0, callbacks=callbacks)
+    others = {"killed": Die, "waited": Waits, "weights": Spoils}
+    callbacks = [] if what == "plain" else [guard, *([others[what]()] if what in others else [])]
+    fault = contextlib.nullcontext()
+    if what in ("rollback", "memory"):
+        fault = inject(net, site="gradients", step=5, count=3)
+    short = mock.patch.multiple(memory, SMALL=0, room=lambda root=None: 0.0)
+    with fault, short if what == "memory" and RANK == LAST else contextlib.nullcontext():
+        history = net.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
     return {
         "loss": history.history["loss"],
-        "weights": [np.asarray(v.value).astype("float64").ravel().tolist() for v in net.trainable_variables],
+        "weights": [numbers(v) for v in net.trainable_variables],
+        "state": [numbers(v) for v in (*net.non_trainable_variables, *net.optimizer.variables)],
         "spread": [part for part in net.layers[0].kernel.value.sharding.spec if part],
         "rate": float(np.asarray(net.optimizer.learning_rate)),
         "incidents": [
-            [i.step, i.diagnosis.cause, list(i.diagnosis.samples), [o.action for o in i.outcomes]] for i in guard.incidents
+            [i.step, i.diagnosis.cause, list(i.diagnosis.samples), done(i)] for i in guard.incidents
         ],
+        "snapshots": [s.step for s in guard.session.ring.snapshots] if guard.session else [],
+        "findings": [[str(f) for f in i.findings] for i in guard.incidents],
         "folder": guard.session.directory if guard.session is not None else "",
     }
 

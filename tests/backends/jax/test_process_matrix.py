@@ -1,0 +1,183 @@
+"""JAX over several processes: all decide as one, one of them writes, and a killed run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.several_processes import LIMIT, assert_same, jax_runs, jax_started
+
+from keras_nanguard import Recording
+
+WAYS = {"data parallel": (2, []), "four processes": (4, []), "model parallel": (2, ["model"])}
+"""How many processes; with `model` a kernel is spread over the devices of each process as well."""
+
+ENDED = (
+    "plain",
+    "without",
+    "bad",
+    "waited",
+    "rollback",
+    "endless",
+    "whole",
+    "batch",
+    "all",
+    "three",
+    "weights",
+    "memory",
+)
+"""The runs that come to their end by themselves."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request):
+    """How state and batches are spread."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runs(way, once):
+    """What all processes of each run reported; and the directory."""
+    found, directory = once(way, lambda folder: (jax_runs(folder, *WAYS[way], *ENDED), str(folder)))
+    return found, Path(directory)
+
+
+def assert_alike(ranks):
+    """Check that all processes have the same state, optimizer, rate, incidents and logs."""
+    assert_same(ranks, "weights", "state", "rate", "incidents", "findings", "loss", "snapshots")
+    assert all(np.isfinite(numbers).all() for numbers in (*ranks[0]["weights"], *ranks[0]["state"]))
+
+
+def same(one, other, tolerance=0.0):
+    """Check that two runs end alike: in the same bits if both run one compiled step."""
+    for a, b in zip([one["loss"], *one["weights"]], [other["loss"], *other["weights"]]):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_one_recording(way, runs):
+    """The first process writes what was recorded, every step once."""
+    found, directory = runs
+    first = found["bad"][0][0]
+    recording = Recording.read(directory / "bad")
+    assert recording.steps["step"].tolist() == list(range(24)) and np.flatnonzero(
+        recording.steps["status"]
+    ).tolist() == [3, 7]
+    assert recording.meta["status"] == "finished" and len(recording.samples) >= 1
+    assert first["folder"] == str(directory / "bad")
+
+
+def test_refused_by_both(way, runs):
+    """A bad row of either process: all skip the batch, and end where a run without it ends."""
+    found, directory = runs
+    ranks, printed = found["bad"]
+    first, *others = ranks
+    assert_alike(ranks)
+    assert first["spread"] == WAYS[way][1]
+    same(first, found["without"][0][0])
+    same(first, found["plain"][0][0], 1e-5)
+    assert [i[:3] for i in first["incidents"]] == [
+        [3, "input_nonfinite", [1]],
+        [7, "input_nonfinite", [14]],
+    ], "rows of the whole batch"
+    assert first["folder"] == str(directory / "bad")
+    assert len(list((directory / "bad" / "incidents").iterdir())) == 2
+    assert not any(Path(other["folder"]).exists() for other in others), (
+        "what the other processes wrote is gone with them"
+    )
+    told = [text.count("NanGuard: skipped step ") for text in printed]
+    assert told == [1, *[0] * len(others)], "one reports it, and what comes again is counted"
+
+
+def test_refused_where_the_host_waits(way, runs):
+    """The same, to the bit, if each verdict is read before the next step starts."""
+    ranks, _ = runs[0]["waited"]
+    assert_alike(ranks)
+    same(ranks[0], runs[0]["bad"][0][0])
+    assert ranks[0]["incidents"] == runs[0]["bad"][0][0]["incidents"]
+    assert ranks[0]["spread"] == WAYS[way][1]
+
+
+def test_rolled_back_by_both(way, runs):
+    ranks, _ = runs[0]["rollback"]
+    first = ranks[0]
+    assert_alike(ranks)
+    assert first["spread"] == WAYS[way][1], "what is put back lies where it lay"
+    assert [i[3] for i in first["incidents"]] == [
+        ["warn", "skip"],
+        ["warn", "skip"],
+        ["warn", "rollback", "lower_lr"],
+    ]
+    assert first["rate"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory"])
+def test_the_same_end(runs, fault):
+    """All end alike, whatever happens to one process."""
+    ranks, _ = runs[0][fault]
+    assert_alike(ranks)
+    incidents = ranks[0]["incidents"]
+    assert [i[0] for i in incidents] == {
+        "three": [9, 10, 11],
+        "weights": [10],
+        "memory": [5, 6, 7],
+    }.get(fault, [3, 7])
+    if fault in ("batch", "all"):
+        same(ranks[0], runs[0]["without"][0][0])
+    if fault == "weights":
+        assert incidents[0][1] == "state_nonfinite" and "rollback" in incidents[0][3]
+        assert ranks[0]["findings"][0][0].startswith("state of sequential/dense/kernel")
+    if fault == "memory":
+        assert ranks[0]["snapshots"] == [] and incidents[2][3] == ["warn", "lower_lr"], (
+            "nobody restores a snapshot"
+        )
+
+
+def test_stopped_by_both(runs):
+    """Nobody waits for the other."""
+    ranks, _ = runs[0]["endless"]
+    first = ranks[0]
+    assert_alike(ranks)
+    assert len(first["incidents"]) == 12
+    assert first["incidents"][-1][3][-1] == "stop"
+
+
+def test_killed_and_resumed(way, runs, tmp_path):
+    """One process dies; started again, all resume from disk and end as if nothing had happened."""
+    whole, _ = runs[0]["whole"][0]
+    count, spread = WAYS[way]
+    *others, last = jax_started([tmp_path] * count, *spread, "killed")
+    last.communicate(timeout=LIMIT)
+    assert last.returncode == 9
+    for (
+        other
+    ) in others:  # JAX would end them by itself, after 100 seconds
+        other.kill()
+        other.communicate(timeout=60)
+    left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())
+    assert any(name.startswith("snapshot-") for name in left)
+    ranks, printed = jax_runs(tmp_path, count, spread, "resumed")["resumed"]
+    assert "resuming from" in printed[0]
+    assert_alike(ranks)
+    for name in ("weights", "state", "rate"):
+        assert ranks[0][name] == whole[name]
+
+
+def test_the_others_end_with_an_error(way, tmp_path):
+    """One process dies: the others end by themselves, and not as if all was well."""
+    count, spread = WAYS[way]
+    *others, last = jax_started([tmp_path] * count, *spread, "killed")
+    last.communicate(timeout=LIMIT)
+    for other in others:
+        other.communicate(timeout=LIMIT)
+        assert other.returncode != 0
+
+
+def test_not_the_same_directory(way, runs, tmp_path):
+    """If one process alone finds a snapshot, all learn of it, and none waits for another."""
+    here, (count, spread) = tmp_path / "here", WAYS[way]
+    shutil.copytree(runs[1] / "whole", here / "killed")
+    processes = jax_started([here, *[tmp_path / "elsewhere"] * (count - 1)], *spread, "resumed")
+    errors = [process.communicate(timeout=LIMIT)[1] for process in processes]
+    assert all("Expected all processes to find the same snapshot" in error for error in errors)

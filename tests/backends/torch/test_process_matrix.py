@@ -1,0 +1,48 @@
+"""Several processes on PyTorch: after each fault all hold the same weights, slots and rate."""
+
+from __future__ import annotations
+
+import pytest
+from support.several_processes import assert_same, torch_cases
+
+PROGRAMS = ("module", "own buffers", "keras", "accumulate", "reports")
+FAULTS = ("healthy", "row", "batch", "all", "three", "loss", "spike", "weights", "memory")
+CASES = (
+    *(f"{program}:{fault}" for program in PROGRAMS for fault in ("plain", "without", *FAULTS)),
+    *(
+        "module:raise",
+        "keras:kill",
+        "module:row:4",
+        "module:three:4",
+        "module:without:4",
+        "module:kill:4",
+    ),
+)
+
+SAME = ("weights", "optimizer", "rate", "steps", "snapshots", "incidents")
+
+
+@pytest.fixture
+def found(once):
+    """What the processes of each case have left."""
+    return once("matrix", lambda folder: torch_cases(CASES))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.endswith((":plain", ":without", ":without:4"))]
+)
+def test_the_matrix(found, case):
+    """All processes end alike, or all that are left with an error."""
+    ranks, (program, fault, *count) = found[case], case.split(":")
+    if fault in ("kill", "raise"):
+        *others, gone = ranks
+        assert all(left["error"] for left in others) and (
+            gone is None or "disk full" in gone["error"]
+        )
+        return
+    assert_same(ranks, *SAME)
+    steps = [incident["step"] for incident in ranks[0]["incidents"]]
+    assert bool(steps) is (fault not in ("healthy", "spike"))
+    if fault in ("healthy", "row", "batch", "all"):
+        plain = ":".join([program, "without" if steps else "plain", *count])
+        assert ranks[0]["weights"] == found[plain][0]["weights"]
