@@ -105,7 +105,7 @@ def test_what_the_pages_name_exists(reference):
 def test_the_pages_name_what_they_are_about():
     """The pages name many places; a pattern that no longer meets them would pass everything."""
     assert sum("::" in reference for reference in references()) > 50
-    for table in ("A healthy step", "A refused step", "Where to find what", "Glossary"):
+    for table in ("A healthy step", "A refused step", "Where to find things", "Glossary"):
         assert len(rows(section(ARCHITECTURE, table))) >= 8
 
 
