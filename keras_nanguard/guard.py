@@ -1,4 +1,4 @@
-"""`NanGuard`: the one line that a user adds."""
+"""`NanGuard`: the callback that guards `fit`, `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ __all__ = ["NanGuard"]
 
 
 class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
-    """Guards training against NaN, Inf and finite explosions.
+    """Guards training against NaN and Inf, and against runs that are proven to have diverged.
 
-    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state: it commits whole, or it
-    is refused inside the compiled step and leaves everything as it was. The policy then decides what to change.
+    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It either commits
+    completely, or it is refused inside the compiled step and changes nothing. The policy then decides what to do.
 
     Args:
         policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
             `.json` file, a dict of the same shape, or a `Policy`.
-        directory: folder for everything that is written to disk; `None` writes nothing. One for each run.
-        verbose: 0 or False prints nothing; 1 or True a line for each kind of trouble and for each incident at which something is
-            changed, and a table at the end where something has happened; 2 a line for every incident and every epoch with refused
-            steps. Lines count steps, epochs and batches from 1, as the progress bar of Keras does.
+        directory: folder for files of this run; `None` writes no files. Use one folder per run.
+        verbose: 0 or False prints nothing. 1 or True prints a line for each new kind of incident and for each change, and a
+            table at the end if there were incidents. 2 prints a line for every incident and every epoch with refused
+            steps. Printed steps, epochs and batches count from 1, like the progress bar of Keras.
         functions: functions by name for the action `call`, each called with the `Incident`.
-        diagnose: find out why a step was refused. Costs nothing until one is.
-        resume: go on from the newest good snapshot in `directory`, where there is one: with the state of the model, the
-            position in the data, and everything that the policy remembers. Snapshots are kept on disk then.
-        logs: add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and `nanguard/rollbacks`
-            to the epoch logs.
-        sample_ids: what bad rows are called: one name for each row of `x`, or the key of the batch that holds them. By default their
-            place in `x`.
+        diagnose: whether to find the cause of a refused step. It costs nothing until a step is refused.
+        resume: whether to resume from the newest good snapshot in `directory`, if there is one. It restores the state of
+            the model, the position in the data, and the state of the policy. Snapshots are then stored on disk.
+        logs: whether to add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and
+            `nanguard/rollbacks` to the epoch logs.
+        sample_ids: names of the rows: one name for each row of `x`, or the key of the batch that has them. By default rows
+            are named by their index in `x`.
         **sections: sections of a policy, merged over it: `snapshot={"every": 50}`.
 
     Attributes:
-        incidents: list of `Incident`, in the order in which they happened.
+        incidents: list of `Incident`, in order of time.
 
-    A copy of a guard (`copy.deepcopy`) is a fresh one with the same settings; a pickle has the incidents so far, too. Neither guards
-    anything before a fit of its own.
+    A copy of a guard (`copy.deepcopy`) is a new guard with the same settings. A pickle also has the incidents so far. Neither is
+    attached to a fit.
 
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
@@ -82,7 +82,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     """
 
     async_safe = True
-    """Keras may call callbacks for a batch in another thread: all is done right after the step."""
+    """Keras may call the batch methods in another thread, because the guard acts right after the step."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._predicted: list[Finding] = []
 
     def _unused(self) -> NanGuard:
-        """Return a guard with the same policy that has seen nothing."""
+        """Return a new guard with the same policy."""
         return NanGuard(self.policy, directory=self.directory, verbose=self.verbose, logs=self.logs, sample_ids=self.sample_ids)
 
     @property
@@ -129,18 +129,18 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     # Installing and uninstalling
 
     def set_model(self, model: Any = None) -> None:
-        """Called by Keras before anything else; puts the transaction in place.
+        """Attach to the model. Keras calls this before anything else.
 
         Raises:
-            GuardError: if the class itself is among the callbacks (Keras gives it the model), or the model is one of `tf_keras`.
+            GuardError: if the class itself is among the callbacks, or the model is one of `tf_keras`.
         """
         arguments.require_instance(self, NanGuard, model)
         if model is None:
             return
         if self._fit is not None and self._fit.runs:
             raise GuardInUseError(
-                f"Expected a guard that is not at work. Received: one that guards a running fit of "
-                f"{getattr(self.model, 'name', None)!r}. Make a NanGuard of its own for each fit that runs at a time."
+                f"Expected a guard that is not in use. Received: a guard of a running fit of "
+                f"{getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit that runs at the same time."
             )
         self._detach()
         super().set_model(model)
@@ -154,7 +154,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         other = attached_to(model)
         if other is not None:
             if other.in_use(strictly=True):
-                text = "Two NanGuards in one fit: the first one guards, this one does nothing. Give callbacks=[...] one of them."
+                text = "Two NanGuards in one fit: only the first one is used. Pass only one in callbacks=[...]."
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
@@ -166,9 +166,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
     def _at_work(self, strictly: bool = False) -> bool:
-        """Whether the fit still runs; a loop of the user's own counts unless asked `strictly`.
+        """Whether the fit is still running.
 
-        Such a loop may have ended in an exception that nobody has seen.
+        A loop of the user's own counts as running unless `strictly`: it may have ended in an exception.
         """
         if self._fit is None:
             return False
@@ -196,7 +196,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         return session
 
     def _detach(self) -> None:
-        """Give the model its own methods back, whatever happened."""
+        """Restore the model's own methods."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.detach()
@@ -211,7 +211,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     # What Keras calls
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start counting; a `CallbackList` that is used for a second fit is put in place again."""
+        """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
         self._training, self._lagging = True, Lagging()
         if self._attachment is None and self.session is not None:
             self._fit = self._surrounding_fit()
@@ -228,10 +228,10 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._resume((self.params or {}).get("steps"))
         resuming = self.session.resuming if self.session is not None else None
         if resuming is not None and resuming.leaves_nothing_of(self._epochs()):
-            self._settle_start()  # no step is to come: other callbacks see the state at once
+            self._settle_start()  # no step will run: other callbacks receive the state now
 
     def start_counting(self, model: Any, params: Any) -> None:
-        """Begin a fit of a model that is guarded without this callback standing in its list."""
+        """Begin a fit of a model that is guarded without this callback in its list."""
         keras.callbacks.Callback.set_model(self, model)
         self.set_params(params)
         self._training = True
@@ -239,9 +239,9 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._begin_fit()
 
     def _print_policy_warnings(self) -> None:
-        """Print a line for each rule and setting of the policy that can do nothing in this run, each once.
+        """Print a line for each rule and setting of the policy without effect in this run, each once.
 
-        A model that is built by its first step (a subclassed one on TensorFlow) is compared with after the first epoch.
+        If the first step builds the model (a subclassed one on TensorFlow), the check is repeated after the first epoch.
         """
         if self.session is None or not self.verbose:
             return
@@ -257,7 +257,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             hide_from_progress_bar(callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note where the epoch starts."""
+        """Begin an epoch."""
         if self.session is not None:
             self.session.begin_epoch(epoch)
             if not self._start_settled:
@@ -267,7 +267,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
                 keras_fitting.begin_at(self.model, None)
 
     def before_epoch_end(self, logs: Any) -> None:
-        """Let no callback take the metrics of an epoch for real that has no step in it, whatever its place in the list."""
+        """Replace the logs of an epoch without committed steps, before any callback receives them."""
         if self.session is None:
             return
         self.session.resolve_pending()
@@ -286,7 +286,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             yield
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Say how many steps were left out, which stands beside the means of the epoch."""
+        """Report the skipped steps of the epoch, and record it."""
         if self.session is None:
             return
         if self._unnamed:
@@ -297,7 +297,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._record_epoch(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Take the transaction off."""
+        """End the fit: print the table and detach."""
         self._restore_at_once()
         self._warn_unless_begun()
         if self.session is not None:
@@ -306,7 +306,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._detach()
 
     def _warn_unless_begun(self) -> None:
-        """Warn if a loop of the user's own makes its steps where the guard cannot see them."""
+        """Warn if the steps of a loop of the user's own were not guarded."""
         by_hand = self._fit is not None and self._fit.by_hand
         if by_hand and self.session is not None and not self.session.began:
             self._reporter.once(
@@ -315,12 +315,12 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             )
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Know of all steps before a validation shows what they made."""
+        """Read all pending verdicts before a validation."""
         if self.session is not None:
             self.session.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """See a validation or evaluation that is not finite, and a validation that only lagging BatchNorm statistics spoil."""
+        """Report a result that is not finite, or a validation loss that lagging BatchNorm statistics cause."""
         bad = results.bad_metrics(logs)
         self._announce_results(bad)
         if self._training and not bad:
@@ -335,17 +335,17 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             self.session.seen_outside(*found)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Find predictions that are not finite; the first ones are reported when the call ends."""
+        """Find predictions that are not finite. The first ones are reported at the end of the call."""
         self._predicted = self._predicted or results.bad_arrays(logs)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        """Report what was found, and take the transaction off."""
+        """Report predictions that are not finite, and detach."""
         found, self._predicted = self._predicted, []
         self._announce_results(found)
         self._leave()
 
     def _announce_results(self, findings: list[Finding]) -> None:
-        """Report results that are not finite; outside of training nothing is done about them."""
+        """Report results that are not finite. Outside of training no action is taken."""
         if findings and self.session is not None:
             diagnosis = results.diagnosed(self.model, bool(self.verbose)) if self.diagnose else None
             self.session.seen_outside(findings, diagnosis, act=self._training)
@@ -372,17 +372,18 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._reporter.incident(incident, directory, self._samples_of(incident))
 
     def summary(self) -> str:
-        """Return what was seen and done, in all fits so far, in a few lines of text."""
+        """Return a summary of all fits so far as text: numbers of steps, incidents by cause, and actions."""
         return console.summary(self.incidents, *self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write what has happened so far to a file and return its path.
+        """Write a report of all fits so far to a file, and return its path.
 
-        `.html` is one page that needs nothing else: curves, incidents, layers, bad rows. `.md` is text, `.json` one object with a
-        format number, `.jsonl` one incident a line. The file is never half there. Of several processes the first one writes it.
+        The suffix of the path selects the format: `.html` is a self-contained page with curves, incidents, layers and bad rows,
+        `.md` is text, `.json` one object with a format number, and `.jsonl` one incident per line. The file is written
+        atomically. If there are several processes, the first one writes it.
 
         Raises:
-            GuardError: for another ending.
+            GuardError: if the suffix is another one.
         """
         if processes.index() != 0:
             return Path(path)

@@ -1,4 +1,4 @@
-"""`NanGuardModel`: the transaction for those who subclass."""
+"""`NanGuardModel`: a base class for models that are always guarded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["NanGuardModel"]
 
 
 def _has_callback(model: Any) -> bool:
-    """Whether a `NanGuard` among the callbacks of a fit stands in for this model's train function."""
+    """Whether a `NanGuard` among the callbacks of a fit guards this model."""
     return attached_to(model) is not None
 
 
 def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a model is made of inputs and outputs, by the rule of keras/src/models/model.py."""
+    """Whether the arguments create a functional model, by the rule of keras/src/models/model.py."""
     return len(args) == 2 or (len(args) == 1 and "outputs" in kwargs) or ("inputs" in kwargs and "outputs" in kwargs)
 
 
@@ -36,10 +36,10 @@ def _functional() -> type:
 
 
 class _OfTensors:
-    """Reads, on a class, as the class of the same name for functional models; it is found there when a model is unpickled.
+    """Descriptor that returns, for a class, the class of the same name for functional models. Unpickling finds it here.
 
-    Keras makes a class functional for good, with all that it inherits from, when one model of it is made of inputs and outputs.
-    After that no class that inherits from `NanGuardModel` could be made in another way.
+    When one model of a class is created from inputs and outputs, Keras makes the class and its bases functional permanently.
+    After that no class that inherits from `NanGuardModel` could be created in another way.
     """
 
     def __get__(self, model: Any, cls: Any) -> type:
@@ -55,7 +55,7 @@ def _made_of_tensors(cls: type) -> type:
 
 
 class _Epochs(keras.callbacks.Callback):
-    """Reports to the guard of a model where epochs start, and adds the number of refused steps to the epoch logs."""
+    """Tells the guard of a model when epochs begin, and adds the number of refused steps to the epoch logs."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -96,10 +96,10 @@ class _Epochs(keras.callbacks.Callback):
 
 @keras.saving.register_keras_serializable("keras_nanguard")
 class NanGuardModel(keras.Model):
-    """A `keras.Model` whose train step is a transaction without any callback.
+    """A `keras.Model` whose train step is a transaction, without a callback.
 
-    Subclass it as you would `keras.Model`; `fit`, `train_on_batch` and a `train_step` of your own are guarded, with as
-    many optimizers as the model holds. Everything that `NanGuard` reports, `model.nanguard` does.
+    Subclass it like `keras.Model`. `fit`, `train_on_batch` and your own `train_step` are guarded, with any number of
+    optimizers. `model.nanguard` is the guard, with its incidents and reports.
 
     Example:
 
@@ -112,16 +112,16 @@ class NanGuardModel(keras.Model):
     ```
 
     Args:
-        guard: the `NanGuard` of this model, with a policy, directory and functions of its own; by default one is made of
-            `nanguard_policy`. It is not part of what is saved. All other arguments are those of `keras.Model`.
+        guard: the `NanGuard` of this model; by default one with the policy `nanguard_policy`. It is not saved with the
+            model. All other arguments are those of `keras.Model`.
 
     Raises:
-        GuardError: if `guard` is no `NanGuard`.
+        GuardError: if `guard` is not a `NanGuard`.
 
     Attributes:
-        nanguard_policy: the policy, as `NanGuard` takes it; set it on the class or on the model before training.
-        nanguard: the `NanGuard` that holds incidents and summary, made on first use. A model that is copied or loaded has one of
-            its own, with no incidents.
+        nanguard_policy: the policy, as for `NanGuard`. Set it on the class, or on the model before training.
+        nanguard: the `NanGuard` of the model, created on first use. A copied or loaded model has a new one, without
+            incidents.
     """
 
     nanguard_policy: Any = "recover"
@@ -148,7 +148,7 @@ class NanGuardModel(keras.Model):
         """The guard of this model."""
         guard, wanted = self.__dict__.get("_nanguard"), (self.nanguard_policy, self.nanguard_verbose)
         made_of, given = self.__dict__.get("_nanguard_made_of"), self.__dict__.get("_nanguard_given", False)
-        # loading a model asks for it, before anyone can set them
+        # loading a model reads this property before the policy can be set
         if guard is None or (not given and guard.session is None and made_of != wanted):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
             overrides.set_instance(self, "_nanguard", guard)
@@ -156,7 +156,7 @@ class NanGuardModel(keras.Model):
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `keras.Model.fit` does; steps and epochs of incidents count from the start of this fit."""
+        """Train like `keras.Model.fit`. Steps and epochs of incidents count from the start of this fit."""
         self.train_function = None
         given = args[5] if len(args) > 5 else kwargs.get("callbacks")
         if len(args) <= 5 and not isinstance(given, keras.callbacks.CallbackList):
@@ -174,7 +174,7 @@ class NanGuardModel(keras.Model):
         """Make the train function of `keras.Model`, with the transaction around the train step."""
         if self.train_function is not None and not force:
             return self.train_function
-        if _has_callback(self):  # a NanGuard among the callbacks does it for this fit
+        if _has_callback(self):  # a NanGuard among the callbacks guards this fit
             return super().make_train_function(force=force)
         guard = self.nanguard
         if guard.session is not None:  # of an earlier fit, or of another compile()

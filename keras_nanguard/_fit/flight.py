@@ -1,4 +1,4 @@
-"""The part of `NanGuard` that shows what a run has recorded, and gives it to other callbacks."""
+"""The part of `NanGuard` for the recording: access, epoch logs, and trackers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["FlightMixin"]
 
 
 class FlightMixin:
-    """The part of `NanGuard` for what was recorded."""
+    """The part of `NanGuard` for the recording."""
 
     session: Session | None
     incidents: list[Incident]
@@ -47,26 +47,26 @@ class FlightMixin:
 
     @property
     def recording(self) -> Recording:
-        """What all steps so far have measured, and what was done: NumPy arrays, and frames. A copy, from memory."""
+        """The `Recording` of all steps and events so far. It is a copy from memory."""
         return self._recorder.recording
 
     def _copied(self) -> dict[str, Any]:
-        """Return what a copy has of this part."""
+        """Return the attributes of this part for a copy of the guard."""
         recorder = copy.copy(self._recorder)
         return {"_recorder": recorder, "_bad_rows": BadRows(recorder, self.sample_ids)}
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
-        """Return the rows of the data that were to blame for bad steps, each once, in the order in which they were found.
+        """Return the rows of the data that caused bad steps, each once, in the order in which they were found.
 
-        A row is known by its own values: it is the same one in each epoch, however the data is shuffled. Where `fit` trains on arrays its
-        `index` is that in `x`; elsewhere `index` is `None`, and the label is the beginning of its fingerprint or the name that
-        `sample_ids` gives it. Rows that are changed anew each epoch (augmentation) are new ones each time.
+        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays, `index` is its index in
+        `x`. Otherwise `index` is `None`, and the label is the beginning of its fingerprint, or its name from `sample_ids`.
+        An augmented row is a new row in each epoch.
 
         Args:
-            path: a `.csv` file to write them to as well.
+            path: a `.csv` file to write the rows to, or `None`.
 
         Raises:
-            GuardError: for another ending.
+            GuardError: if the suffix of the path is another one.
         """
         found = tuple(self._recorder.samples.values())
         if path is not None:
@@ -74,7 +74,7 @@ class FlightMixin:
         return found
 
     def _note_fit(self, params: Mapping[str, Any] | None) -> None:
-        """Note how long the fit is to be, where that is known, and which trackers it has."""
+        """Record the length of the fit, if known, and find its trackers."""
         self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
         known = {key: int(value) for key, value in (params or {}).items() if key in ("epochs", "steps") and value is not None}
         self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
@@ -102,13 +102,13 @@ class FlightMixin:
         return [sample for sample in self._recorder.samples.values() if step in sample.steps]
 
     def _record_incident(self, incident: Incident) -> None:
-        """Record an incident, and hand it to the trackers that the run has."""
+        """Record an incident, and send it to the trackers of the run."""
         self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
         if self._trackers is not None:
             self._trackers.incident(incident)
 
     def _end_trackers(self) -> None:
-        """Hand on what a tracker wants at the end of a fit."""
+        """Send the report to the trackers at the end of a fit."""
         trackers, self._trackers = self._trackers, None
         if trackers is not None:
             trackers.end(self._page)
@@ -122,7 +122,7 @@ class FlightMixin:
         raise NotImplementedError
 
     def _add_counts(self, logs: Any) -> None:
-        """Put whole numbers where Keras has made floats of them, and all where nobody has added them."""
+        """Convert the counts in the logs, which Keras made floats, back to integers; add the logs if they are missing."""
         if isinstance(logs, dict) and REFUSED in logs:
             logs |= {key: int(logs[key]) for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks") if key in logs}
         else:
@@ -163,9 +163,9 @@ class FlightMixin:
         return block(title, lines if not rows else (), ("times", "trouble", "first at", "done, or why"), rows, not self.incidents)
 
     def plot(self) -> Any:
-        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with all that was done marked.
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with marks for all actions.
 
-        Takes the extra `plot`. The figure belongs to no window: `guard.plot().savefig("run.png")`.
+        Needs the extra `plot`. The figure is not shown: `guard.plot().savefig("run.png")`.
 
         Raises:
             GuardError: if matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Guarding a loop that has no Keras trainer: `guard.watch(model, *optimizers)` and `guard.step(fn)`."""
+"""`guard.watch(model, *optimizers)` and `guard.step(function)`, for loops without `fit`."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class LoopMixin:
 
     @contextlib.contextmanager
     def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
-        """Guard the steps made with `step` for this model and these optimizers.
+        """Return a context in which the steps that `step` returns are guarded.
 
         Args:
-            model: any `keras.Model` or `keras.Layer` that holds the weights, compiled or not; on PyTorch any
-                `torch.nn.Module`, too.
-            *optimizers: the optimizers of Keras that the loop uses; by default those of the model. On PyTorch also those of
-                `torch.optim`. On JAX none is needed for an optimizer of optax: its state passes through the step.
+            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch also a
+                `torch.nn.Module`.
+            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch also those of
+                `torch.optim`. On JAX omit an optimizer of optax, because its state is part of the state of the step.
 
         Raises:
-            GuardError: if there is no optimizer, if one of them is something else (a list of them), or if the model or an optimizer
-                is one of `tf_keras`.
+            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list, for example), or if the
+                model or an optimizer is one of `tf_keras`.
             GuardInUseError: if this guard already watches a loop.
 
         Example:
@@ -65,7 +65,7 @@ class LoopMixin:
         """
         if self._watching:
             raise GuardInUseError(
-                "Expected a guard that watches no loop. Received: one that does. Use one NanGuard for each loop."
+                "Expected a guard that does not watch a loop yet. Received: a guard of a running loop. Use one NanGuard per loop."
             )
         require_keras_3(model, *optimizers)
         model, optimizers = adapted(model, optimizers)
@@ -88,7 +88,7 @@ class LoopMixin:
         self._watching = True
         try:
             yield self.session
-            self.session.restore()  # where the loop had no step left to make
+            self.session.restore()  # if the loop had no steps left
             self.session.finished = True
         finally:
             self._watching = False
@@ -99,16 +99,16 @@ class LoopMixin:
                 self.session.end()
 
     def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-        """Return the step as a transaction.
+        """Return the train step as a transaction.
 
         Args:
-            function: one train step: it computes a loss, takes gradients and calls `optimizer.apply`. Plain Python runs
-                eagerly; a `tf.function` is compiled as it was, XLA included. Every scalar that it returns counts as its
-                loss.
+            function: a train step that computes a loss and gradients, and calls `optimizer.apply`. A Python function runs
+                eagerly. A `tf.function` is compiled with its own settings, including XLA. Every scalar that it returns
+                counts as a loss.
 
         Returns:
-            A callable of the same arguments and results. What a refused step returns is what it computed, NaN included;
-            `guard.refused` says whether the last step was refused.
+            A callable with the same arguments and results. A refused step returns its computed values, including NaN.
+            Check `guard.refused` after each call.
 
         Raises:
             GuardError: when called outside of `watch`.
@@ -131,17 +131,17 @@ class LoopMixin:
 
     @property
     def refused(self) -> bool:
-        """Whether the last step of a watched loop was refused."""
+        """Whether the last step was refused."""
         return self.session is not None and self.session.counts.last_refused
 
     @property
     def stopped(self) -> bool:
-        """Whether the policy has ended training; a loop of your own has to look."""
+        """Whether the policy has ended training. Your own loop has to check this after each step."""
         return self.session is not None and self.session.stopped
 
 
 def _remedy(given: Any) -> str:
-    """Return what to write in place of something that is not an optimizer of Keras."""
+    """Return what to pass instead of an object that is not a Keras optimizer."""
     if isinstance(given, (list, set)) or type(given) is tuple:
         return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
     if state_passes_through_step():

@@ -1,4 +1,4 @@
-"""`Recording`: what a run has recorded, the same from memory and from its file."""
+"""`Recording`: the measurements and events of a run, from memory or from its file."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _TABLES = ("steps", "bins", "events", "samples")
 
 @dataclass(frozen=True)
 class Recording:
-    """What a run has recorded. All of it is a copy: nothing changes while the run goes on.
+    """The measurements and events of a run, as a copy that does not change during the run.
 
     Steps, epochs and batches count from 0.
 
     Attributes:
-        meta: what is known of the run as a whole: `format`, `model`, `backend`, `versions`, `policy` (as text), `began` and `written`
-            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (of each
-            limit of the policy `rule`, `do`, `used`, `times`, `per_steps`).
-        steps: the last thousands of steps, one array for each of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`,
-            `loss_scale`, `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale settles, 3 skipped) and `undone`
-            (by a rollback; the same step number may come again where steps are run again), in the order in which they ran.
-        bins: all steps before those, in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the least and the largest of
-            each measured column (`loss_min`, `loss_max`, ...), `loss_mean`, and `time` of the last.
-        events: what happened, in order.
-        layers: for each variable path the arrays `step`, `gradient_norm`, `weight_norm` and `update_ratio` (trainable variables) or
+        meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text), `began` and `written`
+            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`, and `budgets`
+            (for each limit of the policy `rule`, `do`, `used`, `times`, `per_steps`).
+        steps: at least the last 8,192 steps in the order in which they ran, as one array for each of `step`, `epoch`, `batch`,
+            `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status` (0 committed, 1 refused, 2 overflow that the
+            loss scale handles, 3 skipped) and `undone` (by a rollback). A step that runs again has another row with the same
+            number.
+        bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the smallest and largest value of
+            each measured column (`loss_min`, `loss_max`, ...), `loss_mean`, and the `time` of the last step.
+        events: events in order of time.
+        layers: for each variable path the arrays `step`, `gradient_norm`, `weight_norm` and `update_ratio` (trainable variables), or
             `step`, `low` and `high` (statistics of BatchNormalization).
-        samples: rows of the data that were to blame.
+        samples: bad rows of the data.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -52,13 +53,13 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recording:
-        """Return what a run has recorded in its directory, while it runs or later.
+        """Read the recording from the directory of a run, during the run or later.
 
         Args:
-            path: the directory that the guard was given, or the file `recording.sqlite` in it.
+            path: the `directory` of the guard, or the file `recording.sqlite` in it.
 
         Raises:
-            GuardError: if there is no such file, or if it is no recording, of a newer version, damaged or too large.
+            GuardError: if there is no such file, or if it is not a recording, of a newer version, damaged or too large.
         """
         found = database.read(path)
         meta = {key: value for key, value in found["meta"].items() if key != "writer"}
@@ -69,7 +70,7 @@ class Recording:
         return f"Recording({model!r}, status={status!r}, steps={len(self)}, events={len(self.events)}, samples={len(self.samples)})"
 
     def __len__(self) -> int:
-        """How many steps have run, those that were undone included."""
+        """Number of steps that have run, including undone ones."""
         return int(self.bins["count"].sum()) + len(self.steps["step"])
 
     def series(self, name: str, points: int = 2000) -> tuple[Array, Array, Array]:
@@ -77,11 +78,11 @@ class Recording:
 
         Args:
             name: one of `loss`, `gradient_norm`, `learning_rate`, `loss_scale`.
-            points: how many points there are at most.
+            points: maximum number of points.
 
         Returns:
-            `(step, low, high)`: steps in growing order, and the least and the largest finite number that was measured about there;
-            steps that a rollback has undone are among them. Points at which nothing finite was measured are left out.
+            `(step, low, high)`: steps in ascending order, and the smallest and largest finite value near each of them. Undone
+            steps are included. Points without a finite value are omitted.
 
         Raises:
             GuardError: if there is no such column, or `points` is not at least 1.
@@ -89,7 +90,7 @@ class Recording:
         if name not in MEASURED:
             raise GuardError(expected(f"name to be one of {', '.join(MEASURED)}", repr(name), "Correct the name."))
         if points < 1:
-            raise GuardError(expected("points to be at least 1", repr(points), "Ask for more points."))
+            raise GuardError(expected("points to be at least 1", repr(points), "Pass a larger number."))
         step = np.concatenate([(self.bins["first"] + self.bins["last"]) // 2, self.steps["step"]])
         low = np.concatenate([self.bins[f"{name}_min"], self.steps[name]])
         high = np.concatenate([self.bins[f"{name}_max"], self.steps[name]])

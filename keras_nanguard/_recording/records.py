@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the form of a recording; incremented whenever a reader of the old form would misread the new one."""
+"""Version of the format of a recording. It increases whenever a reader of the old format would misread the new one."""
 
 COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
 STATUSES = ("committed", "refused", "overflow", "skipped")
-"""What became of a step, by its number in the column `status`. An overflow is a refusal that the loss scale settles by itself;
-a batch that no step has trained on is skipped."""
+"""The result of a step, by its number in the column `status`. An `overflow` is a refused step that dynamic loss scaling handles.
+A `skipped` batch was not trained on."""
 
 MEASURED = ("loss", "gradient_norm", "learning_rate", "loss_scale")
-"""What a step measures, NaN where it is not known."""
+"""Measurements of a step; NaN if unknown."""
 
 STEP_COLUMNS: dict[str, type] = {
     "step": np.int64,
@@ -60,22 +60,22 @@ BIN_COLUMNS: dict[str, type] = {
     "loss_mean": np.float64,
     "time": np.float64,
 }
-"""The columns of `Recording.bins`: each row stands for `count` steps that ran one after the other, from `first` to `last`."""
+"""The columns of `Recording.bins`. Each row summarizes `count` consecutive steps, from `first` to `last`."""
 
 EVENT_KINDS = ("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall", "resume", "end")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a run.
+    """An event of a run.
 
     Attributes:
-        step: the step at which it happened, from 0.
-        epoch: the epoch, from 0.
-        time: when, in seconds since 1970.
+        step: its step, from 0.
+        epoch: its epoch, from 0.
+        time: its time in seconds since 1970.
         kind: one of `EVENT_KINDS`.
-        text: what happened, in one sentence.
-        data: more about it, as plain JSON values: of an incident its `Incident.to_dict()`.
+        text: a sentence that describes it.
+        data: details as plain JSON values; for an incident `Incident.to_dict()`.
     """
 
     step: int
@@ -88,15 +88,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A row of the data that was to blame for at least one bad step.
+    """A row of the data that caused at least one bad step.
 
     Attributes:
-        label: what it is called: `x[217]`, the user's own name, or the beginning of its fingerprint.
-        index: its place in the `x` that `fit` was given, `None` where that is not known.
+        label: its name: `x[217]`, the user's own name, or the beginning of its fingerprint.
+        index: its index in the `x` of `fit`, or `None` if unknown.
         fingerprint: SHA-256 of its values, in hexadecimal.
-        times: in how many bad steps a row with these contents was found.
+        times: number of bad steps in which a row with these values was found.
         steps: the first of those steps, from 0.
-        why: what is wrong with it, as a clause.
+        why: the fault, as a clause.
     """
 
     label: str

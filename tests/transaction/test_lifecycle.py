@@ -122,7 +122,7 @@ def test_shared_by_two_fits_at_once():
     thread.start()
     started.wait(60)
     try:
-        with pytest.raises(GuardInUseError, match="Make a NanGuard of its own"):
+        with pytest.raises(GuardInUseError, match="Create a separate NanGuard"):
             fit(zoo.plain(), data, guard)
     finally:
         finish.set()
