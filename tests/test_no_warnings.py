@@ -75,7 +75,7 @@ def test_a_fit_with_incidents(name, tmp_path):
 
 
 @pytest.mark.parametrize("site", ["gradients", "weights", "statistics", "slots"])
-@pytest.mark.parametrize("kind", ["nan", "overflow"])
+@pytest.mark.parametrize("kind", [pytest.param("nan", marks=pytest.mark.slow), "overflow"])
 def test_injected(site, kind):
     """Trouble in the state: read, reported and put right."""
     built = model(keras.optimizers.Adam(1e-3), wide=True)

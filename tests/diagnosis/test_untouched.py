@@ -44,7 +44,9 @@ def troubled_fit(diagnosed: bool, **compile_):
     return state, history, random.random(), np.random.rand(), guard
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] if mode == "xla" else []) for mode in MODES]
+)
 def test_training_with_a_diagnosis_is_training_without_one(mode):
     with_, without = (troubled_fit(diagnosed, **MODES[mode]) for diagnosed in (True, False))
     assert all(np.array_equal(a, b) for a, b in zip(with_[0], without[0]))

@@ -37,7 +37,7 @@ WAYS = ("deferred", "kept", "compiled", "eager")
 """Updates that wait for the verdict; updates at once, and old values kept; compiled by XLA; no graph."""
 
 
-@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_bad_steps(way, several):
     """They leave nothing behind, log what the step before logged, and are reported with their numbers, batches and all that was bad."""
@@ -222,7 +222,7 @@ def test_a_tape_around_a_step_watches_the_weights_alone():
     assert set(found) <= {id(v.value) for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)}
 
 
-@pytest.mark.parametrize("way", ["deferred", "compiled", "eager"])
+@pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_more_reports_than_are_kept(way, monkeypatch):
     """The first are there; nobody waits for the others, and every verdict is read."""
     monkeypatch.setattr(step_reports, "CAPACITY", 3)
@@ -259,11 +259,11 @@ def test_nothing_of_a_run_is_left():
     assert transaction.train_state().trainable == TrainState.of(model).trainable
 
 
-@pytest.mark.parametrize("way", ["deferred", "compiled", "eager"])
+@pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_batches_that_take_much_memory(way, monkeypatch):
     """Of the refused batches that wait for the host the first stays, and others while they fit; all counts are there."""
     one = 4 * SIZE * (3 + 1)  # bytes of x and y
-    for limit, kept in ((1, 1), (3 * one, 3), (1 << 20, STEPS)):
+    for limit, kept in ((1, 1), (3 * one, 3)):
         monkeypatch.setattr(batch_memory, "MAX_BYTES", limit)
         transaction = alone(network(), way, several=STEPS)
         found = run(transaction, batches(WITH_BAD, [BAD[0]] * STEPS), STEPS, way)[2]

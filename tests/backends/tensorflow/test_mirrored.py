@@ -18,14 +18,15 @@ TOGETHER = {
     "one replica": ("several_steps",),
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
-    "compiled": ("compiled",),
     "diagnosed": ("forward_domain",),
+    "compiled": ("compiled",),
     "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
 """Cases that share a process."""
 
-SLOW = (*TOGETHER["campaign"], *TOGETHER["two optimizers"])
+DAILY = (*TOGETHER["graph"], *TOGETHER["own step"], "forward_domain")
+SLOW = tuple(name for names in TOGETHER.values() for name in names if name not in DAILY)
 """Cases that are left to the slow tests."""
 
 
@@ -86,11 +87,13 @@ def test_rows_are_those_of_the_whole_batch(result, name):
     assert reported["samples"] == [[1], [6], [1, 6]] * 2
 
 
+@pytest.mark.slow
 def test_one_replica_is_no_replica(result):
     """Where there is only one replica, none is named."""
     assert result("several_steps")["replicas"] == [[]] * 6
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_replica_halves_the_scale_of_both(result):
     """The loss scale learns on every replica from what one of them saw, once, and nothing else moves."""
     reported = result("overflow")
@@ -127,6 +130,7 @@ def test_train_on_batch(result):
     assert reported["changed"] == [] and reported["steps"] == [1] and reported["replicas"] == [[0, 1]] and reported["samples"] == [[2]]
 
 
+@pytest.mark.slow
 def test_asked_to_compile(result):
     """With `jit_compile=True` the guarded step runs in graph mode."""
     assert result("compiled")["differences"] == []

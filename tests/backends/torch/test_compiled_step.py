@@ -103,7 +103,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["keras", "half precision", pytest.param("own step", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("keras", "own step")]
+
+
+@pytest.mark.parametrize("name", ["half precision", *SLOW])
 def test_a_bad_batch_never_happened(name, steady):
     """A compiled guarded fit ends where one ends that was never given the bad batches, and is compiled once."""
     build, policy = CASES[name]
