@@ -55,7 +55,7 @@ SHARED = (
 NIGHTLY = (
     *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py", "docs/test_several_devices.py"),
     *("report/test_browser.py", "report/test_notebook.py", "test_examples.py"),
-    *("backends/jax/test_process_matrix.py", "backends/torch/test_process_matrix.py", "transaction/test_sites.py"),
+    *("backends/jax/test_process_matrix.py", "backends/torch/test_process_matrix.py"),
 )
 """Tests with other libraries, notebooks, browsers, several processes and the whole site: run with `--nightly`, as `make nightly` does."""
 
