@@ -50,7 +50,7 @@ class Counts:
         self.epoch = self.epoch_start = self.epoch_refused = self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused = False
         self.restored: int | None = None
-        self._began = 0
+        self._began = self._overflows_before = 0
         self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -59,7 +59,7 @@ class Counts:
             self._epochs.append((self._began, self.epoch, self.epoch_start))
         self._began = self.step
         self.epoch, self.epoch_start, self.epoch_refused, self.epoch_passed = epoch, self.step, 0, 0
-        self.epoch_rollbacks = self.rollbacks
+        self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
 
     def resume_epoch(self, batches: int) -> None:
         """Skip the batches that an earlier run has trained on in this epoch; its metrics go on."""
@@ -109,6 +109,11 @@ class Counts:
     def epoch_committed(self) -> int:
         """How many steps of this epoch have committed."""
         return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
+
+    @property
+    def epoch_overflows(self) -> int:
+        """How many steps of this epoch were refused for an ordinary float16 overflow."""
+        return self.overflows - self._overflows_before
 
     @property
     def idle(self) -> bool:

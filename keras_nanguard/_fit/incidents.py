@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.levels import WINDOW, level_of, onset
 from keras_nanguard._core.nonfinite_error import NonFiniteError
@@ -14,6 +15,7 @@ from keras_nanguard._fit import perform, recorded, schedule_poles
 from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
+from keras_nanguard._fit.trial import trial
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
@@ -92,12 +94,28 @@ class Incidents:
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
-        """Whether dynamic loss scaling deals with this by itself: nothing else is bad, neither the batch nor a number of the state."""
-        counts = self._run.counts
-        counts.streak = counts.streak + 1 if self._run.train_state().scales and verdict.only_gradients else 0
-        if not counts.streak or not self._run.policy.loss_scale.is_expected_overflow(counts.streak, verdict.scale):
+        """Whether dynamic loss scaling deals with a step: its gradients alone are bad, for their scale.
+
+        After a streak of such steps this is tested: the step has to be finite at a scale of 1.
+        """
+        run, counts = self._run, self._run.counts
+        scaled = bool(run.train_state().scales) and verdict.only_gradients
+        counts.streak = counts.streak + 1 if scaled else 0
+        if not scaled or in_batch(report, run.model) or (counts.streak == 1 and run.scan("state")):
             return False
-        return not in_batch(report, self._run.model) and not (counts.streak == 1 and self._run.scan("state"))
+        if run.policy.loss_scale.is_expected_overflow(counts.streak, verdict.scale):
+            return True
+        ordinary = run.policy.loss_scale.can_fall(verdict.scale) and self._is_finite_unscaled()
+        counts.streak = 0 if ordinary else counts.streak
+        return ordinary
+
+    def _is_finite_unscaled(self) -> bool:
+        run = self._run
+        args = run.transaction.batch(run.step, run.transaction.given)
+        if args is None or processes.count() > 1:
+            return False
+        with trial(run, rates=False) as trying:
+            return trying is not None and trying.is_finite_unscaled(args)
 
     def committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""

@@ -47,7 +47,14 @@ class Reporter:
         self.attempt("print a line", lambda: self._print(self._lines.line(incident, samples, _details(directory))))
 
     def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
-        """Print the line at the end of an epoch, if there is something to say."""
+        """Print the line at the end of an epoch, if there is something to say.
+
+        Ordinary overflows under dynamic loss scaling are part of a healthy run: without any other
+        refused step there is no line, unless all steps were refused or `verbose` is 2.
+        """
+        ordinary = counts.epoch_overflows >= counts.epoch_refused and counts.epoch_committed > 0
+        if ordinary and self.verbose < 2:
+            return
         seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
         self.attempt("print a line", lambda: self._print(self._lines.epoch(epoch, *seen)))
 

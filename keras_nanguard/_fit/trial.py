@@ -81,6 +81,13 @@ class Trial:
                 return None
         return {id(v): keras_variables.read(v) for v in self._variables}
 
+    def is_finite_unscaled(self, args: Sequence[Any]) -> bool:
+        """Return whether a step from the present state is finite with every loss scale at 1."""
+        self._load(self.present)
+        for scale, _ in self._run.train_state().scales:
+            keras_variables.write(scale, np.ones((), str(scale.dtype)))
+        return math.isfinite(self._step(args))
+
     def _load(self, state: State) -> None:
         self._run.state.access.sync_variables()
         for variable in self._variables:
@@ -107,16 +114,20 @@ def with_inputs_of(args: Sequence[Any], other: Sequence[Any]) -> Sequence[Any] |
 
 
 @contextmanager
-def trial(run: Run) -> Iterator[Trial | None]:
+def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
     """Return a context with a `Trial`, at the end of which all is as it was.
 
     It is `None` if steps cannot be replayed, or if memory has no room for a copy of the state.
+
+    Args:
+        run: the run.
+        rates: whether learning rates are changed in it; a schedule is compiled anew for that.
     """
     access, train_state = run.state.access, run.train_state()
     if not access.can_run_again or not run.policy.refuse or not _room(run):
         yield None
         return
-    for optimizer in train_state.optimizers:
+    for optimizer in train_state.optimizers if rates else ():
         if run.recovery.rate(optimizer).make_adjustable():
             access.rebuild()
     with ExitStack() as ending:

@@ -101,8 +101,11 @@ class LossScale(Record):
         Above `HIGH_SCALE` overflows are not counted: there every ordinary gradient overflows, and
         dynamic scaling takes one halving for each power of 2 to come down.
         """
-        few = streak <= self.streak or scale > HIGH_SCALE
-        return few and self.floor <= scale * 0.5 <= self.ceiling
+        return (streak <= self.streak or scale > HIGH_SCALE) and self.can_fall(scale)
+
+    def can_fall(self, scale: float) -> bool:
+        """Return whether half of a scale is within the bounds."""
+        return self.floor <= scale * 0.5 <= self.ceiling
 
 
 class Statistics(Record):

@@ -143,6 +143,33 @@ def test_silence(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_ordinary_overflows(capsys, verbose):
+    """Dynamic loss scaling skips steps until gradients no longer overflow: a healthy run, so no line but at `verbose=2`."""
+    keras.config.set_dtype_policy("mixed_float16")
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.0**24)
+    model = zoo.plain(scaled, dropout=False)
+    _, history = fit(zoo.regression(), NanGuard(verbose=verbose), model=model, epochs=1)
+    assert 0 < history["refused_steps"][0] < 12
+    assert ("metrics exclude" in capsys.readouterr().out) is (verbose == 2)
+
+
+def test_overflows_down_to_a_small_scale(capsys):
+    """Gradients in the thousands need a loss scale below 16: more overflows in a row than are left untested, and all are ordinary."""
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def run(*callbacks):
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-9))
+        data = zoo.regression(batches=24)
+        data.y *= 8000.0
+        model, _ = fit(data, *callbacks, model=zoo.plain(scaled, dropout=False), epochs=1)
+        return float(keras.ops.convert_to_numpy(scaled.dynamic_scale))
+
+    stock, guard = run(), NanGuard()
+    assert stock < 2.0**6, "the scale has not come down"
+    assert run(guard) == stock and guard.incidents == [] and capsys.readouterr().out == ""
+
+
 def test_printing_follows_keras(capsys, caplog):
     """Where Keras' interactive logging is off, the lines go where Keras' own lines go."""
     keras.config.disable_interactive_logging()
