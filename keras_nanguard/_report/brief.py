@@ -111,10 +111,11 @@ def _head(incident: Incident) -> str:
 
 
 def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
-    diagnosis, first = incident.diagnosis, incident.first
-    if (pole := incident.values.get("pole")) is not None:
-        rate = incident.values.get("learning_rate", math.nan)
-        return f"the learning rate was {rate:.3g} at iteration {pole:.0f}"
+    diagnosis, first, values = incident.diagnosis, incident.first, incident.values
+    blamed = diagnosis is not None and diagnosis.culprit.endswith("/learning_rate")
+    if blamed or "pole" in values:
+        at = f" at iteration {values['pole']:.0f}" if "pole" in values else ""
+        return f"the learning rate was {values.get('learning_rate', math.nan):.3g}{at}"
     pattern = REASONS.get(diagnosis.cause) if diagnosis is not None else None
     if diagnosis is None or pattern is None:
         return _finding(first) if first is not None else "incident"

@@ -148,6 +148,14 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
             "Details: " + DETAILS,
         ),
         (
+            incident(
+                diagnosis=Diagnosis("optimizer_domain", "AdamW/learning_rate"),
+                values={"learning_rate": math.nan},
+            ),
+            [],
+            "skipped step 6 (epoch 1): the learning rate was nan. Details: " + DETAILS,
+        ),
+        (
             incident(diagnosis=Diagnosis("batchnorm_statistics", LONG), refused=False),
             [],
             "step 6 (epoch 1): wrong BatchNormalization statistics in "
