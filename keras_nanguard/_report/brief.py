@@ -27,7 +27,7 @@ REASONS = {
     "input_nonfinite": "{bad} in {rows}",
     "target_nonfinite": "{bad} in {rows}",
     "target_out_of_range": "{rows} outside the range of the loss",
-    "input_scale": "values too large in {rows}",
+    "input_scale": "huge values in {rows}",
     "forward_domain": "{bad} from {place}",
     "loss_domain": "{bad} from the loss {place}",
     "gradient_domain": "{bad} in the gradient of {place}",
@@ -76,7 +76,7 @@ def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: s
     if diagnosis is not None:
         advice = ADVICE.get(diagnosis.cause, "").format(data=_quoted(diagnosis.culprit_shown))
         if diagnosis.cause == "input_scale" and diagnosis.samples:  # not all of the data
-            advice = "Check that row." if len(diagnosis.samples) == 1 else "Check those rows."
+            advice = "Check it." if len(diagnosis.samples) == 1 else "Check them."
         if _needs_user(incident) and diagnosis.advice:
             advice = diagnosis.advice[0]
     for more in (advice, details and f"Details: {details}"):

@@ -130,13 +130,13 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
         (
             incident(diagnosis=Diagnosis("input_scale", "inputs", (12,))),
             [ROW],
-            "skipped step 6 (epoch 1): values too large in x[700]. Check that row. "
+            "skipped step 6 (epoch 1): huge values in x[700]. Check it. "
             "Details: " + DETAILS,
         ),
         (
             incident(diagnosis=Diagnosis("input_scale", "inputs")),
             [],
-            "skipped step 6 (epoch 1): values too large in 'x'. Scale 'x'. Details: " + DETAILS,
+            "skipped step 6 (epoch 1): huge values in 'x'. Scale 'x'. Details: " + DETAILS,
         ),
         (
             incident(
