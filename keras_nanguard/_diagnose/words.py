@@ -187,7 +187,7 @@ def _optimizer(e: Evidence, verdict: Conclusion) -> Iterator[str]:
             yield f"The learning rate of {facts.name} was {facts.learning_rate:.3g} at iteration {facts.iteration}."
         if relevant or not math.isfinite(facts.learning_rate):
             yield _settings(facts)
-        if relevant and abs(facts.shrinks) > 1.0:
+        if relevant and 1.0 < abs(facts.shrinks) < math.inf:
             yield f"Weight decay alone multiplies the weights by {facts.shrinks:.3g} in each step of {facts.name}."
         if verdict.cause == "optimizer_domain" and facts.epsilon == 0.0:
             yield f"epsilon=0 in {facts.name}: where a gradient is 0, the update divides 0 by 0."
