@@ -210,10 +210,13 @@ class Divergence:
         """Carry out the trials; see the head of this module."""
         untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), held_out))
         present = trying.losses(trying.present, held_out)
-        further = trying.trained(trying.present, batches)
-        dead = _dead(run, trying, further)
         before = run.recovery.diverged
-        if not before and not dead and _has_learned(trying, trying.present, present, untrained.losses, held_out):
+        learned = not before and _has_learned(trying, trying.present, present, untrained.losses, held_out)
+        if learned and _moves(run, trying):  # as a healthy run: no step has to be trained
+            return CLEARED
+        further = trying.trained(trying.present, batches)
+        dead = _dead(run, trying.present, further)
+        if learned and not dead:
             return CLEARED
         goes_on = trying.losses(further, held_out) if further is not None else [math.inf] * len(held_out)
         growth, path = _growth(run, trying, first)
@@ -295,20 +298,31 @@ def _has_learned(
     """Whether a state of these losses is better than untrained, and its outputs depend on the inputs as the targets do."""
     if not clearly_lower(losses, untrained):
         return False
-    pairs = zip(losses, held_out, [*held_out[1:], held_out[0]])
-    known = [(loss, found) for loss, args, other in pairs if (found := with_inputs_of(args, other)) is not None]
+    known = []
+    for number, (loss, args) in enumerate(zip(losses, held_out)):
+        others = [*held_out[number + 1 :], *held_out[:number]]
+        exchanged = next(filter(None, (with_inputs_of(args, other) for other in others)), None)
+        known += [(loss, exchanged)] if exchanged is not None else []
     if 2 * len(known) < len(held_out):
         return True
-    own, exchanged = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
-    return clearly_lower(own, exchanged) and fmean(own) <= (1.0 - EXPLAINED) * fmean(exchanged)
+    own, others = [loss for loss, _ in known], trying.losses(state, [args for _, args in known])
+    return clearly_lower(own, others) and fmean(own) <= (1.0 - EXPLAINED) * fmean(others)
 
 
-def _dead(run: Run, trying: Trial, further: State | None) -> tuple[str, ...]:
-    """Return the kernels that no step of the trial has changed, bit for bit, if most of them are such."""
+def _moves(run: Run, trying: Trial) -> bool:
+    """Whether most kernels have changed since a snapshot of the last window."""
+    earlier = run.ring.before(run.step - HELD_OUT)
+    if earlier is None or earlier.step < max(run.step - LONGEST, 1) or not run.ring.at_hand(earlier):
+        return False
+    return not _dead(run, trying.state_of(earlier), trying.present)
+
+
+def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
+    """Return the kernels that are the same in two states, bit for bit, if most of them are such."""
     kernels = _kernels(run)
-    if further is None or len(kernels) < 2:
+    if after is None or len(kernels) < 2:
         return ()
-    same = [v for v in kernels if np.array_equal(trying.present[id(v)], further[id(v)])]
+    same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
     return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
 
