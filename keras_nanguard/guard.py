@@ -42,31 +42,35 @@ __all__ = ["NanGuard"]
 class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.Callback):
     """Guards training against NaN and Inf, and against runs that are proven to have diverged.
 
-    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It either commits
-    completely, or it is refused inside the compiled step and changes nothing. The policy then decides what to do.
+    With `callbacks=[NanGuard()]` every train step is a transaction over the whole train state. It
+    either commits completely, or it is refused inside the compiled step and changes nothing. The
+    policy then decides what to do.
 
     Args:
-        policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a `.toml`, `.yaml` or
-            `.json` file, a dict of the same shape, or a `Policy`.
+        policy: name of a preset (`"recover"`, `"stop"`, `"raise"`, `"observe"`, ...), path of a
+            `.toml`, `.yaml` or `.json` file, a dict of the same shape, or a `Policy`.
         directory: folder for files of this run; `None` writes no files. Use one folder per run.
-        verbose: 0 or False prints nothing. 1 or True prints a line for each new kind of incident and for each change, and a
-            table at the end if there were incidents. 2 prints a line for every incident and every epoch with refused
-            steps. Printed steps, epochs and batches count from 1, like the progress bar of Keras.
+        verbose: 0 or False prints nothing. 1 or True prints a line for each new kind of incident
+            and for each change, and a table at the end if there were incidents. 2 prints a line for
+            every incident and every epoch with refused steps. Printed steps, epochs and batches
+            count from 1, like the progress bar of Keras.
         functions: functions by name for the action `call`, each called with the `Incident`.
-        diagnose: whether to find the cause of a refused step. It costs nothing until a step is refused.
-        resume: whether to resume from the newest good snapshot in `directory`, if there is one. It restores the state of
-            the model, the position in the data, and the state of the policy. Snapshots are then stored on disk.
-        logs: whether to add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and
-            `nanguard/rollbacks` to the epoch logs.
-        sample_ids: names of the rows: one name for each row of `x`, or the key of the batch that has them. By default rows
-            are named by their index in `x`.
+        diagnose: whether to find the cause of a refused step. It costs nothing until a step is
+            refused.
+        resume: whether to resume from the newest good snapshot in `directory`, if there is one. It
+            restores the state of the model, the position in the data, and the state of the policy.
+            Snapshots are then stored on disk.
+        logs: whether to add `nanguard/refused`, `nanguard/grad_norm`, `nanguard/rate_factor`,
+            `nanguard/loss_scale` and `nanguard/rollbacks` to the epoch logs.
+        sample_ids: names of the rows: one name for each row of `x`, or the key of the batch that
+            has them. By default rows are named by their index in `x`.
         **sections: sections of a policy, merged over it: `snapshot={"every": 50}`.
 
     Attributes:
         incidents: list of `Incident`, in order of time.
 
-    A copy of a guard (`copy.deepcopy`) is a new guard with the same settings. A pickle also has the incidents so far. Neither is
-    attached to a fit.
+    A copy of a guard (`copy.deepcopy`) is a new guard with the same settings. A pickle also has the
+    incidents so far. Neither is attached to a fit.
 
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
@@ -82,7 +86,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     """
 
     async_safe = True
-    """Keras may call the batch methods in another thread, because the guard acts right after the step."""
+    """Keras may call the batch methods in another thread: the guard acts right after the step."""
 
     def __init__(
         self,
@@ -132,7 +136,8 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         """Attach to the model. Keras calls this before anything else.
 
         Raises:
-            GuardError: if the class itself is among the callbacks, or the model is one of `tf_keras`.
+            GuardError: if the class itself is among the callbacks, or the model is one of
+                `tf_keras`.
         """
         arguments.require_instance(self, NanGuard, model)
         if model is None:
@@ -168,7 +173,8 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     def _at_work(self, strictly: bool = False) -> bool:
         """Whether the fit is still running.
 
-        A loop of the user's own counts as running unless `strictly`: it may have ended in an exception.
+        A loop of the user's own counts as running unless `strictly`: it may have ended in an
+        exception.
         """
         if self._fit is None:
             return False
@@ -239,9 +245,11 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._begin_fit()
 
     def _print_policy_warnings(self) -> None:
-        """Print a line for each rule and setting of the policy without effect in this run, each once.
+        """Print a line for each rule and setting of the policy without effect in this run, each
+        once.
 
-        If the first step builds the model (a subclassed one on TensorFlow), the check is repeated after the first epoch.
+        If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
+        after the first epoch.
         """
         if self.session is None or not self.verbose:
             return
@@ -320,7 +328,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
             self.session.resolve_pending()
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Report a result that is not finite, or a validation loss that lagging BatchNorm statistics cause."""
+        """Report results that are not finite, and BatchNorm statistics that lag behind."""
         bad = results.bad_metrics(logs)
         self._announce_results(bad)
         if self._training and not bad:
@@ -372,15 +380,16 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._reporter.incident(incident, directory, self._samples_of(incident))
 
     def summary(self) -> str:
-        """Return a summary of all fits so far as text: numbers of steps, incidents by cause, and actions."""
+        """Return a summary of all fits so far: numbers of steps, incidents by cause, and actions."""
         return console.summary(self.incidents, *self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.
 
-        The suffix of the path selects the format: `.html` is a self-contained page with curves, incidents, layers and bad rows,
-        `.md` is text, `.json` one object with a format number, and `.jsonl` one incident per line. The file is written
-        atomically. If there are several processes, the first one writes it.
+        The suffix of the path selects the format: `.html` is a self-contained page with curves,
+            incidents, layers and bad rows,
+        `.md` is text, `.json` one object with a format number, and `.jsonl` one incident per line.
+        The file is written atomically. If there are several processes, the first one writes it.
 
         Raises:
             GuardError: if the suffix is another one.

@@ -36,10 +36,12 @@ def _functional() -> type:
 
 
 class _OfTensors:
-    """Descriptor that returns, for a class, the class of the same name for functional models. Unpickling finds it here.
+    """Descriptor that returns, for a class, the class of the same name for functional models.
+    Unpickling finds it here.
 
-    When one model of a class is created from inputs and outputs, Keras makes the class and its bases functional permanently.
-    After that no class that inherits from `NanGuardModel` could be created in another way.
+    When one model of a class is created from inputs and outputs, Keras makes the class and its
+    bases functional permanently. After that no class that inherits from `NanGuardModel` could be
+    created in another way.
     """
 
     def __get__(self, model: Any, cls: Any) -> type:
@@ -55,7 +57,7 @@ def _made_of_tensors(cls: type) -> type:
 
 
 class _Epochs(keras.callbacks.Callback):
-    """Tells the guard of a model when epochs begin, and adds the number of refused steps to the epoch logs."""
+    """Reports the epochs to the guard of a model, and adds refused steps to the epoch logs."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -98,8 +100,8 @@ class _Epochs(keras.callbacks.Callback):
 class NanGuardModel(keras.Model):
     """A `keras.Model` whose train step is a transaction, without a callback.
 
-    Subclass it like `keras.Model`. `fit`, `train_on_batch` and your own `train_step` are guarded, with any number of
-    optimizers. `model.nanguard` is the guard, with its incidents and reports.
+    Subclass it like `keras.Model`. `fit`, `train_on_batch` and your own `train_step` are guarded,
+    with any number of optimizers. `model.nanguard` is the guard, with its incidents and reports.
 
     Example:
 
@@ -112,16 +114,17 @@ class NanGuardModel(keras.Model):
     ```
 
     Args:
-        guard: the `NanGuard` of this model; by default one with the policy `nanguard_policy`. It is not saved with the
-            model. All other arguments are those of `keras.Model`.
+        guard: the `NanGuard` of this model; by default one with the policy `nanguard_policy`. It is
+            not saved with the model. All other arguments are those of `keras.Model`.
 
     Raises:
         GuardError: if `guard` is not a `NanGuard`.
 
     Attributes:
-        nanguard_policy: the policy, as for `NanGuard`. Set it on the class, or on the model before training.
-        nanguard: the `NanGuard` of the model, created on first use. A copied or loaded model has a new one, without
-            incidents.
+        nanguard_policy: the policy, as for `NanGuard`. Set it on the class, or on the model before
+            training.
+        nanguard: the `NanGuard` of the model, created on first use. A copied or loaded model has a
+            new one, without incidents.
     """
 
     nanguard_policy: Any = "recover"

@@ -1,6 +1,7 @@
 """The records that all parts exchange: site -> verdict -> incident -> decision -> outcome.
 
-All of them are frozen, contain only plain Python values and convert to JSON with a format version. Imports no backend.
+All of them are frozen, contain only plain Python values and convert to JSON with a format version.
+Imports no backend.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the JSON format of an `Incident`; incremented whenever a reader of the old format would misread the new one."""
+"""Version of the JSON format of an `Incident`; incremented whenever a reader of the old format
+would misread the new one."""
 
 SITES: tuple[str, ...] = get_args(Site)
-"""Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later one, never the reverse."""
+"""Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later
+one, never the reverse."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 
-`nonfinite`: NaN or Inf. `explosion`: every entry is finite, but a sum over them overflowed, in a step that was refused.
-`divergence`: the run is proven lost although every number is finite. `spike`: a moving variance that grew more than
-1000-fold between two checks. `out_of_range`: outside of a limit. `collapse`: a loss scale below its floor, or invalid.
-`stuck`: a value that should change and does not (BatchNorm statistics, zero gradients).
+`nonfinite`: NaN or Inf. `explosion`: every entry is finite, but a sum over them overflowed, in a
+step that was refused. `divergence`: the run is proven lost although every number is finite.
+`spike`: a moving variance that grew more than 1000-fold between two checks. `out_of_range`: outside
+of a limit. `collapse`: a loss scale below its floor, or invalid. `stuck`: a value that should
+change and does not (BatchNorm statistics, zero gradients).
 """
 
 CAUSES: tuple[str, ...] = get_args(Cause)
@@ -56,7 +60,8 @@ class Finding:
     Attributes:
         site: one of `SITES`.
         kind: one of `KINDS`.
-        path: Keras path of the layer or variable, name of the loss or metric, or `""` if the site is a single value.
+        path: Keras path of the layer or variable, name of the loss or metric, or `""` if the site
+            is a single value.
         nan: number of NaN entries, or `None` if not counted.
         inf: number of +Inf and -Inf entries, or `None` if not counted.
         size: number of entries, or `None` if not counted.
@@ -101,7 +106,8 @@ class Diagnosis:
         evidence: sentences, each an observation or a measurement.
         advice: sentences, each a recommendation.
         confidence: between 0.0 and 1.0.
-        diverged: whether training had diverged: the cause is `divergence`, or `input_scale` after a divergence.
+        diverged: whether training had diverged: the cause is `divergence`, or `input_scale` after a
+            divergence.
     """
 
     cause: Cause = "unknown"
@@ -118,12 +124,12 @@ class Diagnosis:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule of a policy matches: its own, and `divergence` if training had diverged."""
+        """The causes that a rule matches: its own, and `divergence` if training had diverged."""
         return frozenset({self.cause, "divergence"} if self.diverged else {self.cause})
 
     @property
     def place(self) -> str:
-        """Cause and culprit, such as `input_nonfinite in 'x'`. Data are named by the argument of `fit`."""
+        """Cause and culprit, data by the argument of `fit`: `input_nonfinite in 'x'`."""
         return f"{self.cause} in {self.culprit_shown!r}" if self.culprit else self.cause
 
     @property
@@ -198,9 +204,9 @@ class Outcome:
 class Incident:
     """The record of one bad step. It is frozen.
 
-    `print(incident)` shows the whole incident in one line, as `verbose=2` prints it during training.
-    It counts steps, epochs and batches from 1, like the progress bar of Keras; the attributes count
-    from 0, like the arguments of Keras' callbacks.
+    `print(incident)` shows the whole incident in one line, as `verbose=2` prints it during
+    training. It counts steps, epochs and batches from 1, like the progress bar of Keras; the
+    attributes count from 0, like the arguments of Keras' callbacks.
 
     Attributes:
         step: train batches since this fit began, from 0 (exact also inside `steps_per_execution`).
@@ -208,14 +214,16 @@ class Incident:
         batch: batch within the epoch, from 0.
         findings: every bad site, in causal order.
         refused: True if the step did not commit, False if the finding is in a committed state.
-        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`, if they exist; for a divergence
-            `onset`, the step at which it began; and `pole`, the iteration at which a schedule gave no usable learning rate.
+        values: measurements of the step: `loss`, `gradient_norm`, `learning_rate` and `loss_scale`,
+            if they exist; for a divergence `onset`, the step at which it began; and `pole`, the
+            iteration at which a schedule gave no usable learning rate.
         diagnosis: the diagnosis, or `None` if none was made.
         decision: the decision of the policy.
         outcomes: the result of each action.
         bundle: folder from which the step can be replayed, or `None`.
         replicas: indices of the replicas with findings if there are several replicas; else empty.
-        committed: number of steps that had committed in this fit before this one, or `None` if unknown.
+        committed: number of steps that had committed in this fit before this one, or `None` if
+            unknown.
     """
 
     step: int
@@ -239,7 +247,7 @@ class Incident:
 
     @property
     def causes(self) -> frozenset[str]:
-        """The causes that a rule of a policy matches; empty without a diagnosis. See `Diagnosis.causes`."""
+        """The causes that a rule matches; empty without a diagnosis. See `Diagnosis.causes`."""
         return frozenset() if self.diagnosis is None else self.diagnosis.causes
 
     @property
@@ -254,7 +262,7 @@ class Incident:
 
     @property
     def moment(self) -> str:
-        """The time of the incident in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
+        """Its time in words, counted from 1: `step 6 (epoch 1, batch 6)`, `before the first step`."""
         if "predictions" in self.sites:
             return "in predict"
         if "validation" in self.sites:
@@ -266,7 +274,7 @@ class Incident:
         return f"step {self.step + 1} (epoch {self.epoch + 1}, batch {self.batch + 1}{named})"
 
     def __str__(self) -> str:
-        """Return the incident in one line: findings, cause, outcomes, and advice if the user has to act."""
+        """Return one line: findings, cause, outcomes, and advice if the user has to act."""
         also = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         parts = [f"{self.moment}{' refused' if self.refused else ''}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
@@ -298,7 +306,8 @@ class Incident:
         return block(str(self), lines, ("site", "place", "what"), [(f.site, f.path, f) for f in self.findings])
 
     def plot(self) -> Any:
-        """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra `plot`.
+        """Return a matplotlib figure of the findings, in causal order from the top. Needs the extra
+        `plot`.
 
         Raises:
             GuardError: if matplotlib is not installed.
@@ -325,7 +334,8 @@ class Incident:
         """Rebuild an incident from `to_dict()`.
 
         Raises:
-            FileFormatError: if `format` is missing or of a newer version, or a field is missing or unknown.
+            FileFormatError: if `format` is missing or of a newer version, or a field is missing or
+                unknown.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             received = data.get("format") if isinstance(data, Mapping) else type(data).__name__

@@ -1,4 +1,5 @@
-"""The closed lists of words, as types for editors and type checkers. Tuples of the same words are derived from these."""
+"""The closed lists of words, as types for editors and type checkers. Tuples of the same words are
+derived from these."""
 
 from __future__ import annotations
 

@@ -56,11 +56,12 @@ class FlightMixin:
         return {"_recorder": recorder, "_bad_rows": BadRows(recorder, self.sample_ids)}
 
     def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
-        """Return the rows of the data that caused bad steps, each once, in the order in which they were found.
+        """Return the rows of the data that caused bad steps, each once, in the order in which they
+        were found.
 
-        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays, `index` is its index in
-        `x`. Otherwise `index` is `None`, and the label is the beginning of its fingerprint, or its name from `sample_ids`.
-        An augmented row is a new row in each epoch.
+        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays,
+        `index` is its index in `x`. Otherwise `index` is `None`, and the label is the beginning of
+        its fingerprint, or its name from `sample_ids`. An augmented row is a new row in each epoch.
 
         Args:
             path: a `.csv` file to write the rows to, or `None`.
@@ -122,7 +123,7 @@ class FlightMixin:
         raise NotImplementedError
 
     def _add_counts(self, logs: Any) -> None:
-        """Convert the counts in the logs, which Keras made floats, back to integers; add the logs if they are missing."""
+        """Convert the counts in the logs from floats back to integers. Add them if they are missing."""
         if isinstance(logs, dict) and REFUSED in logs:
             logs |= {key: int(logs[key]) for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks") if key in logs}
         else:
@@ -163,7 +164,8 @@ class FlightMixin:
         return block(title, lines if not rows else (), ("times", "trouble", "first at", "done, or why"), rows, not self.incidents)
 
     def plot(self) -> Any:
-        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with marks for all actions.
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with
+        marks for all actions.
 
         Needs the extra `plot`. The figure is not shown: `guard.plot().savefig("run.png")`.
 

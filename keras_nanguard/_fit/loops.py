@@ -42,14 +42,15 @@ class LoopMixin:
         """Return a context in which the steps that `step` returns are guarded.
 
         Args:
-            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch also a
-                `torch.nn.Module`.
-            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch also those of
-                `torch.optim`. On JAX omit an optimizer of optax, because its state is part of the state of the step.
+            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch
+                also a `torch.nn.Module`.
+            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch
+                also those of `torch.optim`. On JAX omit an optimizer of optax, because its state is
+                part of the state of the step.
 
         Raises:
-            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list, for example), or if the
-                model or an optimizer is one of `tf_keras`.
+            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
+                for example), or if the model or an optimizer is one of `tf_keras`.
             GuardInUseError: if this guard already watches a loop.
 
         Example:
@@ -102,13 +103,13 @@ class LoopMixin:
         """Return the train step as a transaction.
 
         Args:
-            function: a train step that computes a loss and gradients, and calls `optimizer.apply`. A Python function runs
-                eagerly. A `tf.function` is compiled with its own settings, including XLA. Every scalar that it returns
-                counts as a loss.
+            function: a train step that computes a loss and gradients, and calls `optimizer.apply`.
+                A Python function runs eagerly. A `tf.function` is compiled with its own settings,
+                including XLA. Every scalar that it returns counts as a loss.
 
         Returns:
-            A callable with the same arguments and results. A refused step returns its computed values, including NaN.
-            Check `guard.refused` after each call.
+            A callable with the same arguments and results. A refused step returns its computed
+            values, including NaN. Check `guard.refused` after each call.
 
         Raises:
             GuardError: when called outside of `watch`.

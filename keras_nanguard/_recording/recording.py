@@ -29,18 +29,22 @@ class Recording:
     Steps, epochs and batches count from 0.
 
     Attributes:
-        meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text), `began` and `written`
-            (seconds since 1970), `status` (`"running"`, `"finished"`, `"failed"`), `epochs`, `steps_per_epoch`, and `budgets`
-            (for each limit of the policy `rule`, `do`, `used`, `times`, `per_steps`).
-        steps: at least the last 8,192 steps in the order in which they ran, as one array for each of `step`, `epoch`, `batch`,
-            `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status` (0 committed, 1 refused, 2 overflow that the
-            loss scale handles, 3 skipped) and `undone` (by a rollback). A step that runs again has another row with the same
-            number.
-        bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the smallest and largest value of
-            each measured column (`loss_min`, `loss_max`, ...), `loss_mean`, and the `time` of the last step.
+        meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text),
+            `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
+            `"failed"`), `epochs`, `steps_per_epoch`, and `budgets` (for each limit of the policy
+            `rule`, `do`, `used`, `times`, `per_steps`).
+        steps: at least the last 8,192 steps in the order in which they ran, as one array for each
+            of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`,
+            `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale handles, 3
+            skipped) and `undone` (by a rollback). A step that runs again has another row with the
+            same number.
+        bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the
+            smallest and largest value of each measured column (`loss_min`, `loss_max`, ...),
+            `loss_mean`, and the `time` of the last step.
         events: events in order of time.
-        layers: for each variable path the arrays `step`, `gradient_norm`, `weight_norm` and `update_ratio` (trainable variables), or
-            `step`, `low` and `high` (statistics of BatchNormalization).
+        layers: for each variable path the arrays `step`, `gradient_norm`, `weight_norm` and
+            `update_ratio` (trainable variables), or `step`, `low` and `high` (statistics of
+            BatchNormalization).
         samples: bad rows of the data.
     """
 
@@ -59,7 +63,8 @@ class Recording:
             path: the `directory` of the guard, or the file `recording.sqlite` in it.
 
         Raises:
-            GuardError: if there is no such file, or if it is not a recording, of a newer version, damaged or too large.
+            GuardError: if there is no such file, or if it is not a recording, of a newer version,
+                damaged or too large.
         """
         found = database.read(path)
         meta = {key: value for key, value in found["meta"].items() if key != "writer"}
@@ -81,8 +86,8 @@ class Recording:
             points: maximum number of points.
 
         Returns:
-            `(step, low, high)`: steps in ascending order, and the smallest and largest finite value near each of them. Undone
-            steps are included. Points without a finite value are omitted.
+            `(step, low, high)`: steps in ascending order, and the smallest and largest finite value
+            near each of them. Undone steps are included. Points without a finite value are omitted.
 
         Raises:
             GuardError: if there is no such column, or `points` is not at least 1.

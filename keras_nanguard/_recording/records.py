@@ -28,12 +28,13 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the format of a recording. It increases whenever a reader of the old format would misread the new one."""
+"""Version of the format of a recording. It increases whenever a reader of the old format would
+misread the new one."""
 
 COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
 STATUSES = ("committed", "refused", "overflow", "skipped")
-"""The result of a step, by its number in the column `status`. An `overflow` is a refused step that dynamic loss scaling handles.
-A `skipped` batch was not trained on."""
+"""The result of a step, by its number in the column `status`. An `overflow` is a refused step that
+dynamic loss scaling handles. A `skipped` batch was not trained on."""
 
 MEASURED = ("loss", "gradient_norm", "learning_rate", "loss_scale")
 """Measurements of a step; NaN if unknown."""
@@ -47,7 +48,8 @@ STEP_COLUMNS: dict[str, type] = {
     "status": np.int8,
     "undone": np.bool_,
 }
-"""The columns of `Recording.steps`. Steps, epochs and batches count from 0, `time` is in seconds since 1970."""
+"""The columns of `Recording.steps`. Steps, epochs and batches count from 0, `time` is in seconds
+since 1970."""
 
 BIN_COLUMNS: dict[str, type] = {
     "first": np.int64,
@@ -60,7 +62,8 @@ BIN_COLUMNS: dict[str, type] = {
     "loss_mean": np.float64,
     "time": np.float64,
 }
-"""The columns of `Recording.bins`. Each row summarizes `count` consecutive steps, from `first` to `last`."""
+"""The columns of `Recording.bins`. Each row summarizes `count` consecutive steps, from `first` to
+`last`."""
 
 EVENT_KINDS = ("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall", "resume", "end")
 
