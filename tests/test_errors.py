@@ -212,7 +212,7 @@ def test_the_message_says_what_happened():
         "inputs x: 1 NaN of 48",
         "Cause: input_nonfinite in 'x'",
         "Clean ",
-        "-> raise_error: NonFiniteError is raised; the refused step left the last good state in place",
+        "-> raise_error: NonFiniteError is raised; the model still has the last good state",
     ):
         assert words in str(error)
 

@@ -21,7 +21,7 @@ def check(record: Any) -> None:
     for name, hint in _hints(record.__class__).items():
         value = getattr(record, name)
         if not _fits(value, hint):
-            raise TypeError(f"{name} is {type(value).__name__} where {getattr(hint, '__name__', hint)} is expected")
+            raise TypeError(f"{name} is {type(value).__name__}; expected {getattr(hint, '__name__', hint)}")
 
 
 @functools.cache

@@ -113,7 +113,7 @@ def _free_name(folder: Path, step: int) -> str:
         name = f"incident-{step:08d}-{number:02d}"
         if not (folder / name).exists():
             return name
-    raise BundleError(f"{folder} holds too many bundles of step {step}.")
+    raise BundleError(f"{folder} has too many bundles of step {step}.")
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
@@ -329,11 +329,11 @@ def _regular(path: Path, max_bytes: int) -> Path:
         BundleError: if it is missing, too large, a link, or no file.
     """
     if path.is_symlink():
-        raise BundleError(f"{path.name} is a link, which is not followed: put the file itself in its place.")
+        raise BundleError(f"{path.name} is a link, which is not followed. Replace it by the file itself.")
     if not path.is_file():
-        raise BundleError(f"{path.name} is missing, or no file.")
+        raise BundleError(f"{path.name} is missing, or not a file.")
     if path.stat().st_size > max_bytes:
-        raise BundleError(f"{path.name} holds {path.stat().st_size} bytes, more than any bundle has.")
+        raise BundleError(f"{path.name} has {path.stat().st_size} bytes, more than a bundle may have.")
     return path
 
 
@@ -366,9 +366,9 @@ def _load(path: Path, dtypes: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     try:
         stored = {array.location: array for array in contents.arrays}
         if sum(array.nbytes for array in stored.values()) > 2 * MAX_BYTES:
-            raise BundleError(f"{path.name} unpacks to more than any bundle has.")
+            raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
         if sum(array.unbacked for array in stored.values()) > MAX_UNBACKED:
-            raise BundleError(f"{path.name} unpacks to far more than it stores, as no bundle does.")
+            raise BundleError(f"{path.name} unpacks to far more data than it stores.")
         arrays = [stored[str(number)].read() for number in range(len(stored))]
     finally:
         contents.close()
@@ -385,7 +385,7 @@ def _typed(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 def _packed(structure: Any, arrays: Sequence[np.ndarray[Any, Any]], depth: int = 0) -> Any:
     if depth > 32:
-        raise BundleError("The batch of the bundle is nested deeper than any batch is.")
+        raise BundleError("The batch of the bundle is nested too deeply.")
     if structure is None:
         return None
     if isinstance(structure, int):

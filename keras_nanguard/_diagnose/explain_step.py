@@ -67,7 +67,7 @@ class Explainer:
             with without_faults(run.model), when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""):
                 return self._explained(run, incident, report)
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
-            return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
+            return Diagnosis("unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",))
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
@@ -110,7 +110,7 @@ class Explainer:
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
             found = batches.bad(report.batch, ARGUMENTS)
             rows = tuple(dict.fromkeys(row for part in found for row in part.rows))
-        note = "Taken over from an earlier step with the same findings, of which there have been many."
+        note = "Reused from an earlier step with the same findings."
         return dataclasses.replace(known, samples=rows, evidence=(note, *known.evidence))
 
 

@@ -63,7 +63,7 @@ def _origin(e: Evidence, verdict: Conclusion) -> Iterator[str]:
         yield f"{e.origin.steep} in the forward pass has no finite derivative at one of its values."
     if verdict.because == "written":
         names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
-        yield f"With these gradients, rates, weights and slots the update of {names} stays finite: something else has written it."
+        yield f"With these gradients, rates, weights and slots the update of {names} stays finite, so other code has written it."
     if verdict.cause == "gradient_domain" and e.origin is not None and e.origin.phase in ("forward", "loss"):
         yield "The value is masked before the loss, as in the unused branch of a `where`; its gradient is not masked."
     if e.first == "gradients" and e.origin is None and e.replay == "bad":

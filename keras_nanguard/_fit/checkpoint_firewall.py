@@ -58,8 +58,8 @@ class Firewall:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
             counts = self.session.counts
-            self.session.recorder.event("firewall", counts.step, counts.epoch, f"Not saved: {where}. The model holds NaN or Inf.")
-            processes.print_line(f"NanGuard: not saved: {where}. The model holds NaN or Inf, and what was there before stays.")
+            self.session.recorder.event("firewall", counts.step, counts.epoch, f"Not saved: {where}. The model has NaN or Inf.")
+            processes.print_line(f"NanGuard: did not save {where}: the model has NaN or Inf. An existing file is kept.")
             return None
 
         return guarded

@@ -45,48 +45,57 @@ from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_
 __all__ = ["Divergence", "Lost"]
 
 SHORTEST, LONGEST = 32, 1000
-"""Steps of a window: an epoch, but no fewer than give 8 held-out batches, and no more than this."""
+"""Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
+batches.
+"""
 
 BATCHES = 256
-"""Most remembered batches that a trial uses. The last quarter is held out."""
+"""Maximum number of batches of a trial. The last quarter is held out."""
 
 TRIAL = 128
-"""Fewest steps of a trial. Fewer batches are repeated: after a few steps a rate that is too low may still look best."""
+"""Minimum number of steps of a trial. Batches repeat if needed: after only a few steps a rate that
+is too low may look best.
+"""
 
 FALLS = 0.9
-"""Share of the median loss of a window below which the next one has made progress, so that a look can wait."""
+"""If the median loss of a window is below this share of the previous one, the run makes progress
+and trials can wait.
+"""
 
 HELD_OUT, MOST_HELD_OUT = 8, 32
-"""Fewest and most batches that states are compared on."""
+"""Minimum and maximum number of held-out batches."""
 
 FACTORS = (0.1, 0.01, 0.001)
-"""Factors of the learning rate that are tried: the decades that people sweep."""
+"""Factors of the learning rate in the trials: one, two and three decades."""
 
 TENFOLD = 10.0
-"""Factor between two rates that are compared after a divergence: one decade up and one down."""
+"""Factor between two rates that are compared after a divergence."""
 
 HALF = 0.5
-"""Share of the loss that a trial ends below if it ends "far better"."""
+"""A trial ends "far better" if its loss is below this share of the present one."""
 
 EXPLAINED = 0.01
-"""Share of the loss that depends on the inputs in a network that has learned something from them."""
+"""Minimum share of the loss that depends on the inputs if a network has learned something."""
 
 GROWN = 10.0
-"""Factor by which a kernel has grown if that counts as damage: an order of magnitude."""
+"""Growth of a kernel that counts as damage."""
 
 
 CLEARED, PROGRESS = 1.0, 0.0
-"""Results of a look that has proven nothing: the rate stays; the run is getting better by itself, so the next look is not put off."""
+"""Results of trials that prove nothing. `CLEARED`: the rate does not change. `PROGRESS`: the run
+improves, and the next trials are not delayed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Proof that a run is lost, and what helps.
+    """Proof that a run is lost, and the change that helps.
 
     Attributes:
-        findings: what is reported.
+        findings: the findings to report.
         diagnosis: the cause, with the measurements as evidence.
-        values: `onset`, the step of the snapshot to restore, and `rate_factor`, what to multiply the rate by.
+        values: `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
+            learning rate.
     """
 
     findings: tuple[Finding, ...]
@@ -96,11 +105,11 @@ class Lost:
 
 @dataclass(slots=True)
 class _Probation:
-    """An action that has yet to show that it helped.
+    """An action whose effect is not known yet.
 
     Attributes:
-        abandoned: the state that the action has left.
-        factors: the factor of the rate of each optimizer before it.
+        abandoned: the state before the action.
+        factors: the factor of each optimizer's learning rate before the action.
     """
 
     abandoned: State
@@ -109,7 +118,9 @@ class _Probation:
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """One state that was trained on the batches of a trial, and its losses on the held-out ones."""
+    """A trial: its initial snapshot, its factor of the rate, and its losses on the held-out
+    batches.
+    """
 
     snapshot: Snapshot
     factor: float
@@ -121,13 +132,13 @@ class _Arm:
 
 
 class Divergence:
-    """Looks for a lost run in one fit.
+    """Detects a lost run in one fit.
 
     Args:
-        enabled: whether to look.
+        enabled: whether to check.
 
     Attributes:
-        due: the step of the next look; infinity until an epoch has ended.
+        due: the step of the next check; infinity until an epoch has ended.
     """
 
     def __init__(self, enabled: bool):
@@ -140,13 +151,15 @@ class Divergence:
         self._rollbacks = 0
 
     def begin_epoch(self, step: int) -> None:
-        """Look once more after the next step if the epoch that has ended was long enough."""
+        """Schedule a check after the next step if the last epoch was long enough."""
         if self._enabled and step - self._since >= SHORTEST:
             self.due = step + 1
 
     @np.errstate(all="ignore")
     def look(self, run: Run) -> Lost | None:
-        """Return the proof that a run is lost, `None` as a rule. Restores what an action in vain has changed."""
+        """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
+        help.
+        """
         if run.step < self.due:
             return None
         began, self._since, self.due = self._since, run.step, run.step + LONGEST
@@ -171,19 +184,20 @@ class Divergence:
         return None
 
     def acted(self, run: Run, done: bool) -> None:
-        """Begin the probation of what was done about the last proof, if anything was."""
+        """Begin the probation of the action, if one was done."""
         if not done:
             self._probation, self._enabled = None, False
         self._rollbacks = run.counts.rollbacks
 
     def _is_objective(self, run: Run) -> bool:
-        """Whether a lower loss is what the run is about."""
+        """Whether training minimizes the loss."""
         own = keras_fitting.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
         return self._enabled and own and positive and len(run.train_state().optimizers) == 1
 
     def _suspect(self, run: Run, began: int, level: float) -> bool:
-        """Whether a look is worth its time. Decides nothing else; after a look in vain it waits twice as long."""
+        """Whether trials are worth their time. After trials without result the interval is doubled.
+        """
         losses = [loss for step, loss, _ in run.history.since(began)]
         if len(losses) < WINDOW:
             return False
@@ -195,7 +209,8 @@ class Divergence:
         return self._skipped >= self._wait or level > 2.0 * self._cleared
 
     def _found(self, run: Run) -> Lost | float:
-        """Return proof that the run is lost, or what to multiply the rate by, or `CLEARED`, or `PROGRESS`."""
+        """Return the proof that the run is lost, a factor for the rate, `CLEARED`, or `PROGRESS`.
+        """
         batches = run.recent.last(BATCHES, run.transaction.batch)
         held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
         batches = batches[: len(batches) - len(held_out)]
@@ -207,7 +222,7 @@ class Divergence:
             return CLEARED if trying is None else self._tried(run, trying, batches, held_out, first)
 
     def _tried(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], first: Snapshot) -> Lost | float:
-        """Carry out the trials; see the head of this module."""
+        """Run the trials; see the module docstring."""
         untrained = _Arm(first, 1.0, trying.losses(trying.state_of(first), held_out))
         present = trying.losses(trying.present, held_out)
         before = run.recovery.diverged
@@ -236,7 +251,9 @@ class Divergence:
         return _lost(run, present, untrained, best, (growth, path) if growth >= GROWN else (1.0, ""), dead)
 
     def _best_arm(self, run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], untrained: _Arm) -> _Arm | None:
-        """Return the lower rate that ends best, from the first state or from the best one that is kept."""
+        """Return the trial at a lower rate with the lowest loss, from the first state or the best
+        snapshot.
+        """
         origin, kept = untrained, run.ring.with_least_loss()
         if kept is not None and run.ring.at_hand(kept):
             state = trying.state_of(kept)
@@ -250,15 +267,15 @@ class Divergence:
         return min(arms, key=lambda arm: arm.mean, default=None)
 
     def _adjust(self, run: Run, factor: float) -> None:
-        """Multiply the rate of a run that has diverged before."""
+        """Multiply the learning rate of a run that has diverged before."""
         for optimizer in run.train_state().optimizers:
             rate = run.recovery.rate(optimizer)
             before = rate.value
             rate.restore(rate.factor * factor)
-            run.say(f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, at which the last batches are learned better.")
+            run.say(f"NanGuard: learning rate {before:.3g} -> {rate.value:.3g}, which lowers the loss of the last batches further.")
 
     def _end_probation(self, run: Run) -> None:
-        """Compare with the abandoned state; restore it if the action has not helped."""
+        """Compare with the abandoned state, and restore it if the action did not help."""
         probation, self._probation = self._probation, None
         batches = run.recent.last(MOST_HELD_OUT, run.transaction.batch)
         if probation is None or len(batches) < HELD_OUT:
@@ -275,11 +292,11 @@ class Divergence:
         for rate in run.recovery.rates.values():
             rate.restore(probation.factors.get(id(rate), 1.0))
         run.recent.restart(run.step)
-        run.say("NanGuard: the lower learning rate has not helped. State and rate are restored as they were.")
+        run.say("NanGuard: the lower learning rate did not help. State and learning rate are restored.")
 
 
 def _better_rate(run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequence[Any], goes_on: Sequence[float]) -> float:
-    """Return what to multiply the rate by from the present state on, `CLEARED` if it is fine."""
+    """Return the factor by which the present rate should change, or `CLEARED`."""
     lowered = min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
     for factor in (TENFOLD, 1 / TENFOLD):
         if factor > 1.0 and lowered * factor > FACTORS[0] * (1 + 1e-6):
@@ -295,7 +312,7 @@ def _better_rate(run: Run, trying: Trial, batches: Sequence[Any], held_out: Sequ
 def _has_learned(
     trying: Trial, state: State, losses: Sequence[float], untrained: Sequence[float], held_out: Sequence[Any]
 ) -> bool:
-    """Whether a state of these losses is better than untrained, and its outputs depend on the inputs as the targets do."""
+    """Whether a state with these losses is better than untrained, and depends on the inputs."""
     if not clearly_lower(losses, untrained):
         return False
     known = []
@@ -318,7 +335,7 @@ def _moves(run: Run, trying: Trial) -> bool:
 
 
 def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
-    """Return the kernels that are the same in two states, bit for bit, if most of them are such."""
+    """Return the kernels that are bit-identical in two states, if they are the majority."""
     kernels = _kernels(run)
     if after is None or len(kernels) < 2:
         return ()
@@ -327,7 +344,7 @@ def _dead(run: Run, before: State, after: State | None) -> tuple[str, ...]:
 
 
 def _growth(run: Run, trying: Trial, first: Snapshot) -> tuple[float, str]:
-    """Return by how much the kernel has grown that has grown most since the first step, and its path."""
+    """Return the largest growth of a kernel since the first step, and the path of this kernel."""
     start = trying.state_of(first)
     found = [(_gain(trying.present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path)) for v in _kernels(run)]
     return max(found, default=(1.0, ""))
@@ -339,12 +356,13 @@ def _kernels(run: Run) -> list[Any]:
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:
-    """Return by how much a kernel enlarges independent inputs: its norm by the root of its outputs; about 1 as initialized."""
+    """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1 initially.
+    """
     return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
 
 
 def _lost(run: Run, present: list[float], untrained: _Arm, best: _Arm, grown: tuple[float, str], dead: tuple[str, ...]) -> Lost:
-    """Return a proof in findings and sentences."""
+    """Return a proof, with findings and sentences."""
     now, (growth, path) = fmean(present), grown
     found = [Finding("loss", "divergence", value=now)]
     notes = [

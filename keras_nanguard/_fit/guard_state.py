@@ -128,15 +128,15 @@ class GuardState:
         field_types.check(self)
         for pair in (self.recovery, self.lowered, self.scale_bounds, self.recalibration):
             if pair is not None and len(pair) != 2:
-                raise ValueError("there are not two numbers where two belong together")
+                raise ValueError("expected pairs of numbers")
         for settings in self.settings:
             if unknown := set(settings) - set(SETTINGS):
-                raise ValueError(f"{sorted(unknown)[0]} is no setting that an action changes")
+                raise ValueError(f"{sorted(unknown)[0]} is not a setting that actions change")
             if not all(_fits(name, value) for name, value in settings.items()):
-                raise ValueError("a setting is no number")
+                raise ValueError("a setting is not a number")
         for record in self.rates:
             if record is not None and not (set(record) == RATE and all(map(_fits, record, record.values()))):
-                raise ValueError(f"there is something else than {', '.join(sorted(RATE))}")
+                raise ValueError(f"expected only {', '.join(sorted(RATE))}")
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Faults that no single step shows and that stay finite: looked for rarely between two steps, on the host.
+"""Checks for finite faults that appear over several steps. They run between two steps, on the host.
 
-A look reads a few small variables. Nothing but a line follows from what it finds, with three exceptions: a loss scale out of
-range, a number beyond a limit that the policy sets, and settled moving statistics of a BatchNormalization that have leapt beyond
-1e30. A run that is lost as a whole is the business of `Divergence`.
+A check reads a few small variables. Most findings are only reported. An action follows for a loss
+scale out of range, for a value beyond a limit of the policy, and for settled moving statistics of a
+BatchNormalization that jump beyond 1e30. `Divergence` handles runs that are lost as a whole.
 """
 
 from __future__ import annotations
@@ -23,34 +23,41 @@ from keras_nanguard._policy.policy import Policy
 __all__ = ["Monitors"]
 
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
-"""Steps of the first looks after the start, and after a rollback; then one every `LOOK_INTERVAL` steps."""
+"""Steps of the first checks after the start and after a rollback. Then a check runs every
+`LOOK_INTERVAL` steps.
+"""
 
 LOOK_INTERVAL = 50
 
 MIN_COMMITTED = 50
-"""Good steps after which statistics that stand where they were initialised never move at all."""
+"""Good steps after which statistics with their initial values count as stuck."""
 
 LEAP = 1e3
-"""Factor between two looks by which settled moving statistics have been ruined. At the usual momentum of 0.99 the batches
-between two looks replace 40 % of a moving average: they would have to lie a thousand times beyond all earlier ones."""
+"""Growth of settled moving statistics between two checks above which they are wrong.
+
+With the usual momentum of 0.99 the batches between two checks replace 40 % of a moving average.
+These batches would have to be a thousand times larger than all earlier ones.
+"""
 
 SETTLED = 10
-"""Good steps after which a moving variance is no more than a factor of 20 below its place, at the usual momentum."""
+"""Good steps after which a moving variance has reached at least 1/20 of its final value, with the
+usual momentum.
+"""
 
 ZEROS = 30
-"""Steps in a row without any gradient, although there is a loss, after which nothing is learned."""
+"""Steps in a row with zero gradients and a nonzero loss after which the finding is reported."""
 
 
 class Monitors:
-    """What is looked at between two steps of one fit.
+    """The checks between two steps of one fit.
 
     Args:
         policy: the policy.
 
     Attributes:
-        due: step of the next look.
-        statistics: the sum over the moving statistics that the last step measured (see `Verdict`).
-        ceiling: a sum of statistics from which the next look does not wait.
+        due: step of the next check.
+        statistics: the sum over the moving statistics in the last step (see `Verdict`).
+        ceiling: sum of statistics above which the next check runs at once.
     """
 
     def __init__(self, policy: Policy):
@@ -63,7 +70,7 @@ class Monitors:
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, run: Run) -> list[Finding]:
-        """Return what is wrong with the state between two steps, each trouble once."""
+        """Run all checks and return their findings, each kind once."""
         step = run.step
         self.ceiling = max(abs(self.statistics), 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP) * LEAP
         if run.counts.rollbacks != self._rollbacks:
@@ -81,24 +88,28 @@ class Monitors:
         return found
 
     def measured(self, statistics: float) -> bool:
-        """Note what the last step has measured; returns whether the next look does not wait. This runs in every step."""
+        """Store the sum of statistics of a step; return whether to check at once. Runs in every
+        step.
+        """
         self.statistics = statistics
         return abs(statistics) > self.ceiling
 
     def _range(self, run: Run) -> Iterator[Finding]:
-        """Finite numbers beyond a limit of the policy. By default there is none."""
+        """Find finite values beyond a limit of the policy. By default there are no limits."""
         if self.policy.limits:
             yield from beyond_limits(run.train_state(), self.policy)
 
     def _zero(self, run: Run) -> Iterator[Finding]:
-        """Gradients that are exactly zero, step after step, in a model that computes in float16."""
+        """Find gradients that are exactly zero for many steps, in a model that computes in float16.
+        """
         if not run.history.zeros(run.step, ZEROS):
             return
         if any(str(getattr(layer, "compute_dtype", "")) == "float16" for layer in keras_layers.layers_of(run.model)):
             yield Finding("gradients", "stuck", "", 0, 0, None, 0.0)
 
     def _stuck(self, run: Run) -> Iterator[Finding]:
-        """BatchNorm statistics that stand where they were initialised, although the layer learns."""
+        """Find BatchNorm statistics that still have their initial values although the layer learns.
+        """
         patience = self.policy.statistics.stuck_after
         if not patience or run.counts.committed < min(MIN_COMMITTED, patience):
             return
@@ -109,7 +120,9 @@ class Monitors:
                 yield Finding("statistics", "stuck", path, 0, 0, int(layer.moving_mean.shape[0]), 0.0)
 
     def _leap(self, run: Run) -> Iterator[Finding]:
-        """Settled moving statistics that have grown by orders of magnitude since the last look."""
+        """Find settled moving statistics that have grown by orders of magnitude since the last
+        check.
+        """
         for layer in _learning(run.model):
             for statistic in (layer.moving_mean, layer.moving_variance):
                 now = finiteness.largest(keras_variables.view(statistic))
@@ -127,7 +140,7 @@ class Monitors:
                     yield Finding("statistics", "spike", statistic.path, value=now)
 
     def _scale(self, run: Run) -> Iterator[Finding]:
-        """A loss scale outside of its range."""
+        """Find a loss scale out of its range."""
         check = self.policy.loss_scale
         for scale, _ in run.train_state().scales if check.action else ():
             value = float(keras_variables.read(scale))
@@ -138,12 +151,12 @@ class Monitors:
 
 
 def _learning(model: Any) -> list[Any]:
-    """Return the BatchNorm layers whose statistics move."""
+    """Return the BatchNorm layers that update their statistics."""
     return [layer for layer in keras_layers.batchnorms(model) if layer.built and layer.trainable]
 
 
 def _never_moved(layer: Any, first: Any) -> bool:
-    """Whether the statistics hold 0 and 1 as at the start, while gamma or beta have moved."""
+    """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
     mean, variance = keras_variables.view(layer.moving_mean), keras_variables.view(layer.moving_variance)
     if np.any(mean != 0) or np.any(variance != 1):
         return False

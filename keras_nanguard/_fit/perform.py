@@ -1,4 +1,6 @@
-"""Doing what a policy decided: one function per action, each of which ends as done or as skipped with its reason."""
+"""Performs the actions of a decision: one function per action, which returns done, or skipped with
+a reason.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,19 @@ from keras_nanguard._keras.whole_writes import write_all
 __all__ = ["HEALING", "PERFORMERS", "perform"]
 
 HEALING = frozenset({"rollback", "repair", "reset_batchnorm", "reset_slots"})
-"""Actions that put another state in the place of the one that steps have run on."""
+"""Actions that replace the state."""
 
 _ANEW = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
-"""Actions after which training goes on from a state that no snapshot holds."""
+"""Actions after which training continues from a state that is in no snapshot."""
 
 Answer = tuple[str, str]
 """`("done" | "skipped", detail)`."""
 
 
 def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcome, ...]:
-    """Do every action of the incident's decision; returns what came of each.
+    """Perform every action of the incident's decision, and return the outcomes.
 
-    An action that fails is reported as skipped with the error, so that one that cannot be done never hides the rest.
+    An action that raises is reported as skipped with the error, and the other actions still run.
     """
     outcomes = []
     assert incident.decision is not None
@@ -54,7 +56,7 @@ def perform(run: Run, incident: Incident, report: Report | None) -> tuple[Outcom
 
 
 def _skip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
-    return "done", "the step was skipped; the state is as it was before it"
+    return "done", "the step was skipped; the state did not change"
 
 
 def _warn(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -65,7 +67,7 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     last = run.recovery.pending.lowered_at
     if _before_update(incident) and not run.recovery.pending.tried:
         since = "yet" if last is None else "since it was lowered"
-        return "skipped", f"no step has committed {since}, so a lower rate would change nothing"
+        return "skipped", f"no step has committed {since}, so a lower rate has no effect"
     changed = []
     retrace = False
     for optimizer in run.train_state().optimizers:
@@ -78,7 +80,7 @@ def _lower_lr(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     if retrace:
         run.state.access.rebuild()
     if not changed:
-        return "skipped", f"the learning rate is at min_lr={p.get('min_lr', 0.0):g} already"
+        return "skipped", f"the learning rate is already at min_lr={p.get('min_lr', 0.0):g}"
     run.recovery.diverged |= _diverged(incident)
     returns = p.get("recover_after") and not run.recovery.diverged
     run.recovery.pending.lowered((p["recover_after"], p.get("ramp", 0)) if returns else None)
@@ -90,7 +92,9 @@ def _diverged(incident: Incident) -> bool:
 
 
 def _before_update(incident: Incident) -> bool:
-    """Whether a step was refused for something that stood before its update: at any rate it comes to the same."""
+    """Whether a step was refused for a finding before its update. Then another learning rate would
+    not change it.
+    """
     return incident.refused and any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
 
 
@@ -104,7 +108,7 @@ def _clip(run: Run, incident: Incident, report: Report | None, p: Mapping[str, A
         if inner.clipnorm or inner.clipvalue:
             reasons.append(f"{inner.name} clips by clipnorm or clipvalue, which Keras does not combine with a global norm")
         elif now is not None and tight >= now:
-            reasons.append(f"{inner.name} clips at {now:g} already, and min_clipnorm is {p['min_clipnorm']:g}")
+            reasons.append(f"{inner.name} already clips at {now:g}, and min_clipnorm is {p['min_clipnorm']:g}")
         else:
             run.recovery.change(inner, "global_clipnorm", tight)
             changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
@@ -160,7 +164,9 @@ def _repair(run: Run, incident: Incident, report: Report | None, p: Mapping[str,
 
 
 def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
-    """Return what to write into variables, by `id`; `None` for one of which the source knows nothing."""
+    """Return the values to write into variables, by `id`; `None` for a variable without a value in
+    the source.
+    """
     if source == "last_good":
         snapshot = newest(run)
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
@@ -170,7 +176,9 @@ def _source(run: Run, source: str, variables: list[Any]) -> dict[int, Any]:
 
 
 def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
-    """Return what each slot starts with, by `id`: for averages of the weights, the weights as they are now."""
+    """Return the initial value of each slot, by `id`. Averages of the weights start with the
+    present weights.
+    """
     first: dict[int, np.ndarray[Any, Any]] = {}
     for optimizer in run.train_state().optimizers:
         if not optimizer.built:
@@ -192,7 +200,7 @@ def _reset_batchnorm(run: Run, incident: Incident, report: Report | None, p: Map
         if any(value is None for _, value in values):
             return "skipped", "there is no last good state"
     write_all(values)
-    return "done", f"{len(values)} statistics set back"
+    return "done", f"{len(values)} statistics reset"
 
 
 def _recalibrate_batchnorm(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -201,7 +209,7 @@ def _recalibrate_batchnorm(run: Run, incident: Incident, report: Report | None, 
         return "skipped", "the model has no BatchNormalization that learns its statistics"
     write_all(initial_statistics(layers))
     run.recovery.pending.estimate(p["batches"])
-    return "done", f"estimating {len(layers)} layers anew over the next {p['batches']} batches"
+    return "done", f"re-estimating the statistics of {len(layers)} layers over the next {p['batches']} batches"
 
 
 def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
@@ -210,14 +218,14 @@ def _reset_slots(run: Run, incident: Incident, report: Report | None, p: Mapping
         slots = [v for v in slots if not finiteness.is_finite(keras_variables.view(v))]
     first = _first_slots(run) if slots else {}
     write_all([(variable, first[id(variable)]) for variable in slots])
-    return ("done", f"{len(slots)} slots set back") if slots else ("skipped", "no slot is bad")
+    return ("done", f"{len(slots)} slots reset") if slots else ("skipped", "no slot is bad")
 
 
 def _quarantine(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> Answer:
     if run.directory is None:
-        return "skipped", "NanGuard has no directory to keep batches in"
+        return "skipped", "the guard has no directory for batches"
     if report is None or report.batch is None:
-        return "skipped", "there is no batch to keep"
+        return "skipped", "there is no batch to save"
     return _quarantine_files.keep(run.directory, incident, report.batch, p["max_batches"], p["max_mb"])
 
 
@@ -232,15 +240,15 @@ def _raise_error(run: Run, incident: Incident, report: Report | None, p: Mapping
 
 
 def _ended(run: Run, incident: Incident, report: Report | None, restore: bool) -> str:
-    """End training; returns in words which state and which learning rates it leaves behind."""
+    """End training; return a description of the final state and learning rates."""
     run.stopped = True
-    state = _restored(run, incident, report) if restore else "the state is left as it is"
+    state = _restored(run, incident, report) if restore else "the state is not restored"
     return "; ".join([state, *_rates_left(run, restore)])
 
 
 def _restored(run: Run, incident: Incident, report: Report | None) -> str:
     if incident.refused and not any(f.site == "state" for f in incident.findings):
-        return "the refused step left the last good state in place"
+        return "the model still has the last good state"
     snapshot = run.agreement.snapshot(newest(run), run.ring)
     if snapshot is None:
         return "there is no good state to restore"
@@ -253,11 +261,11 @@ def _restored(run: Run, incident: Incident, report: Report | None) -> str:
         return f"the state {moment(snapshot)} not restored: {type(problem).__name__}: {problem}"
     if rerun is None:
         return f"the state {moment(snapshot)} restored"
-    return f"the state {moment(snapshot)} restored, and the {times(len(rerun.batches), 'step')} since then run again"
+    return f"the state {moment(snapshot)} restored, and {times(len(rerun.batches), 'later step')} replayed"
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
-    """Give every rate that the guard has lowered back, or say that it stays; returns a sentence for each."""
+    """Reset every lowered learning rate, or report that it stays; return a sentence for each."""
     changed = []
     for optimizer in run.train_state().optimizers:
         rate = run.recovery.rates.get(id(optimizer))
@@ -266,9 +274,9 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         lowered = rate.value
         if restore:
             rate.give_back()
-            changed.append(f"the learning rate of {optimizer.name} is {rate.value:.3g} again (it was lowered to {lowered:.3g})")
+            changed.append(f"the learning rate of {optimizer.name} is reset to {rate.value:.3g} (from {lowered:.3g})")
         else:
-            changed.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, which is {rate.factor:.3g} times what was set")
+            changed.append(f"the learning rate of {optimizer.name} stays at {lowered:.3g}, {rate.factor:.3g} times the configured rate")
     if restore:
         run.recovery.pending.recovery = None
     return changed
@@ -301,4 +309,4 @@ PERFORMERS: dict[str, Performer] = {
     "raise_error": _raise_error,
     "call": _call,
 }
-"""The function for each action of `keras_nanguard.actions.ACTIONS`; a test holds the two tables together."""
+"""The function of each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""

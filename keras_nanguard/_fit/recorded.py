@@ -125,5 +125,5 @@ def returned(run: Run, before: float) -> None:
 def _factor_changed(run: Run, before: float, text: str = "") -> None:
     """Record what the guard multiplies learning rates by from here on."""
     after = run.recorder.factor = rate_factor(run)
-    text = text or f"The learning rate is {after:.3g} times what was set."
+    text = text or f"The learning rate is {after:.3g} times the configured rate."
     run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})

@@ -62,7 +62,7 @@ def _diagnosed(model: Any) -> Diagnosis | None:
                 return _first_bad(model, x, y, weights)
             return _first_bad(model, x, None, None)
     except Exception as error:  # noqa: BLE001
-        return Diagnosis("unknown", evidence=(f"The diagnosis itself failed: {type(error).__name__}: {error}",))
+        return Diagnosis("unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",))
     return None
 
 

@@ -154,5 +154,5 @@ def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:
-        warnings.warn(f"NanGuard resumes with what the policy knew at the snapshot: {error}.", stacklevel=3)
+        warnings.warn(f"NanGuard resumes with the state of the policy at the snapshot: {error}.", stacklevel=3)
         return GuardState.from_dict(record.guard_state)

@@ -1,4 +1,4 @@
-"""Going back to a snapshot, and what is run again from there."""
+"""Restoring a snapshot, and replaying the steps since then."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from keras_nanguard._keras.whole_writes import write_all
 __all__ = ["draw_anew", "moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
 
 MOST_RERUNS = 32
-"""How often one rollback may lead to the next while steps are run again."""
+"""Maximum number of rollbacks within replays of each other."""
 
 _SEED_STEP = 7919
-"""How far a rollback moves each seed on: a prime, so that no number of Dropout layers lines up with it."""
+"""Amount by which a rollback advances each seed: a prime, so that no number of Dropout layers
+aligns with it.
+"""
 
 
 def newest(run: Run, depth: int = 1) -> Snapshot | None:
-    """Return the verified snapshot that is `depth`-th from the newest, of those that have proven good by now."""
+    """Return the `depth`-th newest verified snapshot."""
     run.ring.promote(run.counts.committed)
     return run.ring.newest(depth)
 
 
 def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
-    """Return the newest snapshot from before the onset, an older one where the last that was restored has brought no progress.
+    """Return the newest snapshot from before the onset, or an older one if the last restored one
+    brought no progress.
 
-    Where that is the state before the first step, and the steps since then are no longer at hand, the one of the lowest loss will do
-    if most progress had been made there: a long run does not begin anew.
+    If this is the state before the first step and the steps since then cannot be replayed, the
+    snapshot with the lowest loss is used instead, provided that it has made most of the progress.
+    So a long run does not start over.
     """
     run.ring.promote(run.counts.committed)
     onset, restored = int(incident.values.get("onset", incident.step)), run.counts.restored
@@ -53,7 +57,7 @@ def _from_before_onset(run: Run, incident: Incident) -> Snapshot | None:
 
 
 def _improved_since(run: Run, restored: int) -> bool:
-    """Whether the loss has been lower after the last rollback than ever before it."""
+    """Whether the loss after the last rollback was lower than ever before."""
     before = [loss for step, loss in run.history.series if step < restored]
     before += [m.loss for m in run.history.first(run.step)]
     since = [loss for step, loss in run.history.series if step >= restored]
@@ -62,19 +66,21 @@ def _improved_since(run: Run, restored: int) -> bool:
 
 
 def _is_progress(run: Run, snapshot: Snapshot) -> bool:
-    """Whether the loss was clearly lower at a snapshot than in the first steps."""
+    """Whether the loss at a snapshot was clearly lower than in the first steps."""
     first = [m.loss for m in run.history.first(run.step)]
     return snapshot.level is not None and snapshot.level.value + snapshot.level.spread < min(first, default=math.inf)
 
 
 def _at_hand_since(run: Run, snapshot: Snapshot, incident: Incident) -> bool:
-    """Whether all steps since a snapshot can be run again."""
+    """Whether all steps since a snapshot can be replayed."""
     known = run.recent.rerun(snapshot, incident.step, run.transaction.batch) if run.state.access.can_run_again else None
     return known is not None
 
 
 def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
-    """Return the steps since a snapshot, to be run again; `None` where their batches are not all at hand."""
+    """Return the steps since a snapshot, to be replayed; `None` if not all of their batches are
+    available.
+    """
     if not run.state.access.can_run_again:
         return None
     if run.running_again and (run.stopped or run.reruns >= MOST_RERUNS):  # running them again has led to this
@@ -86,7 +92,8 @@ def rerun_of(run: Run, snapshot: Snapshot, incident: Incident) -> Rerun | None:
 
 
 def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[str, Any]) -> tuple[str, str]:
-    """Do the action `rollback` with these parameters; return whether it is done or skipped, with the detail or the reason."""
+    """Perform the action `rollback`. Return `"done"` or `"skipped"`, with the detail or the reason.
+    """
     snapshot = _from_before_onset(run, incident) if p.get("before_onset") else newest(run, p.get("depth", 1))
     snapshot = run.agreement.snapshot(snapshot, run.ring)
     if snapshot is None:
@@ -99,13 +106,13 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     also = f"; the next {skip} batches are skipped" if skip else ""
     run.counts.rollbacks += 1
     if rerun is not None:
-        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'step')} since then run again"
+        return "done", f"back to the state {moment(snapshot)}{also}; {times(len(rerun.batches), 'later step')} replayed"
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
 
 
 def draw_anew(run: Run, times: int = 1) -> None:
-    """Move every random generator of the model on, so that the next step does not draw the same numbers."""
+    """Advance every random generator of the model, so that the next step draws other numbers."""
     write_all(_moved_seeds(None, run.train_state().other, times))
     current.host().advance_generator()
 
@@ -113,7 +120,7 @@ def draw_anew(run: Run, times: int = 1) -> None:
 def _moved_seeds(
     snapshot: Snapshot | None, variables: Sequence[Any], times: int
 ) -> list[tuple[Any, Any]]:
-    """Return the seeds among variables, each with its value, in a snapshot or now, moved on."""
+    """Return the advanced seeds among variables, each with its new value."""
     moved = []
     for seed in keras_variables.seeds(variables):
         known = snapshot.value(seed) if snapshot is not None else None
@@ -124,7 +131,7 @@ def _moved_seeds(
 
 
 def moment(snapshot: Snapshot) -> str:
-    """Return of when a snapshot is, in words that read the same whether steps are counted from 0 or from 1."""
+    """Return the time of a snapshot in words."""
     return f"after {times(snapshot.step, 'step')}" if snapshot.step else "before the first step"
 
 
@@ -141,21 +148,21 @@ def put_back(
     rerun: Rerun | None = None,
     reseed: bool = False,
 ) -> int:
-    """Write a snapshot into the model; returns how many committed steps that undoes.
+    """Write a snapshot into the model; return the number of committed steps that this undoes.
 
-    Nothing else is changed before all of it is written, and nothing at all if that fails.
+    Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
     Args:
         run: the run.
         snapshot: the state to restore.
-        incident, report: what leads to this.
-        rerun: the steps that are run again once every action is done. With it loss scales and the
-            generator are restored as well.
-        reseed: whether the random generators move on, by another amount after each rollback.
+        incident, report: the reason for the rollback.
+        rerun: the steps to replay afterwards. If given, loss scales and the generator are restored
+            as well.
+        reseed: whether the random generators advance, by another amount after each rollback.
 
     Raises:
-        StateLostError: if neither the snapshot nor the state from before could be written whole.
-        Exception: if it could not be written, and the state is the one from before.
+        StateLostError: if neither the snapshot nor the previous state could be written completely.
+        Exception: if the snapshot could not be written; the model has the previous state.
     """
     train_state = run.train_state()
     variables = train_state.restorable if rerun is None else train_state.kept

@@ -1,4 +1,6 @@
-"""What can be seen of a step from the host: bad values in its batch and in the state, and the numbers that an incident carries."""
+"""Findings that the host makes: bad values in a batch and in the state. Also the measurements of an
+incident.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,25 @@ __all__ = ["HUGE", "bad_state", "beyond_limits", "in_batch", "values"]
 
 
 DATA = (("inputs", "x"), ("targets", "y"), ("targets", "sample_weight"))
-"""Site and name of each part of a batch, by its place."""
+"""Site and name of each part of a batch, by position."""
 
 HUGE = 1e30
-"""Magnitude beyond which no weight or slot of a run that learns lies, unless the policy says otherwise."""
+"""Magnitude above which a value counts as overflowed, unless the policy has another limit."""
 
 
 def bad_state(
     train_state: TrainState, site: str, tolerated: Container[int], marks: Container[int], policy: Policy
 ) -> list[Finding]:
-    """Read the whole state; returns a finding for each variable that is not finite, but for those that may be infinite, or NaN (`marks`).
+    """Read the whole state and return a finding for each variable with NaN or Inf.
 
-    With site `state` all of them are reported as trouble that was there before the step, finite numbers included that are
-    so large that sums over them are not; else each is reported under its own site.
+    Args:
+        train_state: the state.
+        site: `"state"` reports all findings as present before the step, and includes finite values
+            so large that sums over them overflow. Any other value reports each finding under its
+            own site.
+        tolerated: `id` of variables that may be infinite.
+        marks: `id` of variables that may be NaN.
+        policy: the policy, for its limits.
     """
     findings = []
     for own, variable in _of_state(train_state):
@@ -53,7 +61,7 @@ def beyond_limits(train_state: TrainState, policy: Policy) -> Iterator[Finding]:
 
 
 def _of_state(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
-    """Yield each variable of the state that is looked at, after its site."""
+    """Yield each checked variable of the state after its site."""
     groups: dict[Site, Any] = {"weights": train_state.trainable, "statistics": train_state.statistics, "slots": train_state.slots}
     for own, variables in groups.items():
         for variable in variables:
@@ -69,7 +77,10 @@ def _beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
 
 
 def values(verdict: Verdict, optimizers: Iterable[Any], committed: bool) -> dict[str, float]:
-    """Return the numbers of one step that an incident carries; `committed`: the optimizers have counted it."""
+    """Return the measurements of one step for its incident.
+
+    `committed` is whether the optimizers have counted the step.
+    """
     measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
     for optimizer in list(optimizers)[:1]:
         rate = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
@@ -80,7 +91,9 @@ def values(verdict: Verdict, optimizers: Iterable[Any], committed: bool) -> dict
 
 
 def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
-    """Return findings for the inputs and targets of a refused step, named as the user does: `x`, `x/age`, `y`."""
+    """Return findings for the inputs and targets of a refused step, by the user's names: `x`,
+    `x/age`, `y`.
+    """
     findings, names = [], input_names(model)
     for site, name, part in _parts(report.batch) if report is not None and report.batch is not None else ():
         for path, array in keras_variables.named_arrays(part):
@@ -92,7 +105,7 @@ def in_batch(report: Report | None, model: Any = None) -> list[Finding]:
 
 
 def _parts(batch: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield site, name and value of each part of a batch; a step of a loop has its arguments as `(args, kwargs)`."""
+    """Yield site, name and value of each part of a batch. A step of a loop has `(args, kwargs)`."""
     args, named = batch, {}
     if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
         args, named = batch

@@ -31,22 +31,22 @@ __all__ = [
 ]
 
 GENERATOR = "generator"
-"""In `rest.npz`, on PyTorch: the state of its generator."""
+"""Key in `rest.npz` of the state of PyTorch's generator."""
 
 
 def variables_of(train_state: TrainState) -> list[Any]:
-    """Return everything that a snapshot on disk holds, in its order, but the metrics."""
+    """Return all variables of a snapshot on disk in their order, without metrics."""
     return list(train_state.everything)
 
 
 def signature(variables: Iterable[Any]) -> str:
-    """Return what two models have in common if the state of one fits the other."""
+    """Return a hash that is the same for two models if the state of one fits the other."""
     text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | None]) -> None:
-    """Build the optimizers that were built when a snapshot was taken, for the same weights."""
+    """Build the optimizers that were built when the snapshot was taken, for the same weights."""
     weights = [*train_state.trainable, *train_state.other]
     for optimizer, numbers in zip(train_state.optimizers, trained):
         known = numbers is not None and max(numbers, default=0) < len(weights)
@@ -105,7 +105,7 @@ def write_rest(path: Path, rest: dict[int, Any], metrics: Iterable[Any]) -> None
 
 
 def measured(train_state: TrainState) -> dict[str, Any]:
-    """Return learning rates and loss scales, for whoever reads the record."""
+    """Return learning rates and loss scales, for people who read the record."""
     rates = [str(keras_optimizers.learning_rate(o)) for o in train_state.optimizers]
     scales = [str(float(keras_variables.read(scale))) for scale, _ in train_state.scales]
     return {"learning_rate": rates, "loss_scale": scales}
@@ -122,20 +122,20 @@ def versions() -> dict[str, str]:
 
 
 def trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the numbers of the weights that each optimizer is built for."""
+    """Return the numbers of the weights for which each optimizer is built."""
     numbers = {id(v): number for number, v in enumerate((*train_state.trainable, *train_state.other))}
     built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
     return tuple(None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built)
 
 
 def sealed(path: Path) -> str:
-    """Sync a file to the disk; returns its SHA-256."""
+    """Sync a file to disk; return its SHA-256."""
     atomic_files.flush_to_disk(path)
     return atomic_files.fingerprint(path)
 
 
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return an array in a dtype that NumPy itself can write: bfloat16 and float8 as the bytes they are."""
+    """Return an array in a dtype that NumPy can write: bfloat16 and float8 as their bytes."""
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" or array.dtype.isbuiltin != 1 else array
 
 

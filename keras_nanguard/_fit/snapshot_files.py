@@ -1,4 +1,4 @@
-"""The files of a snapshot: which folders are snapshots, and what stands in them."""
+"""The files of a snapshot: names of the folders, and their record."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from keras_nanguard._core.plain_text import plain_text
 __all__ = ["GUARD_STATE", "REST", "WEIGHTS", "SnapshotRecord", "folder_of", "next_number", "read", "written"]
 
 FORMAT = 1
-"""Number of the form of `snapshot.json`."""
+"""Version of the format of `snapshot.json`."""
 
 NAME = re.compile(r"snapshot-([0-9]{8,})")
-"""Name of a snapshot. Whatever has another one in the folder is not ours, and is left alone."""
+"""Name of a snapshot. Other entries of the folder are ignored."""
 
 FOLDER, GUARD_STATE = "snapshots", "guard_state.json"
 WEIGHTS, REST, RECORD = "state.weights.h5", "rest.npz", "snapshot.json"
@@ -28,16 +28,17 @@ class SnapshotRecord:
     """The content of `snapshot.json`.
 
     Attributes:
-        step: number of steps that were complete, in the fit that took it.
-        epoch, batch: the epoch, and how many batches of it were through.
+        step: number of complete steps in the fit that took it.
+        epoch, batch: the epoch, and its number of complete batches.
         verified: whether enough good steps have followed.
-        files: SHA-256 of each file beside.
+        files: SHA-256 of each other file of the snapshot.
         signature: SHA-256 of the shapes and dtypes of all variables, in their order.
         rest: `[number, path, dtype]` of each variable in `rest.npz`.
-        metrics: how many variables of metrics are there besides.
-        optimizers: for each optimizer the numbers of the weights that it was built for, `None` where it was not.
-        guard_state: what the policy had changed, as `GuardState.to_dict()`.
-        measured: learning rates and loss scales at that time, for whoever reads the file.
+        metrics: number of variables of metrics in `rest.npz`.
+        optimizers: for each optimizer the numbers of the weights for which it was built, or `None`
+            if it was not built.
+        guard_state: the state of the policy, as `GuardState.to_dict()`.
+        measured: learning rates and loss scales, for people who read the file.
         versions: of Keras, its backend, NumPy and this library.
     """
 
@@ -56,26 +57,26 @@ class SnapshotRecord:
 
     @property
     def untrained(self) -> bool:
-        """Whether no step can have been made before: no optimizer was built."""
+        """Whether no optimizer was built, so that no step can have run."""
         return all(weights is None for weights in self.optimizers)
 
     def check(self) -> None:
-        """Check what was read from a file.
+        """Check the fields after reading a file.
 
         Raises:
-            TypeError: if a field holds something else than its annotation says.
+            TypeError: if a field has a wrong type.
         """
         counts = (self.step, self.epoch, self.batch, self.metrics)
         tables = (self.files, self.guard_state, self.measured, self.versions)
         if not (all(map(_is_count, counts)) and all(isinstance(table, dict) for table in tables) and isinstance(self.verified, bool)):
             raise TypeError("a count, a table or a mark is something else")
         if not (isinstance(self.rest, tuple) and all(_is_entry(entry) for entry in self.rest)):
-            raise TypeError("rest is no list of number, path and dtype")
+            raise TypeError("rest is not a list of number, path and dtype")
         if not (isinstance(self.optimizers, tuple) and all(built is None or _are_counts(built) for built in self.optimizers)):
-            raise TypeError("optimizers is no list of numbers of weights")
+            raise TypeError("optimizers is not a list of numbers of weights")
 
     def write(self, folder: Path) -> None:
-        """Write it into the folder of its snapshot."""
+        """Write the record into the folder of its snapshot."""
         atomic_files.write_json(folder / RECORD, {"format": FORMAT, **asdict(self)})
 
 
@@ -95,21 +96,21 @@ def _is_entry(entry: Any) -> bool:
 
 
 def folder_of(directory: str | Path) -> Path:
-    """Return where the snapshots of a guard's directory are."""
+    """Return the folder of the snapshots in a guard's directory."""
     return Path(directory) / FOLDER
 
 
 def written(folder: Path) -> list[Path]:
-    """Return the snapshots in a folder, oldest first, broken ones included.
+    """Return the snapshots in a folder, oldest first, including broken ones.
 
     Raises:
-        FileFormatError: if the folder is there and cannot be read.
+        FileFormatError: if the folder exists and cannot be read.
     """
     return [path for _, path in sorted(_numbered(folder)) if path.is_dir()]
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return everything in a folder that has the name of a snapshot, with the number in it."""
+    """Return all entries of a folder with the name of a snapshot, and their numbers."""
     try:
         entries = list(folder.iterdir())
     except FileNotFoundError:
@@ -120,15 +121,15 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of the next snapshot, above that of everything in the folder that has the name of one."""
+    """Return the number of the next snapshot, which is higher than all in the folder."""
     return max((number for number, _ in _numbered(folder)), default=0) + 1
 
 
 def read(path: Path) -> SnapshotRecord:
-    """Return the record of a snapshot, with every file of it checked.
+    """Return the record of a snapshot after checking all of its files.
 
     Raises:
-        FileFormatError: if a file is missing, cut short, changed, or of another format.
+        FileFormatError: if a file is missing, truncated, changed, or of another format.
     """
     data = atomic_files.read_json(path / RECORD)
     if data.pop("format", None) != FORMAT:
@@ -154,4 +155,4 @@ def _check(file: Path, fingerprint: str) -> None:
     except OSError as error:
         raise FileFormatError(f"{file} cannot be read: {error}") from error
     if found != fingerprint:
-        raise FileFormatError(f"{file} is not as it was written: its checksum does not fit")
+        raise FileFormatError(f"{file} was modified or damaged: its checksum does not match")

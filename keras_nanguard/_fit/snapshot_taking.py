@@ -1,4 +1,4 @@
-"""Taking a snapshot if a copy of the state fits into memory; a line says once that it does not."""
+"""Takes a snapshot if a copy of the state fits into memory; otherwise prints a line once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def take_first(run: Run) -> str:
 
 
 def take_snapshot(run: Run) -> str:
-    """Copy the state of this moment; returns the same."""
+    """Copy the present state; return the same as `take_first`."""
     with run.state.access.variables_readable() if run.ring.only_reads else nullcontext():
         train_state = run.train_state()
         run.history.start(run.ring.snapshots, train_state.trainable)
@@ -41,7 +41,7 @@ def take_snapshot(run: Run) -> str:
 
 
 def _warn(run: Run) -> None:
-    """Say once that there is no snapshot of the start, and once that there is no later one."""
+    """Warn once if there is no snapshot of the start, and once if there is no later one."""
     what = "no snapshot" if run.step else "no snapshot of the state before the first step"
     if run.ring.missing and what not in run.short_of_memory:
         run.short_of_memory.add(what)

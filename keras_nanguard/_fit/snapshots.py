@@ -1,10 +1,9 @@
-"""A ring of verified states in host memory.
+"""Snapshots of the train state in host memory.
 
-A snapshot is taken only of a state that is finite, and is *verified* only once good steps have
-followed it: a state can be finite and doomed. Copies are made into buffers that are used again, so
-the ring never takes more than `keep` copies of the train state and the one before the first step. A
-copy that does not fit into memory takes the buffers of an older one, or is not made
-(`Ring.missing`).
+A snapshot is taken only if the state is finite, and counts as *verified* after further good steps,
+because a finite state may already be about to fail. Buffers are reused, so there are at most `keep`
+copies of the train state and the one before the first step. If a copy does not fit into memory, it
+reuses the buffers of an older one or is not made (`Ring.missing`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ __all__ = [
 ]
 
 FIRST_STEP = 3
-"""Times the train state that the first step may take besides: gradients, and its program."""
+"""Additional memory of the first step, in multiples of the train state: gradients and the program.
+"""
 
 NOISE = 1.5
-"""Spreads above the lowest level of the loss from which a level is clearly higher."""
+"""Spreads above the lowest level of the loss at which a level is clearly higher."""
 
 _BLOCK = 1 << 20
-"""Entries that are compared at a time."""
+"""Number of entries that are compared at a time."""
 
 Array = np.ndarray[Any, Any]
 Values = list[tuple[Any, Array]]
@@ -48,15 +48,15 @@ class Snapshot:
     """A copy of the train state.
 
     Attributes:
-        step: number of steps that were complete when it was taken.
-        good: how many good steps the fit had seen by then.
+        step: number of complete steps when it was taken.
+        good: number of good steps of the fit until then.
         verified: whether enough good steps have followed.
-        proof: how many good steps are enough.
+        proof: number of good steps that verify it.
         arrays: the values, by `id` of the variable.
-        drawn: the state of the generator that belongs to no variable, `None` if there is none.
-        metrics: the values of the metrics, by `id` of the variable; for steps that are run again in
+        drawn: the state of the generator that belongs to no variable, or `None`.
+        metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
-        level: the level of the loss when it was taken, `None` if it is not known.
+        level: the level of the loss when it was taken, or `None` if unknown.
     """
 
     step: int
@@ -74,15 +74,17 @@ class Snapshot:
         changed: Iterable[tuple[Any, Any]] = (),
         undo: bool = True,
     ) -> None:
-        """Write its values into variables, all or none; those that it does not have stay.
+        """Write its values into variables, all or none. Variables without a value in it do not
+        change.
 
         Args:
             variables: the variables.
-            changed: `(variable, value)` for those that get another value than the snapshot's.
-            undo: whether the state from before may be copied, so that it can be put back.
+            changed: `(variable, value)` for variables that get another value.
+            undo: whether to copy the previous state, so that it can be restored if writing fails.
 
         Raises:
-            StateLostError: if neither its state nor the one from before could be written whole.
+            StateLostError: if neither the snapshot nor the previous state could be written
+                completely.
         """
         known = ((v, self.arrays.get(id(v))) for v in variables)
         pairs = {id(v): (v, value) for v, value in known if value is not None}
@@ -105,15 +107,14 @@ class Snapshot:
 class Ring:
     """The snapshots of one fit, newest last.
 
-    The state before the first step is kept as long as the fit runs, besides the others. So is the
-    one with the lowest loss if that is clearly higher in all later ones, as in a run that slowly
-    diverges.
+    The state before the first step is kept for the whole fit, in addition to the others. So is the
+    snapshot with the lowest loss if the loss is clearly higher in all later ones, as in a run that
+    slowly diverges.
 
     Args:
-        keep: how many others there may be at a time; the newest one that is verified is never given
-            up for a new one.
-        good_after: good steps that make a snapshot verified. The state before the first step is
-            verified from the start: there is nothing older to restore.
+        keep: maximum number of other snapshots. The newest verified one is never replaced.
+        good_after: good steps that verify a snapshot. The state before the first step is always
+            verified.
     """
 
     only_reads = True
@@ -143,15 +144,15 @@ class Ring:
         """Copy the state.
 
         Args:
-            variables: what to copy.
-            step, good: steps that are complete, and good ones among them.
-            verified: whether the copy counts as verified at once.
+            variables: the variables to copy.
+            step, good: numbers of complete steps and of good steps.
+            verified: whether the copy counts as verified immediately.
             tolerated: the `id` of each variable that may be infinite.
             level: the level of the loss.
 
         Returns:
-            `""`, or the path of the first variable that is not finite; then nothing is kept. If a
-            copy does not fit, `missing` is its size.
+            `""`, or the path of the first variable that is not finite, in which case nothing is
+            stored. If a copy does not fit, `missing` is its size.
         """
         self.promote(good)
         variables, proof = list(variables), self.good_after
@@ -166,7 +167,7 @@ class Ring:
         return bad
 
     def _attempt_to_store(self, values: Values, fresh: Snapshot, size: int) -> None:
-        """Store a snapshot unless memory turns out to be exhausted, here or in another process."""
+        """Store a snapshot, unless memory is exhausted here or in another process."""
         try:
             self._store(values, fresh)
         except Exception as error:
@@ -179,7 +180,7 @@ class Ring:
             self.forget_after(fresh.step - 1)
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes of a copy that does not fit, 0 if it does or takes another's buffers."""
+        """Return the bytes of a copy that does not fit; 0 if it fits or reuses buffers."""
         others = [s for s in self.snapshots if s.step]
         if step and self.replaced(others, level) is not None:
             return 0.0
@@ -190,7 +191,7 @@ class Ring:
         return missing
 
     def _store(self, values: Values, fresh: Snapshot) -> None:
-        """Copy the values, which are good, into a snapshot that has none yet, and keep it."""
+        """Copy the values into an empty snapshot, and add it."""
         spare = self._give_up(fresh.level)
         fresh.arrays = spare.arrays if spare is not None else {}
         while values:
@@ -201,17 +202,19 @@ class Ring:
         self.snapshots.append(fresh)
 
     def promote(self, good: int) -> None:
-        """Mark as verified what enough good steps have followed, given how many there were."""
+        """Mark snapshots as verified, given the present number of good steps."""
         for snapshot in self.snapshots:
             snapshot.verified |= good - snapshot.good >= snapshot.proof
 
     def next_proof(self, good: int) -> float:
-        """Return how many more good steps make a snapshot verified; infinity if none waits."""
+        """Return the number of good steps until the next snapshot is verified; infinity if none is
+        pending.
+        """
         waiting = [s.proof - (good - s.good) for s in self.snapshots if not s.verified]
         return max(min(waiting), 1) if waiting else math.inf
 
     def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the verified snapshot that is `depth`-th from the newest, or else the oldest."""
+        """Return the `depth`-th newest verified snapshot, or else the oldest."""
         verified = [s for s in self.snapshots if s.verified]
         return verified[-min(depth, len(verified))] if verified else None
 
@@ -221,7 +224,7 @@ class Ring:
 
     @property
     def start(self) -> Snapshot | None:
-        """The state before the first step, `None` if it is not kept."""
+        """The state before the first step, or `None` if it was not kept."""
         return self.snapshots[0] if self.snapshots and self.snapshots[0].step == 0 else None
 
     def oldest(self) -> Snapshot | None:
@@ -229,7 +232,7 @@ class Ring:
         return self.snapshots[0] if self.snapshots else None
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Bring a snapshot's values into memory; returns whether they are there."""
+        """Load the values of a snapshot into memory; return whether they are there."""
         return True
 
     def restorable(self, snapshot: Snapshot) -> bool:
@@ -237,7 +240,7 @@ class Ring:
         return self.at_hand(snapshot)
 
     def forget_after(self, step: int) -> None:
-        """Give up the snapshots taken after this step: the steps before them were undone."""
+        """Remove the snapshots taken after this step, because the steps before them were undone."""
         self.snapshots = [s for s in self.snapshots if s.step <= step]
 
     def complete(self, variable: Any, value: Array) -> None:
@@ -246,22 +249,24 @@ class Ring:
             self.start.arrays.setdefault(id(variable), value)
 
     def note(self) -> None:
-        """Write down what the policy has changed; a ring in memory ends with its process."""
+        """Save the state of the policy. A ring in memory need not."""
 
     def close(self) -> None:
-        """Give up every snapshot in memory, and what this ring has locked outside of the process."""
+        """Release all snapshots and locks."""
         self.snapshots = []
 
     def with_least_loss(self) -> Snapshot | None:
-        """Return the verified snapshot of the lowest loss, the state before the first step apart."""
+        """Return the verified snapshot with the lowest loss, without the state before the first
+        step.
+        """
         known = [s for s in self.snapshots if s.step and s.verified and s.level is not None]
         return min(known, key=lambda s: s.level.value if s.level is not None else 0.0, default=None)
 
     def replaced(self, others: Sequence[S], level: Level | None) -> S | None:
-        """Return which of these snapshots makes room for one taken at this level, `None` if none.
+        """Return the snapshot that one taken at this level replaces, or `None`.
 
-        An unproven one goes first, then the oldest; but not the one of the lowest loss if that is
-        clearly higher in all later ones.
+        An unverified one is replaced first, then the oldest, except the one with the lowest loss if
+        the loss is clearly higher in all later ones.
         """
         best = self.with_least_loss()
         if best is not None and best.level is not None and self.keep > 1:
@@ -274,7 +279,7 @@ class Ring:
         return next((s for s in others if not s.verified), others[0])
 
     def _give_up(self, level: Level | None) -> Snapshot | None:
-        """Take out of the ring what a new snapshot replaces, and return it."""
+        """Remove and return the snapshot that a new one replaces."""
         last = None
         while (gone := self.replaced([s for s in self.snapshots if s.step], level)) is not None:
             self.snapshots, last = [s for s in self.snapshots if s is not gone], gone
@@ -294,7 +299,7 @@ def first_bad(values: Iterable[tuple[Any, Any]], tolerated: Container[int] = ())
 
 @contextmanager
 def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[Array]]:
-    """Restore variables at the end, whatever has happened in between."""
+    """Restore variables at the end, also after an exception."""
     before = [keras_variables.read(variable) for variable in variables]
     try:
         yield before
@@ -303,7 +308,7 @@ def left_as_they_are(variables: Sequence[Any]) -> Iterator[list[Array]]:
 
 
 def compact(value: Array) -> Array:
-    """Return an array of equal entries as a view of one of them: so most slots begin."""
+    """Return an array of equal entries as a view of one of them. Most slots begin like that."""
     return np.broadcast_to(np.array(value.flat[0]), value.shape) if _is_constant(value) else value
 
 
@@ -316,14 +321,15 @@ def _is_constant(value: Array) -> bool:
 
 
 def size_of(variables: Iterable[Any]) -> int:
-    """Return how many bytes the values of these variables take."""
+    """Return the bytes of the values of these variables."""
     return sum(keras_variables.bytes_of(variable) for variable in variables)
 
 
 def missing_bytes(variables: Sequence[Any], step: int) -> float:
-    """Return the bytes of a copy of the state after so many steps if it does not fit, else 0.
+    """Return the bytes of a copy of the state if it does not fit into memory, else 0.
 
-    Before the first step, what that step takes has to fit as well; constant slots take nothing.
+    Before the first step the memory of that step must be free as well. Constant slots take no
+    memory.
     """
     size = needed = size_of(variables)
     if not step and size > memory.SMALL:

@@ -71,10 +71,10 @@ from keras_nanguard._keras import (
 __all__ = ["DiskRing"]
 
 LOCK = "snapshots.lock"
-"""Name of the file, beside the folder, that the process has locked that writes to it."""
+"""Name of the lock file next to the folder."""
 
 PASSES = 3
-"""Copies of the largest variable that have to fit into memory while the files are written."""
+"""Copies of the largest variable that must fit into memory while the files are written."""
 
 T = TypeVar("T")
 
@@ -82,14 +82,14 @@ T = TypeVar("T")
 class DiskRing(Ring):
     """The snapshots of one fit on disk.
 
-    The state before the first step also stays in memory if it fits: a run that diverges may have to
-    return to it, and a model may get variables in its first step that no earlier file holds.
+    The state before the first step also stays in memory if it fits. A run that diverges may have to
+    return to it, and the first step may create variables that are in no earlier file.
 
     Args:
-        keep: how many there may be in the folder at a time, those of earlier runs included.
-        good_after: good steps that make a snapshot verified.
+        keep: maximum number of snapshots in the folder, including those of earlier runs.
+        good_after: good steps that verify a snapshot.
         directory: the guard's directory.
-        recovery: what the policy changes in the run that takes them.
+        recovery: the changes of the policy in this run.
         say: prints a line.
     """
 
@@ -109,7 +109,7 @@ class DiskRing(Ring):
         self._left_out: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
 
     def _store(self, values: Values, fresh: Snapshot) -> None:
-        """Write the state to disk; if that fails, keep it in memory if it fits."""
+        """Write the state to disk. If that fails, keep it in memory if it fits."""
         variables = [variable for variable, _ in values]
         values.clear()  # copies, on an accelerator, which nobody needs while the files are written
         for snapshot in self._on_disk():
@@ -131,7 +131,7 @@ class DiskRing(Ring):
         return [snapshot for snapshot in self.snapshots if isinstance(snapshot, _OnDisk)]
 
     def _write_folder(self, step: int, verified: bool) -> tuple[Path, SnapshotRecord]:
-        """Write one snapshot, and return where it is and its record."""
+        """Write one snapshot; return its folder and its record."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.take()
         atomic_files.sweep(self.folder)
@@ -141,12 +141,12 @@ class DiskRing(Ring):
             return path, self._write(unfinished, step, verified)
 
     def close(self) -> None:
-        """Give up every snapshot in memory; those on disk stay, and others may write there."""
+        """Release all snapshots in memory, and the lock of the folder."""
         super().close()
         self._lock.release()
 
     def _attempt(self, write: Callable[[], T]) -> T | None:
-        """Write something to the folder; a failure is reported once, and `None` is returned."""
+        """Write something to the folder. If that fails, print one line and return `None`."""
         try:
             return write()
         except Exception as error:  # a layer of the user's may raise anything when it is saved
@@ -156,30 +156,30 @@ class DiskRing(Ring):
             if kind not in self._said:
                 self._said.add(kind)
                 ours = self._on_disk()
-                last = f"The last is {ours[-1].path.name}." if ours else "There is none of this run."
+                last = f"The newest one is {ours[-1].path.name}." if ours else "This run has none yet."
                 why = str(error).partition("\n")[0]
-                self._say(f"NanGuard: snapshots cannot be written to {self.folder}: {why}. {last}")
+                self._say(f"NanGuard: cannot write snapshots to {self.folder}: {why}. {last}")
             return None
 
     def _missing(self, variables: Sequence[Any], step: int, level: Level | None) -> float:
-        """Return the bytes that writing the state takes if they are not free, else 0."""
+        """Return the bytes that writing the state needs if they are not free, else 0."""
         size = PASSES * max((keras_variables.bytes_of(v) for v in variables), default=0)
         return 0.0 if memory.room_for(size) else float(size)
 
     def complete(self, variable: Any, value: np.ndarray[Any, Any]) -> None:
-        """Add to the state before the first step if it is in memory."""
+        """Add a value to the state before the first step if it is in memory."""
         if not (isinstance(self.start, _OnDisk) and self.start.only_files):
             super().complete(variable, value)
 
     def promote(self, good: int) -> None:
-        """Mark as verified what enough good steps have followed, in the files too."""
+        """Mark snapshots as verified, also in their files."""
         super().promote(good)
         for snapshot in self._on_disk():
             if snapshot.verified and not snapshot.noted:
                 snapshot.noted = self._attempt(snapshot.prove) is not None
 
     def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the verified snapshot that is `depth`-th from the newest, broken ones left out."""
+        """Return the `depth`-th newest verified snapshot that is not broken."""
         while (snapshot := super().newest(depth)) is not None:
             if self.restorable(snapshot):
                 return snapshot
@@ -187,7 +187,9 @@ class DiskRing(Ring):
         return None
 
     def at_hand(self, snapshot: Snapshot) -> bool:
-        """Read a snapshot's values from disk if they fit into memory; returns whether they are."""
+        """Read the values of a snapshot from disk if they fit into memory; return whether they are
+        there.
+        """
         if snapshot.arrays or not isinstance(snapshot, _OnDisk):
             return True
         if not memory.room_for(2 * size_of(variables_of(self.state.train_state()))):
@@ -208,21 +210,21 @@ class DiskRing(Ring):
             return False
 
     def forget_after(self, step: int) -> None:
-        """Give up the snapshots taken after this step, on disk too."""
+        """Remove the snapshots taken after this step, also on disk."""
         for snapshot in self._on_disk():
             if snapshot.step > step:
                 self._attempt(snapshot.remove)
         super().forget_after(step)
 
     def note(self) -> None:
-        """Write down what the policy has changed so far."""
+        """Save the present state of the policy."""
         path = self.folder / GUARD_STATE
         if self._lock.held:
             state = GuardState.of(self.recovery)
             self._attempt(lambda: atomic_files.write_json(path, state.to_dict()))
 
     def _fetch(self, snapshot: _OnDisk) -> None:
-        """Read the values back, by way of the model, which is left as it is."""
+        """Read the values through the model, whose state is restored afterwards."""
         record = read(snapshot.path)
         variables = variables_of(self.state.train_state())
         with left_as_they_are(variables):
@@ -230,7 +232,7 @@ class DiskRing(Ring):
             snapshot.arrays = {id(v): keras_variables.read(v) for v in variables}
 
     def _load(self, snapshot: _OnDisk, variables: Iterable[Any]) -> None:
-        """Write a snapshot from its files into these variables; the others stay as they are."""
+        """Write a snapshot from its files into these variables. Other variables do not change."""
         state = variables_of(self.state.train_state())
         wanted = {id(v) for v in variables}
         with left_as_they_are([v for v in state if id(v) not in wanted]):
@@ -268,16 +270,16 @@ class DiskRing(Ring):
         return record
 
     def _not_in(self, weights: Path, variables: list[Any]) -> frozenset[int]:
-        """Return the numbers of the variables that Keras does not save, found once for each set."""
+        """Return the numbers of the variables that Keras does not save. The result is cached."""
         key = tuple(id(v) for v in variables)
         if self._left_out[0] != key:
             self._left_out = (key, left_out(self.state.model, weights, variables))
         return self._left_out[1]
 
     def _prune(self) -> None:
-        """Bring the folder down to `keep` snapshots: those of earlier runs go first.
+        """Reduce the folder to `keep` snapshots, removing those of earlier runs first.
 
-        The state before the first step stays in memory when its files go.
+        The state before the first step stays in memory when its files are removed.
         """
         ours = self._on_disk()
         foreign = [path for path in written(self.folder) if path not in {s.path for s in ours}]
@@ -298,9 +300,9 @@ class _OnDisk(Snapshot):
     """A snapshot whose values are in files until they are needed.
 
     Attributes:
-        path, record: where its files are, and their record.
-        noted: whether the record says that it is verified, if it is.
-        only_files: whether its values stay there; those of the start are otherwise in memory.
+        path, record: its folder and its record.
+        noted: whether its record says that it is verified, if it is.
+        only_files: whether its values stay on disk; those of the start are also in memory.
     """
 
     def __init__(
@@ -325,7 +327,8 @@ class _OnDisk(Snapshot):
         """Write its values into variables, from its files if they are not in memory.
 
         Raises:
-            StateLostError: if neither its state nor the one from before could be written whole.
+            StateLostError: if neither the snapshot nor the previous state could be written
+                completely.
         """
         if self.arrays:
             super().write(variables, changed, undo)
@@ -335,7 +338,7 @@ class _OnDisk(Snapshot):
         whole_writes.finish([lambda: self._load(self, variables), *others])
 
     def prove(self) -> bool:
-        """Note in its record that enough good steps have followed."""
+        """Mark it as verified in its record."""
         if self.path.exists():
             replace(self.record, verified=True).write(self.path)
         return True
@@ -346,10 +349,10 @@ class _OnDisk(Snapshot):
 
 
 class _Lock:
-    """The right to write to the folder: one process at a time has it.
+    """A lock on the folder: only one process at a time can write to it.
 
     Attributes:
-        held: whether this process has it.
+        held: whether this process has the lock.
     """
 
     def __init__(self, path: Path):
@@ -357,10 +360,10 @@ class _Lock:
         self._lock: Any = None
 
     def take(self) -> None:
-        """Take it, unless this process has it.
+        """Acquire the lock, unless this process has it.
 
         Raises:
-            OSError: if the file cannot be written, or another process has it.
+            OSError: if the file cannot be written, or another process has the lock.
         """
         if self.held:
             return
@@ -377,7 +380,7 @@ class _Lock:
         self.held = True
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         lock, self._lock, self.held = self._lock, None, False
         if lock is not None:
             lock.release()

@@ -62,7 +62,7 @@ class Trackers:
         except Exception as error:  # noqa: BLE001
             if name not in self._failed:
                 self._failed.add(name)
-                self._say(f"NanGuard: incidents could not be handed on to {name}: {type(error).__name__}: {error}")
+                self._say(f"NanGuard: cannot send incidents to {name}: {type(error).__name__}: {error}")
 
 
 def _alert(cause: str, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Paired trials: steps that are run on remembered batches from a chosen state, and undone.
+"""Paired trials: steps on remembered batches from a chosen state, which are undone afterwards.
 
-A trial compares states on the *same* batches, so nothing depends on how hard another batch, epoch or task was.
-It uses the compiled train step, so it works wherever a step can be replayed. Everything is restored at
-the end: state, metrics, random generators, learning rates.
+A trial compares states on the *same* batches, so the difficulty of other batches, epochs or tasks
+has no influence. It uses the compiled train step. At the end state, metrics, random generators and
+learning rates are restored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ State = Mapping[int, np.ndarray[Any, Any]]
 """The values of the train state, by `id` of the variable."""
 
 STANDARD_ERRORS = 3.0
-"""Standard errors by which the mean of paired differences exceeds 0 if a difference is not chance: one in
-a thousand for a normal distribution."""
+"""Standard errors by which the mean of paired differences must exceed 0. By chance this happens
+once in a thousand for a normal distribution.
+"""
 
 
 class Trial:
-    """Runs steps of one run whose effects are undone at the end of the `trial` that returned it.
+    """Runs steps whose effects are undone at the end of the `trial` context.
 
     Attributes:
-        present: the state that the run is in.
+        present: the present state of the run.
     """
 
     def __init__(self, run: Run):
@@ -47,7 +48,8 @@ class Trial:
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def state_of(self, snapshot: Snapshot) -> State:
-        """Return the state of a snapshot; variables that it lacks keep their present values."""
+        """Return the state of a snapshot. Variables without a value in it keep their present one.
+        """
         found = {id(v): snapshot.value(v) for v in self._variables}
         return {**self.present, **{key: value for key, value in found.items() if value is not None}}
 
@@ -115,13 +117,14 @@ def with_inputs_of(args: Sequence[Any], other: Sequence[Any]) -> Sequence[Any] |
 
 @contextmanager
 def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
-    """Return a context with a `Trial`, at the end of which all is as it was.
+    """Return a context with a `Trial`. At its end everything is restored.
 
-    It is `None` if steps cannot be replayed, or if memory has no room for a copy of the state.
+    The value is `None` if steps cannot be replayed, or if there is no memory for a copy of the
+    state.
 
     Args:
         run: the run.
-        rates: whether learning rates are changed in it; a schedule is compiled anew for that.
+        rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
     access, train_state = run.state.access, run.train_state()
     if not access.can_run_again or not run.policy.refuse or not _room(run):
@@ -155,7 +158,7 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _room(run: Run) -> bool:
-    """Whether memory has room for two copies of the state; a line says once that it has not."""
+    """Whether there is memory for two copies of the state. If not, print a line once."""
     train_state = run.train_state()
     everything = [*train_state.everything, *train_state.metrics]
     size = 2 * size_of(v for v in everything if keras_variables.on_host(v))
@@ -164,7 +167,7 @@ def _room(run: Run) -> bool:
     if "trials" not in run.short_of_memory:
         run.short_of_memory.add("trials")
         room = memory.readable(size)
-        run.say(f"NanGuard: no learning rate is tried: that needs {room} of free memory.")
+        run.say(f"NanGuard: cannot test other learning rates: this needs {room} of free memory.")
     return False
 
 

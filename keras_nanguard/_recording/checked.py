@@ -47,7 +47,7 @@ def whole(value: Any) -> int:
     """
     found = int(value)
     if not -MAX_WHOLE <= found <= MAX_WHOLE:
-        raise ValueError("it holds a number beyond all steps")
+        raise ValueError("it has a step number that is too large")
     return found
 
 
@@ -71,7 +71,7 @@ def table(text: str) -> dict[str, Any]:
     """
     found = plain_json.loads(text)
     if not isinstance(found, dict):
-        raise ValueError("the data of an event is no object")
+        raise ValueError("the data of an event is not an object")
     return found
 
 

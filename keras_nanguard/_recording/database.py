@@ -281,7 +281,7 @@ def _check_header(file: Path) -> None:
     """
     remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
     if file.exists() and not file.is_file():
-        raise GuardError(expected(f"a recording at {file}", "no regular file", remedy))
+        raise GuardError(expected(f"a recording at {file}", "a path that is not a regular file", remedy))
     try:
         with file.open("rb") as opened:
             head = opened.read(100)
@@ -384,7 +384,7 @@ class _Texts:
         found: list[tuple[Any, ...]] = []
         for row in self._connection.execute(query):
             if not all(value is None or isinstance(value, (int, float)) for value in row):
-                raise ValueError(f"the table {table} holds what is no number")
+                raise ValueError(f"the table {table} has a value that is not a number")
             found.append(row)
         found.reverse()
         lists = list(zip(*found)) if found else [()] * len(names)
@@ -396,5 +396,5 @@ def _column(values: Iterable[Any], dtype: type) -> Any:
         return np.array([np.nan if value is None else float(value) for value in values], dtype)
     found = np.array([0 if value is None else int(value) for value in values], np.int64)
     if (found > checked.MAX_WHOLE).any() or (found < -checked.MAX_WHOLE).any():
-        raise ValueError("it holds a number beyond all steps")
+        raise ValueError("it has a step number that is too large")
     return found.astype(dtype)

@@ -352,7 +352,7 @@ class Recorder:
             if there and not loaded:
                 self._load(database.read(path))
             elif there and database.writer_of(path) not in self._owners:
-                raise GuardError(f"another run has written to {path} since; give each guard a directory of its own")
+                raise GuardError(f"another run writes to {path}; use one directory per run")
             writer = uuid.uuid4().hex
             self._writer = Writer(path, writer, self.end_with_process)
         except Exception as error:  # noqa: BLE001  such as no thread or no memory: training continues

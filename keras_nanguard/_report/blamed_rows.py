@@ -52,7 +52,7 @@ def _regular(path: Path, max_bytes: int) -> Path:
         OSError, ValueError: if it is none.
     """
     if path.is_symlink() or not path.is_file() or path.stat().st_size > max_bytes:
-        raise ValueError(f"{path.name} is no file of moderate size")
+        raise ValueError(f"{path.name} is not a file, or too large")
     return path
 
 

@@ -45,7 +45,7 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
     """
     if not Path(directory).is_dir():
         remedy = "Give the directory that was given to NanGuard(directory=...)."
-        raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is no folder", remedy))
+        raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is not a folder", remedy))
     screen = screen or Console(highlight=False)
     seen = _Seen.look(directory)
     if once or not screen.is_terminal:

@@ -106,7 +106,7 @@ def test_a_streak_is_diagnosed_a_few_times_only(monkeypatch):
     case.x[16:] = np.nan
     guard = NanGuard(verbose=0)
     case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
-    notes = [d.evidence[0].startswith("Taken over") for d in full]
+    notes = [d.evidence[0].startswith("Reused") for d in full]
     assert notes[:5] == [False, False, False, True, True]
     assert all(d.cause == "input_nonfinite" and d.samples == tuple(range(8)) for d in full)
 

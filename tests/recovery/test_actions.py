@@ -103,7 +103,7 @@ class TestSkip:
         run = train(guard, 3)
         oracle = zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression().without([3]), epochs=1)
         assert zoo.differences(run, oracle) == []
-        assert outcomes(guard, "skip") == [(3, "done", "the step was skipped; the state is as it was before it")]
+        assert outcomes(guard, "skip") == [(3, "done", "the step was skipped; the state did not change")]
 
 
 class TestWarn:
@@ -287,9 +287,9 @@ class TestLowerLr:
         guard = acting({"lower_lr": {"factor": 0.5}})
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
         assert outcomes(guard, "lower_lr") == [
-            (0, "skipped", "no step has committed yet, so a lower rate would change nothing"),
+            (0, "skipped", "no step has committed yet, so a lower rate has no effect"),
             (2, "done", "learning rate of sgd: 0.5 -> 0.25"),
-            (3, "skipped", "no step has committed since it was lowered, so a lower rate would change nothing"),
+            (3, "skipped", "no step has committed since it was lowered, so a lower rate has no effect"),
             (5, "done", "learning rate of sgd: 0.25 -> 0.125"),
         ]
 
@@ -581,7 +581,7 @@ class TestResetSlots:
         """Only slots with a bad entry start again."""
         guard = acting({"reset_slots": {"scope": "bad"}}, {"repair": {"source": "last_good"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[3], "inf"))])
-        assert "1 slots set back" in outcomes(guard, "reset_slots")[0][2]
+        assert "1 slots reset" in outcomes(guard, "reset_slots")[0][2]
         assert zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
@@ -621,7 +621,7 @@ class TestQuarantine:
         """Without a directory nothing is written."""
         guard = acting("quarantine")
         train(guard, 3)
-        assert outcomes(guard, "quarantine") == [(3, "skipped", "NanGuard has no directory to keep batches in")]
+        assert outcomes(guard, "quarantine") == [(3, "skipped", "the guard has no directory for batches")]
 
     def test_any_structure(self):
         """Nested, ragged, sparse, text and bfloat16 data come out as plain arrays under readable names."""
@@ -647,7 +647,7 @@ class TestStop:
         train(acting("stop"), callbacks=[At(s7=lambda m: kept.update(k=m.layers[0].kernel.numpy()))])
         run = train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
         assert run.model.stop_training and guard.session.step == 7
-        assert "the state after 4 steps restored, and the 3 steps since then run again" in outcomes(guard, "stop")[0][2]
+        assert "the state after 4 steps restored, and 3 later steps replayed" in outcomes(guard, "stop")[0][2]
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
 
     def test_left(self):
@@ -657,7 +657,7 @@ class TestStop:
         assert zoo.bad_entries(run.model) != []
         guard = acting("stop")
         run = train(guard, 6)
-        assert "left the last good state in place" in outcomes(guard, "stop")[0][2]
+        assert "still has the last good state" in outcomes(guard, "stop")[0][2]
         assert int(run.model.optimizer.iterations.numpy()) == 6
 
 
@@ -665,7 +665,7 @@ class TestStop:
     @pytest.mark.parametrize("kind", ["plain", "schedule"])
     def test_rate_given_back(self, ending, kind):
         """After the end the rate is as it was set, and the line says so; without restore it stays, and the line says that."""
-        for restore, words in ((True, "is 0.5 again (it was lowered to 0.05)"), (False, "stays at 0.05, which is 0.1 times what was set")):
+        for restore, words in ((True, "is reset to 0.5 (from 0.05)"), (False, "stays at 0.05, 0.1 times the configured rate")):
             policy = {"rules": [{"name": "slow", "do": "lower_lr"}], "action_budget": 1}
             policy["escalation"] = [{ending: {"restore": restore}}]
             guard = NanGuard(policy, verbose=0, diagnose=False)

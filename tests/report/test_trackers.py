@@ -256,4 +256,4 @@ def test_a_tracker_that_fails_is_said_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     fit(NanGuard(verbose=0))
     printed = capsys.readouterr().out
-    assert printed.count("could not be handed on to Weights & Biases: ZeroDivisionError") == 1
+    assert printed.count("cannot send incidents to Weights & Biases: ZeroDivisionError") == 1
