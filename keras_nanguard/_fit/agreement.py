@@ -1,14 +1,13 @@
-"""Several processes decide as one: what they exchange, and what follows from it on each of them.
+"""One decision in several processes: which facts they exchange, and what each derives from them.
 
-A step reports in one message whether any process has found something. Only then there is more to exchange, always by all
-processes and in the same order:
+A step reports in one message whether any process has a finding. Only then more is exchanged, always
+by all processes and in the same order:
 
-    findings    what each has found, with the rows of a bad batch
-    diagnosis   what each has made of its own batch and state, alone
-    outcomes    whether each action was done on all of them
+    findings    of each process, with the rows of a bad batch diagnosis   of each process, from its
+    own batch and state outcomes    whether each action was done on all of them
 
-Each answer is a pure function of what all have handed in, so every process has the same incident, the same decision and the
-same budgets. `Alone` is the same for one process, where nothing is exchanged.
+Each result is a pure function of these facts, so every process has the same incident, decision and
+budgets. `Alone` is the same for one process, without any exchange.
 """
 
 from __future__ import annotations
@@ -29,46 +28,50 @@ from keras_nanguard._fit.snapshots import Ring, Snapshot
 __all__ = ["Agreement", "Together", "agreement"]
 
 MAX_FINDINGS, MAX_ROWS, MAX_SENTENCES, MAX_SAMPLES, MAX_TEXT = 24, 8, 10, 64, 250
-"""How much of an incident fits into a message: findings, rows in a path, sentences, samples, and characters of a text."""
+"""Limits of an incident in a message: findings, rows in a path, sentences, samples, and characters
+of a text.
+"""
 
 OF_ITS_OWN = ("inputs", "targets", "state", "outputs", "loss", "statistics")
-"""Sites that one process has to itself; gradients, weights and slots are those of all."""
+"""Sites that each process has separately; gradients, weights and slots are common to all."""
 
 
 class Agreement:
     """The decisions of a process that trains alone.
 
     Attributes:
-        count, rank: the number of processes, and the number of this one, from 0.
-        has_news: whether this process has found something between two steps that the others do not know of.
-        news: whether any process has, as the last step has shown.
+        count, rank: number of processes, and number of this one, from 0.
+        has_news: whether this process has findings between two steps that the others do not have.
+        news: whether any process has, according to the last step.
     """
 
     count, rank = 1, 0
     has_news = news = False
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """Return of each flag whether it is set in any process."""
+        """Return for each flag whether it is set in any process."""
         return flags
 
     def between_steps(self, findings: list[Finding]) -> list[Finding]:
-        """Return what was found between two steps if all processes know of it now; else keep it until they do."""
+        """Return findings between two steps if all processes have them; otherwise store them until
+        then.
+        """
         return findings
 
     def pick_up(self) -> list[Finding]:
-        """Return what this process has kept, once all know that there is something."""
+        """Return the stored findings, once all processes have them."""
         return []
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        """Return what all processes have found in a step; `report` holds the batch of this one."""
+        """Return the findings of all processes in a step; `report` has the batch of this one."""
         return list(findings)
 
     def diagnosis(self, incident: Incident) -> Incident:
-        """Return the incident with the diagnosis of the process that knows most about it."""
+        """Return the incident with the diagnosis of the best informed process."""
         return incident
 
     def is_of(self, incident: Incident) -> bool:
-        """Return whether the rows of an incident are those of the batch of this process."""
+        """Return whether the rows of an incident belong to the batch of this process."""
         return True
 
     def outcomes(self, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
@@ -76,30 +79,30 @@ class Agreement:
         return outcomes
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
-        """Return the snapshot to restore, which all processes have; `None` if they have none in common."""
+        """Return the snapshot to restore, which all processes have; `None` if there is none."""
         return snapshot
 
     def rerun(self, rerun: Rerun | None) -> Rerun | None:
-        """Return the steps to be replayed, `None` unless all processes can replay the same ones."""
+        """Return the steps to replay, or `None` if a process cannot replay the same ones."""
         return rerun
 
     def fits(self, fits: bool) -> bool:
-        """Return whether a copy fits that all processes have to read together."""
+        """Return whether a copy that all processes read together fits into memory."""
         return fits
 
     def room(self, missing: float, keep: int, bad: str) -> tuple[float, int, str]:
-        """Return what all processes do about a snapshot.
+        """Return the common decision about a snapshot.
 
         Args:
-            missing: the bytes that are not free for it, 0 if there is room.
-            keep: how many snapshots there is room for.
+            missing: the bytes that are not free for it, 0 if it fits.
+            keep: number of snapshots that fit.
             bad: the path of a variable that is not finite, `""` if all are.
         """
         return missing, keep, bad
 
 
 class Together(Agreement):
-    """The same for a process that trains together with others."""
+    """The decisions of a process that trains together with others."""
 
     def __init__(self) -> None:
         self.rank, self.count = processes.index(), processes.count()
@@ -183,12 +186,14 @@ class Together(Agreement):
 
 
 def agreement(model: Any, loop: bool) -> Agreement:
-    """Return how the run of a model decides; `loop` for a loop of the user's own."""
+    """Return the agreement for the run of a model; `loop` for a loop of the user's own."""
     return Together() if current.host().trains_together(model, loop) else Agreement()
 
 
 def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all processes, in the order of their ranks: of each place the first one."""
+    """Return the findings of all processes in the order of their ranks, the first one for each
+    place.
+    """
     known: dict[tuple[str, str, str], Finding] = {}
     for finding in (finding for part in found for finding in part):
         known.setdefault((finding.site, finding.kind, finding.path), finding)
@@ -196,10 +201,10 @@ def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:
 
 
 def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
-    """Return the rank whose diagnosis counts: the one that has found most at the earliest site.
+    """Return the rank whose diagnosis is used: the one with the most at the earliest site.
 
     Args:
-        known: for each rank the first site that it has to itself and has found something at, if any, and its cause.
+        known: for each rank the first of its own sites with a finding, if any, and its cause.
     """
 
     def order(rank: int) -> tuple[int, bool, int]:
@@ -218,7 +223,7 @@ def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) ->
 
 
 def _rows(rows: Sequence[int]) -> str:
-    """Return rows in words that follow the name of an array, `""` if there is none."""
+    """Return rows as words that follow the name of an array, `""` if there are none."""
     if not rows:
         return ""
     listed = ", ".join(str(row) for row in rows[:MAX_ROWS]) + (", ..." if len(rows) > MAX_ROWS else "")
@@ -230,7 +235,7 @@ def _place(diagnosis: Diagnosis) -> str:
 
 
 def _short(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record with no more text than fits into a message."""
+    """Return the fields of a record with texts short enough for a message."""
     return {name: _cut(value) for name, value in values.items()}
 
 

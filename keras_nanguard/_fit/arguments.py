@@ -1,7 +1,4 @@
-"""The arguments of `NanGuard`: checked when the guard is made, each mistake answered in one sentence.
-
-Imports no backend.
-"""
+"""Checks the arguments of `NanGuard`. Each error is one sentence. Imports no backend."""
 
 from __future__ import annotations
 
@@ -25,8 +22,9 @@ def policy(source: Any, sections: Mapping[str, Any], directory: Path | None, res
     """Return the policy of a guard.
 
     Raises:
-        PolicyError: with every problem of source and sections, words that are neither argument nor section among them.
-        GuardError: if the policy needs a directory and there is none, or there is nothing to resume from.
+        PolicyError: with every problem of source and sections, including unknown arguments.
+        GuardError: if the policy needs a directory and there is none, or there is nothing to resume
+            from.
     """
     unknown = [_unknown(word, value) for word, value in sections.items() if word not in SECTIONS]
     known = {word: value for word, value in sections.items() if word in SECTIONS}
@@ -44,16 +42,16 @@ def policy(source: Any, sections: Mapping[str, Any], directory: Path | None, res
 
 
 def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
-    """Whether a document or the sections given say where snapshots are stored."""
+    """Whether a document or the given sections set the storage of snapshots."""
     tables = [sections.get("snapshot"), source.get("snapshot") if isinstance(source, Mapping) else None]
     return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
 def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
-    """Refuse snapshots on disk without a directory, and `resume` without snapshots on disk.
+    """Require a directory for snapshots on disk, and snapshots on disk for `resume`.
 
     Raises:
-        GuardError: if it is so.
+        GuardError: if it is missing.
     """
     if kept.storage == "disk" and directory is None:
         received = "directory=None, " + ("resume=True" if resume else "with a policy whose snapshot.storage is 'disk'")
@@ -67,7 +65,7 @@ def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
 
 
 def _unknown(word: str, value: Any) -> str:
-    """Return the problem of a keyword argument that nobody knows."""
+    """Return the problem of an unknown keyword argument."""
     known = f"an argument ({', '.join(ARGUMENTS)}) or a section of a policy ({', '.join(SECTIONS)})"
     return problem(word, known, value, nearest(word, ARGUMENTS) or nearest(word, SECTIONS))
 
@@ -85,10 +83,10 @@ def verbosity(verbose: Any) -> int:
 
 
 def folder(directory: Any) -> Path | None:
-    """Return the folder to write into, `None` where nothing is written.
+    """Return the folder for files, or `None`.
 
     Raises:
-        GuardError: if it is no path, or that of a file.
+        GuardError: if it is not a path, or the path of a file.
     """
     if directory is None:
         return None
@@ -116,7 +114,7 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions that a policy may call, by name.
 
     Raises:
-        GuardError: if it is anything but a dict of names and functions.
+        GuardError: if it is not a dict of names and functions.
     """
     if given is None:
         return {}
@@ -130,10 +128,11 @@ def functions(given: Any) -> dict[str, Callable[..., Any]]:
 
 
 def require_instance(guard: Any, kind: type[Any], model: Any) -> None:
-    """Refuse to go on where Keras called a method on the class: it was in the list of callbacks in place of a guard.
+    """Raise if Keras called a method on the class, because the class was passed as a callback
+    instead of a guard.
 
     Raises:
-        GuardError: if it is so, or if the model is not one of Keras 3.
+        GuardError: in that case, or if the model is not one of Keras 3.
     """
     require_keras_3(model)
     if not isinstance(guard, kind):

@@ -1,8 +1,8 @@
-"""Bad rows of the data, known by more than their place in a batch.
+"""Bad rows of the data, identified by more than their place in a batch.
 
-If `fit` trains on arrays, a row of a batch is found in them by its own values, however the data is
-shuffled; rows with the same contents are all named. Other data is known by a fingerprint, the
-SHA-256 of the values of a row. Nothing is done for a step without an incident.
+If `fit` trains on arrays, a row of a batch is found in them by its values, also with shuffling. All
+rows with the same contents are reported. Other data are identified by a fingerprint, the SHA-256 of
+the values of a row. A step without an incident costs nothing.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ Key = tuple[str, str]
 """Fingerprint of a row, and its name in the batch, `""` without names."""
 
 MAX_SAMPLES = 4096
-"""How many bad rows are remembered."""
+"""Maximum number of bad rows."""
 
 MAX_ROWS = 64
-"""How many rows of one batch are looked at."""
+"""Maximum number of rows of one batch that are checked."""
 
 MAX_OTHERS, MAX_BYTES = 256, 16 << 20
-"""Rows of a batch, and bytes of all of it, up to which known bad rows are looked for in it."""
+"""Known bad rows are searched for only in batches of at most this many rows and bytes."""
 
 MAX_STEPS = 16
-"""Of how many steps the numbers are kept with a bad row."""
+"""Maximum number of steps that are stored with a bad row."""
 
 LISTED = 5
-"""How many bad rows a line names."""
+"""Number of bad rows in a line."""
 
 
 class BadRows:
     """The bad rows of one guard, over all of its fits.
 
     Args:
-        recorder: keeps them.
-        ids: the user's own names: one for each row of `x`, or the key of the batch that holds them.
+        recorder: stores them.
+        ids: the user's own names: one for each row of `x`, or the key of the batch that has them.
     """
 
     def __init__(self, recorder: Recorder, ids: Sequence[Any] | str | None):
@@ -64,7 +64,7 @@ class BadRows:
         self._reported, self._search = 0, RowSearch()
 
     def note(self, incident: Incident, report: Report | None) -> None:
-        """Note the rows that are to blame for an incident, and known bad ones in its batch. Never raises."""
+        """Store the bad rows of an incident, and known bad ones in its batch. Never raises."""
         if report is None or report.batch is None:
             return
         try:
@@ -96,7 +96,7 @@ class BadRows:
                 self._count(sample, incident)
 
     def _known(self) -> dict[Key, list[BadSample]]:
-        """Return the bad rows so far by their keys; rows with the same contents share a key."""
+        """Return the bad rows so far by their keys. Rows with the same contents share a key."""
         known: dict[Key, list[BadSample]] = {}
         for sample in self._recorder.samples.values():
             name = sample.label if isinstance(self._ids, str) else ""
@@ -107,13 +107,13 @@ class BadRows:
         return _fingerprint(arrays, row), "" if names is None else _name(names[row])
 
     def _places(self, arrays: Arrays, rows: list[int]) -> dict[int, tuple[int, ...]]:
-        """Return all indices in the training arrays at which each of these rows is found."""
+        """Return all indices of each of these rows in the training arrays."""
         if not rows:
             return {}
         return dict(zip(rows, self._search.indices(arrays, rows, *keras_fitting.running_arrays())))
 
     def _pop_names(self, arrays: dict[ArrayKey, Array]) -> Array | None:
-        """Take the array of names out of those of a batch, and return it."""
+        """Remove the array of names from those of a batch, and return it."""
         if not isinstance(self._ids, str):
             return None
         key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
@@ -129,7 +129,7 @@ class BadRows:
     def _found(
         self, arrays: Arrays, row: int, key: Key, places: tuple[int, ...], incident: Incident
     ) -> list[BadSample]:
-        """Return a bad row that is new, once for each of its places in the training arrays."""
+        """Return a new bad row, once for each of its places in the training arrays."""
         mark, name = key
         why = _why(arrays, row, incident)
         room = MAX_SAMPLES - len(self._recorder.samples)
@@ -146,7 +146,7 @@ class BadRows:
         return _name(self._ids[place])
 
     def line(self) -> str:
-        """Return the line that says which bad rows there are, `""` where there is no new one since the last."""
+        """Return the line with all bad rows, `""` if there is no new one since the last line."""
         found = list(self._recorder.samples.values())
         if len(found) <= self._reported:
             return ""
@@ -158,7 +158,7 @@ class BadRows:
 
 
 def _shown(label: str) -> str:
-    """Return a name, which comes from the data, as it may stand in a line of a terminal."""
+    """Return a name from the data in a form that is safe for a terminal."""
     return console.printable(" ".join(label.splitlines()))
 
 
@@ -169,7 +169,7 @@ def _name(value: Any) -> str:
 
 
 def _row_arrays(batch: Any, count: int) -> dict[ArrayKey, Array]:
-    """Return the arrays of a batch that have one entry for each row, by role and path."""
+    """Return the arrays of a batch with one entry per row, by role and path."""
     dense = (part for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits"))
     arrays = {(part.role, part.path): part.array for part in dense}
     return {key: array for key, array in arrays.items() if array.ndim and array.shape[0] == count}
@@ -181,7 +181,8 @@ def _inputs(arrays: Arrays) -> Iterator[tuple[str, Array]]:
 
 
 def _fingerprint(arrays: Arrays, row: int) -> str:
-    """Return SHA-256 of the values of one row, its targets included; every NaN counts as the same."""
+    """Return the SHA-256 of the values of one row, including its targets. All NaN count as equal.
+    """
     digest = hashlib.sha256()
     for (_, path), array in sorted(arrays.items(), key=lambda item: item[0]):
         digest.update(f"{path}:{array.dtype}:{array.shape[1:]};".encode())
@@ -190,7 +191,7 @@ def _fingerprint(arrays: Arrays, row: int) -> str:
 
 
 def _plain(value: Any) -> Array:
-    """Return numbers whose bytes are the same where they are: one NaN, one zero."""
+    """Return numbers such that equal ones have the same bytes: one NaN, one zero."""
     array = np.ascontiguousarray(finiteness.widen(np.asarray(value)))
     if array.dtype.kind != "f":
         return array
@@ -198,7 +199,7 @@ def _plain(value: Any) -> Array:
 
 
 def _why(arrays: Arrays, row: int, incident: Incident) -> str:
-    """Return what is wrong with a row, as a clause."""
+    """Return the fault of a row, as a clause."""
     for (_, path), array in arrays.items():
         nan, inf, size = finiteness.counts(np.asarray(array[row]))
         if nan or inf:

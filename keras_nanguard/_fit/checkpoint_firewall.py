@@ -1,8 +1,8 @@
-"""Between a running fit and the callbacks that keep a model: nothing that is not finite is saved or taken for the best.
+"""Keeps callbacks from saving a model that is not finite, and from using NaN as a best value.
 
-A refused step leaves nothing bad to save. What is left are writes by someone else between two steps, and validation that
-is not finite: `ModelCheckpoint`, `EarlyStopping` and `ReduceLROnPlateau` take the first value they see for the best one,
-and no number is ever less than NaN.
+After a refused step the state is good. It can still become bad if other code writes it between two
+steps, and a validation may give NaN. `ModelCheckpoint`, `EarlyStopping` and `ReduceLROnPlateau` use
+the first value they receive as the best one, and no number is less than NaN.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ __all__ = ["Firewall", "shielded"]
 
 
 class Firewall:
-    """Looks at the whole state before each save of a model, on the instance only, while a fit is guarded.
+    """Checks the whole state before each save of a model during a guarded fit. It changes the
+    instance only.
 
     Args:
-        session: the host's half of the transaction; its policy heals what can be healed before the file is written.
+        session: the host side of the transaction; its policy repairs the state before the file is
+            written.
         callbacks: the callbacks of the fit.
     """
 
@@ -46,7 +48,7 @@ class Firewall:
                 self._overrides.set(callback, "on_train_batch_end", _by_batches(callback, session))
 
     def close(self) -> None:
-        """Give every method back."""
+        """Restore every method."""
         self._overrides.give_back()
 
     def _looked_at(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +69,11 @@ class Firewall:
 
 @contextmanager
 def shielded(callbacks: Iterable[Any], logs: Any, unmeasured: Container[str] = ()) -> Iterator[None]:
-    """Let no callback take for the best value so far what is not finite, or what no step has measured (`unmeasured`).
+    """Hide values that are not finite, or that no step has measured (`unmeasured`), from callbacks
+    that compare.
 
-    Those that compare go by what they know: the ones that keep the best model find no better one, the others say that they miss
-    the metric. All others, and History, see the logs as they are.
+    Callbacks that keep the best model find no better one, and the others warn that the metric is
+    missing. All other callbacks and History receive the logs unchanged.
     """
     bad = {key for key, value in numbers(logs).items() if not math.isfinite(value) or key in unmeasured}
     with Overrides() as overrides:
@@ -96,7 +99,9 @@ def _without(callback: keras.callbacks.Callback, key: str) -> Callable[..., Any]
 
 
 def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
-    """Return `on_train_batch_end` of a callback that keeps the best model and looks within an epoch."""
+    """Return `on_train_batch_end` for a callback that keeps the best model and compares within an
+    epoch.
+    """
     real = callback.on_train_batch_end
 
     def on_train_batch_end(batch: int, logs: Any = None) -> Any:
@@ -108,9 +113,10 @@ def _by_batches(callback: Any, session: Session) -> Callable[..., Any]:
 
 
 def _never_best(callback: Any, key: str, logs: Any, run: Callable[[Any], Any]) -> Any:
-    """Run a callback that keeps the best model so that it finds no better one; its file name may hold the metric.
+    """Run a callback that keeps the best model in such a way that it finds no better one. Its file
+    name may contain the metric.
 
-    Without the metric it would save in any case; so it would with NaN where it has no best value yet.
+    Without the metric it would always save, and with NaN it would save if it has no best value yet.
     """
     comparison, best = callback.monitor_op, callback.best
     callback.monitor_op = lambda value, other: False

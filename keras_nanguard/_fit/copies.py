@@ -1,4 +1,6 @@
-"""The part of `NanGuard` that makes copies of it: tuners copy callbacks for each trial, other processes get pickles."""
+"""Copies and pickles of `NanGuard`: tuners copy callbacks for each trial, other processes get
+pickles.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from keras_nanguard._fit.reporter import Reporter
 __all__ = ["CopyMixin"]
 
 SETTINGS = ("resume", "functions", "diagnose", "logs", "sample_ids")
-"""What a guard is given besides policy, directory and verbosity."""
+"""Arguments of a guard besides policy, directory and verbosity."""
 
 
 class CopyMixin:
-    """The part of `NanGuard` for its copies and pickles. None of them guards anything, whatever the original guards."""
+    """The part of `NanGuard` for its copies and pickles. A copy is never attached to a fit."""
 
     incidents: list[Incident]
     session: Any
@@ -32,22 +34,26 @@ class CopyMixin:
         return self._counts if self.session is None else self._counts.plus(self.session.counts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle has: settings, incidents and counts."""
+        """Return the state for a pickle: settings, incidents and counts."""
         unused = vars(self._unused())
         own = {name: value for name, value in vars(self).items() if name in SETTINGS or name not in unused}
         own |= {"incidents": list(self.incidents), "_reporter": copy.copy(self._reporter), **self._copied()}
         return {**unused, **own, "_counts": self._counted(), "_watching": False}
 
     def __copy__(self) -> Any:
-        """Return a fresh guard with the same settings."""
+        """Return a new guard with the same settings."""
         return self._fresh(lambda value: value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a fresh guard with the same settings: the functions themselves, copies of what a subclass has beside."""
+        """Return a new guard with the same settings and functions, and copies of the attributes of
+        a subclass.
+        """
         return self._fresh(lambda value: copy.deepcopy(value, memo), memo)
 
     def _fresh(self, copied: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
-        """Return a guard that has seen nothing. It does not resume: the snapshots in the directory are those of the original."""
+        """Return a new guard. It does not resume, because the snapshots in the directory belong to
+        the original.
+        """
         made = type(self).__new__(type(self))
         if memo is not None:
             memo[id(self)] = made

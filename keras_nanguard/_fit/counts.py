@@ -1,4 +1,4 @@
-"""How far a fit has come: steps and epochs, and what was skipped on the way."""
+"""The counters of a fit: steps, epochs, and skipped steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 __all__ = ["Counts", "Totals"]
 
 _MAX_EPOCHS = 256
-"""Epochs whose place is remembered: no more steps are run again than that."""
+"""Number of epochs whose first step is remembered, for replays."""
 
 
 class Totals(NamedTuple):
-    """What the counters of one fit, or of several, come to; the fields are those of `Counts`."""
+    """Sums of the counters of one or several fits; the fields are those of `Counts`."""
 
     steps: int = 0
     refused: int = 0
@@ -21,7 +21,7 @@ class Totals(NamedTuple):
     run_again: int = 0
 
     def plus(self, counts: Counts) -> Totals:
-        """Return the totals with those of one more fit."""
+        """Return the totals including another fit."""
         return Totals(*map(sum, zip(self, (counts.step, counts.refused, counts.overflows, counts.run_again))))
 
 
@@ -29,19 +29,19 @@ class Counts:
     """The counters of one fit.
 
     Attributes:
-        step: train steps that are complete, refused ones included.
-        committed: how many of them have committed.
-        refused: how many of them were refused.
-        overflows: how many of those were ordinary float16 overflows, which are no incident.
-        run_again: how many more were refused, undone by a rollback, and run again.
-        streak: how many steps in a row overflowed in this way; under a policy that refuses nothing 1 after a bad step.
+        step: complete train steps, including refused ones.
+        committed: committed steps.
+        refused: refused steps.
+        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback, and replayed.
+        streak: ordinary overflows in a row; under a policy that refuses nothing 1 after a bad step.
         last_refused: whether the last step was refused.
-        rollbacks: how often the guard rolled back to a snapshot.
-        restored: the step that the last snapshot was taken at that was restored, `None` before the first.
-        epoch, epoch_start: the epoch that runs, and the step it started at.
-        epoch_refused, epoch_passed: refused steps of this epoch, and batches of it that no step has seen.
-        epoch_rollbacks: how often the guard had rolled back when this epoch began.
-        skip_batches: how many batches are still to be skipped.
+        rollbacks: number of rollbacks.
+        restored: the step of the last restored snapshot, `None` before the first rollback.
+        epoch, epoch_start: the present epoch, and its first step.
+        epoch_refused, epoch_passed: refused steps of this epoch, and its batches without a step.
+        epoch_rollbacks: number of rollbacks before this epoch.
+        skip_batches: number of batches still to skip.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Counts:
         self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Count batches and refused steps from here."""
+        """Begin counting batches and refused steps of an epoch."""
         if self.step > self._began:
             self._epochs.append((self._began, self.epoch, self.epoch_start))
         self._began = self.step
@@ -62,7 +62,8 @@ class Counts:
         self.epoch_rollbacks, self._overflows_before = self.rollbacks, self.overflows
 
     def resume_epoch(self, batches: int) -> None:
-        """Skip the batches that an earlier run has trained on in this epoch; its metrics go on."""
+        """Skip the batches of this epoch that an earlier run has trained on; its metrics continue.
+        """
         self.skip_batches, self.epoch_passed = batches, -batches
 
     def refuse(self, steps: int = 1) -> None:
@@ -71,7 +72,8 @@ class Counts:
         self.epoch_refused += steps
 
     def return_to(self, step: int, committed: int, again: Set[int] = frozenset()) -> None:
-        """Count from an earlier step on again: these of the refused ones since are replayed."""
+        """Continue counting from an earlier step; the given refused steps since then are replayed.
+        """
         self.step, self.committed = step, committed
         self.refused -= len(again)
         self.run_again += len(again)
@@ -79,7 +81,7 @@ class Counts:
         self.epoch_refused = max(self.epoch_refused - here, 0)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if some are to be skipped."""
+        """Skip the batches of one execution, if batches are to be skipped."""
         if self.skip_batches <= 0:
             return False
         for _ in range(batches):
@@ -90,11 +92,13 @@ class Counts:
         return True
 
     def batch(self, step: int) -> int:
-        """Return which batch of the epoch a step has trained on, from 0."""
+        """Return the batch of a step within the epoch, from 0."""
         return max(step - self.epoch_start, 0)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Return epoch and batch of a step, both from 0; a step that is run again may be of an earlier epoch."""
+        """Return epoch and batch of a step, both from 0. A replayed step may belong to an earlier
+        epoch.
+        """
         for began, epoch, start in reversed(self._epochs) if step < self._began else ():
             if step >= began:
                 return epoch, step - start
@@ -102,12 +106,12 @@ class Counts:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and how many of its batches are through or will be skipped."""
+        """The epoch, and the number of its batches that are complete or will be skipped."""
         return self.epoch, self.step - self.epoch_start + self.skip_batches
 
     @property
     def epoch_committed(self) -> int:
-        """How many steps of this epoch have committed."""
+        """Number of committed steps of this epoch."""
         return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
 
     @property
@@ -117,5 +121,5 @@ class Counts:
 
     @property
     def idle(self) -> bool:
-        """Whether no step of this epoch has committed so far, so that its metrics hold nothing."""
+        """Whether no step of this epoch has committed yet, so that its metrics are empty."""
         return self.epoch_committed <= 0

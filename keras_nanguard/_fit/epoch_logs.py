@@ -1,4 +1,5 @@
-"""Logs as callbacks may see them: which of them are numbers, and what stands where nothing was measured."""
+"""Logs for callbacks: which of them are numbers, and what replaces values that were not measured.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +17,20 @@ from keras_nanguard._keras import layers as keras_layers, overrides
 __all__ = ["HUGEST", "OWN", "REFUSED", "Logs", "hide_from_progress_bar", "numbers"]
 
 REFUSED = "refused_steps"
-"""Key in the epoch logs and in `History` under which the left-out steps of an epoch stand beside its means."""
+"""Key of the number of skipped steps in the epoch logs and in `History`."""
 
 OWN = "nanguard/"
-"""Beginning of the keys of all other numbers that the guard adds to the epoch logs."""
+"""Prefix of the keys of all other logs of the guard."""
 
 HUGEST = 3.4028234663852886e38
-"""The largest number of float32: finite, as TerminateOnNaN wants it, and no measurement that anybody takes for one."""
+"""The largest float32. It is finite, as TerminateOnNaN requires, and not a plausible measurement.
+"""
 
 
 def numbers(logs: Any) -> dict[str, float]:
-    """Return the logs that are single numbers. The dict that a metric may have as its result is flattened, as Keras does it."""
+    """Return the logs that are single numbers. A dict as the result of a metric is flattened, as in
+    Keras.
+    """
     found: dict[str, float] = {}
     for key, value in (logs or {}).items():
         if isinstance(value, Mapping):
@@ -40,7 +44,9 @@ def numbers(logs: Any) -> dict[str, float]:
 
 
 def hide_from_progress_bar(callbacks: Any) -> None:
-    """Leave what the guard adds to the epoch logs out of the progress bar of a `CallbackList`, refused steps apart where there are any."""
+    """Hide the guard's logs from the progress bar of a `CallbackList`, except for a nonzero number
+    of refused steps.
+    """
     for callback in getattr(callbacks, "callbacks", ()):
         if isinstance(callback, keras.callbacks.ProgbarLogger) and "on_epoch_end" not in vars(callback):
             overrides.set_instance(callback, "on_epoch_end", functools.partial(_without_own, callback.on_epoch_end))
@@ -54,10 +60,10 @@ class Logs:
     """The logs of one fit.
 
     Attributes:
-        known: those of the last committed step; `None` before there is one.
-        shown: those that callbacks have seen last.
-        unmeasured: the names of those among `shown` that no step has measured.
-        failed: the names of those of an epoch whose trial has failed.
+        known: those of the last committed step; `None` before the first one.
+        shown: those that callbacks have received last.
+        unmeasured: names of those among `shown` that no step has measured.
+        failed: names of those of an epoch whose trial has failed.
     """
 
     def __init__(self, model: Any):
@@ -69,13 +75,13 @@ class Logs:
 
     @property
     def no_best(self) -> frozenset[str]:
-        """The names of those that no callback may take for a best value."""
+        """Names of the logs that no callback may use as a best value."""
         return self.unmeasured | self.failed
 
     def fail(self, logs: dict[str, Any]) -> None:
-        """Put the worst numbers in place of all metrics of an epoch, whatever the state that is left behind would measure.
+        """Replace all metrics of an epoch by their worst values.
 
-        NaN for a metric of which Keras does not know whether it is to grow.
+        A metric gets NaN if Keras does not know whether it should grow.
         """
         rising, falling = keras_layers.rising(self.model), {"loss", *keras_layers.falling(self.model)}
         found = [key for key, value in logs.items() if _is_float(value)]
@@ -85,20 +91,22 @@ class Logs:
         self.failed = frozenset(found)
 
     def measured(self, logs: Any) -> Any:
-        """Take over the logs of a committed step, or of metrics that hold some; returns them."""
+        """Store and return the logs of a committed step."""
         self.known = self.shown = logs
         self.unmeasured = frozenset()
         return logs
 
     def stand_in(self, logs: Mapping[str, Any], loss: float = nan) -> dict[str, Any]:
-        """Return what stands for the logs of a step that was refused, or of an epoch in which none has committed.
+        """Return the logs of a refused step, or of an epoch without committed steps.
 
         Args:
-            logs: what would be logged; only the names, and what is no float, count.
-            loss: the loss that the step computed.
+            logs: the logs that Keras computed. Only their names, and values that are not floats,
+                are used.
+            loss: the loss of the step.
 
-        For each log the last committed step's value stands, else for `loss` what this step computed, if it is finite, else the
-        worst number: `HUGEST`, or `-HUGEST` for a metric that is to grow. Text and whole numbers cannot be bad and stay.
+        Each log gets the value of the last committed step. Without one, `loss` gets the loss of
+        this step if it is finite. Everything else gets the worst value: `HUGEST`, or `-HUGEST` for
+        a metric that should grow. Text and whole numbers do not change.
         """
         rising = keras_layers.rising(self.model)
         unmeasured: set[str] = set()

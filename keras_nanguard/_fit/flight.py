@@ -140,7 +140,11 @@ class FlightMixin:
         say_problem(self.session)
 
     def end_fit(self, finished: bool) -> None:
-        """End a fit that no callback detaches from, once: the table, the recording, the trackers; `finished` where nothing cut it short."""
+        """End a fit that no callback detaches from: print the table, close the recording and the
+        trackers.
+
+        `finished` is whether the fit has ended normally.
+        """
         session = self.session
         if session is None:
             return

@@ -1,7 +1,7 @@
-"""What a policy has changed in the course of training, as data: it outlives the fit, and the process.
+"""The changes of a policy during training, as data that outlives the fit and the process.
 
-The state of the model is in the snapshots. What belongs to the guard is here: what the rules remember, and how far rate,
-clipping, loss scale and seeds are from what the user had chosen.
+The snapshots have the state of the model. This record has the state of the rules, and how far
+learning rate, clipping, loss scale and seeds differ from the user's choice.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from keras_nanguard._policy.state import PolicyState
 __all__ = ["GuardState"]
 
 FORMAT = 2
-"""Number of the JSON form of a `GuardState`."""
+"""Version of the JSON format of a `GuardState`."""
 
 SETTINGS = ("global_clipnorm", "dynamic_growth_steps")
-"""Settings of an optimizer that an action may change for the time of a fit."""
+"""Settings of an optimizer that an action may change during a fit."""
 
 RATE = frozenset({"factor", "lowest", "rate", "absolute"})
-"""What `Rate.to_dict` returns."""
+"""The keys that `Rate.to_dict` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """What the guard has to remember besides the state of the model.
+    """The state of the guard besides the state of the model.
 
     Attributes:
-        policy_state: what the policy remembers, as `PolicyState.to_dict()`.
-        rates: what was done to the rate of each optimizer, as `Rate.to_dict()`; `None` for one left alone.
-        settings: the settings of each optimizer that were changed, by name, with the value they have now.
-        rollbacks: how often the guard rolled back.
-        recovery: `(after, ramp)` while a lowered rate is to return.
+        policy_state: the state of the policy, as `PolicyState.to_dict()`.
+        rates: the changes of each optimizer's rate, as `Rate.to_dict()`; `None` for an unchanged
+            one.
+        settings: the changed settings of each optimizer by name, with their present values.
+        rollbacks: number of rollbacks.
+        recovery: `(after, ramp)` if a lowered rate is to return.
         lowered: steps and good steps since the rate was last lowered.
-        scale_bounds: floor and ceiling that the loss scale is kept between.
-        recalibration: batches to come and batches seen of an estimate of BatchNorm statistics.
+        scale_bounds: floor and ceiling of the loss scale.
+        recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
     policy_state: Mapping[str, Any]
@@ -56,7 +57,7 @@ class GuardState:
 
     @classmethod
     def of(cls, recovery: Recovery) -> GuardState:
-        """Return where a run stands."""
+        """Return the state of a run."""
         optimizers = recovery.state.train_state().optimizers
         rates = [recovery.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in recovery.changed}
@@ -74,12 +75,13 @@ class GuardState:
         )
 
     def apply(self, recovery: Recovery, *, write: bool) -> None:
-        """Let a run that has not begun go on from here.
+        """Apply the state to a run that has not begun.
 
         Args:
-            recovery: what the policy has changed in that run: nothing so far.
-            write: whether the model was made anew, so that its optimizers know nothing of what was done. Without it
-                they are the same ones; whatever the user has given them since the last fit counts.
+            recovery: the changes of that run, still empty.
+            write: whether the model is new, so that its optimizers do not have the changes yet.
+                Otherwise they are the same optimizers, and values that the user has set since the
+                last fit are kept.
         """
         recovery.policy_state = PolicyState.from_dict(self.policy_state).resumed()
         recovery.counts.rollbacks = self.rollbacks
@@ -105,7 +107,8 @@ class GuardState:
         """Rebuild a state from `to_dict()`.
 
         Raises:
-            FileFormatError: if it is of another format, or a field is missing, unknown or of another kind.
+            FileFormatError: if it is of another format, or a field is missing, unknown or of a
+                wrong type.
         """
         names = {entry.name for entry in fields(cls)}
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or set(data) - {"format"} != names:
@@ -120,10 +123,10 @@ class GuardState:
             raise FileFormatError(f"The guard state has a malformed field: {plain_text(error)}") from error
 
     def check(self) -> None:
-        """Check what was read from a file: nothing in it may be anything but what `of` returns.
+        """Check the fields after reading a file.
 
         Raises:
-            TypeError, ValueError: if it is.
+            TypeError, ValueError: if one has a value that `of` cannot return.
         """
         field_types.check(self)
         for pair in (self.recovery, self.lowered, self.scale_bounds, self.recalibration):
@@ -140,7 +143,7 @@ class GuardState:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a number of a rate, a clip or a setting is one that a run can have left: finite, and not negative, or `None` for none."""
+    """Whether a number of a rate, clip or setting is valid: finite and not negative, or `None`."""
     if name == "absolute":
         return isinstance(value, bool)
     if value is None:

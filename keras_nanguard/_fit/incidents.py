@@ -1,4 +1,4 @@
-"""From a verdict to an incident: what was found, its diagnosis, what the policy decides, what is done, and the report of it."""
+"""From a verdict to an incident: findings, diagnosis, decision, actions and report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Incidents"]
 
 
 def _has_onset(incident: Incident) -> bool:
-    """Whether an incident is about what began earlier than it was noticed."""
+    """Whether an incident is a fault that began earlier than it was noticed."""
     return "divergence" in incident.causes
 
 
 def _goes_back(incident: Incident) -> bool:
-    """Whether a rollback has moved the random generators, or set them back so that steps are replayed."""
+    """Whether a rollback has advanced the random generators, or restored them to replay steps."""
     return any(o.action == "rollback" and o.status == "done" for o in incident.outcomes)
 
 
@@ -39,14 +39,14 @@ def _of_data(incident: Incident) -> bool:
 
 
 class Incidents:
-    """Makes the incidents of one run, and has done what the policy decides about each.
+    """Creates the incidents of one run, and has the decisions of the policy performed.
 
-    All of its methods raise `NonFiniteError` where the policy says so, after the incident was reported.
+    All methods raise `NonFiniteError` if the policy says so, after the incident was reported.
 
     Args:
         run: the run.
-        report: called with each complete incident, in the order in which they were raised.
-        explain: finds the diagnosis of an incident.
+        report: called with each complete incident, in order.
+        explain: makes the diagnosis of an incident.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Incidents:
             run.recent.blame(incident.step)
 
     def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
-        """Whether dynamic loss scaling deals with a step: its gradients alone are bad, for their scale.
+        """Whether dynamic loss scaling handles this step: only its gradients are bad.
 
-        After a streak of such steps this is tested: the step has to be finite at a scale of 1.
+        After a streak of such steps the step must also be finite at a loss scale of 1.
         """
         run, counts = self._run, self._run.counts
         scaled = bool(run.train_state().scales) and verdict.only_gradients
@@ -124,7 +124,9 @@ class Incidents:
         self.raise_incident(run.step, findings, report=report, verdict=verdict)
 
     def poisoned(self, verdict: Verdict) -> bool:
-        """A step left a state behind whose sum is not finite; returns `False` where every entry is, and the sum alone overflowed."""
+        """Handle a step after which a sum over the state is not finite. Return `False` if every
+        entry is finite.
+        """
         findings = self._run.scan("weights")
         if findings:
             self._run.recorder.push(self._run.step, verdict.loss, verdict.gradients, verdict.scale)
@@ -132,7 +134,9 @@ class Incidents:
         return bool(findings)
 
     def observed(self, verdict: Verdict, reports: Sequence[Report]) -> None:
-        """A bad step under a policy that changes nothing: reported once, not again until a finite step has come between."""
+        """Handle a bad step under a policy that changes nothing: report it once until the next
+        finite step.
+        """
         run, report = self._run, reports[-1] if reports else None
         if run.counts.streak:
             return
@@ -147,12 +151,14 @@ class Incidents:
         act: bool = True,
         values: Mapping[str, float] | None = None,
     ) -> Incident:
-        """Raise the incident of what shows between two steps, and return it; it counts as that of the step before."""
+        """Raise an incident for findings between two steps, and return it. It counts for the step
+        before.
+        """
         step = max(self._run.step - 1, 0)
         return self.raise_incident(step, findings, diagnosis=diagnosis, act=act, values=values)
 
     def of_error(self, error: BaseException) -> None:
-        """Report an exception inside of a step that is about its data, before it goes on to the user."""
+        """Report an exception inside of a step if it is about the data."""
         run, counts = self._run, self._run.counts
         found = self._explain.of_error(run, error)
         if found is not None:
@@ -170,17 +176,17 @@ class Incidents:
         act: bool = True,
         values: Mapping[str, float] | None = None,
     ) -> Incident:
-        """Make the incident of one step, let the policy decide about it, do that, report it, and return it.
+        """Create the incident of one step, decide, act, report it, and return it.
 
         Args:
-            step: the step it is about.
-            findings: what is bad.
+            step: the step.
+            findings: its findings.
             refused: whether the step was refused.
-            report: what the step kept, if anything.
-            verdict: the verdict on it, where there is one.
-            diagnosis: its diagnosis, where it is known already.
-            act: whether to do anything about it but to report it.
-            values: numbers that the incident carries besides the measured ones.
+            report: the stored report of the step, if any.
+            verdict: the verdict, if there is one.
+            diagnosis: its diagnosis, if already known.
+            act: whether to act, or only to report.
+            values: additional measurements for the incident.
         """
         run, counts = self._run, self._run.counts
         findings = run.agreement.findings(findings, report)
@@ -221,7 +227,7 @@ class Incidents:
         return incident
 
     def _with_result(self, incident: Incident, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        """Run the steps again that a rollback has undone, and return the outcomes with what that has come to."""
+        """Replay the steps that a rollback has undone; return the outcomes with the result."""
         run = self._run
         if run.rerun is None or run.running_again:
             return outcomes
@@ -237,7 +243,9 @@ class Incidents:
         return tuple(replace(o, detail=o.detail + result) if o.action == "rollback" else o for o in outcomes)
 
     def _report(self, incident: Incident) -> None:
-        """Report an incident; one of a step that is run again waits for the one that has led to that."""
+        """Report an incident. An incident of a replayed step waits for the one that caused the
+        replay.
+        """
         if self._run.running_again:
             self._waiting.append(incident)
             return

@@ -1,10 +1,12 @@
-"""BatchNorm statistics that lag behind the batches' own: training looks well, and validation does not.
+"""Detects BatchNorm statistics that lag behind those of the batches: training is fine, validation
+is not.
 
-No step shows it, for a train step never reads the moving statistics. So it is looked for where a validation ends with a loss
-far above that of training, in a model with BatchNormalization, and it is measured: one batch of the validation is run with the
-moving statistics as they are, with statistics estimated anew from the last train batches, and with what the moving ones will have
-come to when this fit ends. Only where the new ones undo the difference, and the rest of the fit does not, it is reported. Nothing
-is left changed.
+A train step never reads the moving statistics, so no step shows this. The check runs if a
+validation loss is far above the training loss in a model with BatchNormalization. It runs one
+validation batch with the present moving statistics, with statistics estimated from the last train
+batches, and with the statistics that the moving ones will have at the end of this fit. It reports
+the layer if the estimated ones remove the difference and the rest of the fit would not. Nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -28,21 +30,23 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 __all__ = ["Lagging"]
 
 LOOKS = 3
-"""Validations of one fit that are looked into, besides the last one."""
+"""Number of validations of one fit that are checked, besides the last one."""
 
 FAR = 2.1
-"""How many times the loss of training, and the loss with new statistics, that of validation has to be before it counts."""
+"""Minimum ratio of the validation loss to the training loss, and to the loss with estimated
+statistics.
+"""
 
 LAST = 8
-"""Train steps whose losses say where training stands, and whose batches the new statistics are estimated from."""
+"""Number of train steps that give the training loss and the estimated statistics."""
 
 UNDONE = 0.5
-"""Share of the difference between the losses of validation and of training that the new statistics have to undo."""
+"""Minimum share of the difference that the estimated statistics remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Losses of one batch: with the moving statistics, with new ones, and with those that this fit will end with."""
+    """Losses of one batch with the present, the estimated, and the final statistics."""
 
     now: float
     anew: float
@@ -50,26 +54,26 @@ class _Measured:
     worst: str
 
     def lags(self, trained: float) -> bool:
-        """Whether the moving statistics are to blame, and stay so."""
+        """Whether the moving statistics cause the difference, and will not recover in this fit."""
         small = FAR * max(self.anew, trained)
         return min(self.now, self.later) > small and self.now - self.anew >= UNDONE * (self.now - trained)
 
 
 class Lagging:
-    """Looks into the validations of one fit, until it has found something."""
+    """The check of the validations of one fit, until it has found something."""
 
     def __init__(self) -> None:
         self._looks, self._done = LOOKS, False
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def look(self, run: Run, logs: Any, batch: Callable[[], Any], plan: Mapping[str, Any]) -> tuple[list[Finding], Diagnosis] | None:
-        """Return what a validation shows, `None` where it shows nothing. Never raises.
+        """Check a validation; return findings and diagnosis, or `None`. Never raises.
 
         Args:
             run: the run.
             logs: of the validation.
-            batch: returns `(x, y, sample_weight)` of one batch of it, `None` where none can be had.
-            plan: how many `epochs` the fit has, and `steps` each of them, where that is known.
+            batch: returns `(x, y, sample_weight)` of one batch of it, or `None`.
+            plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
         steps = plan.get("steps") or run.step - run.counts.epoch_start
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
@@ -91,13 +95,14 @@ class Lagging:
 
 
 def _trained(run: Run) -> float:
-    """Return the typical loss of the last steps of this epoch, NaN where there is none."""
+    """Return the typical loss of the last steps of this epoch, NaN if there are none."""
     losses = [m.loss for m in run.history.before(run.step) if m.step >= run.counts.epoch_start][-LAST:]
     return statistics.median(losses) if losses else math.nan
 
 
 def _spread_out(model: Any) -> bool:
-    """Whether the model trains on several devices or in several processes, where one batch cannot be run by itself."""
+    """Whether the model trains on several devices or processes, so that one batch cannot run alone.
+    """
     strategy = getattr(model, "distribute_strategy", None)
     return getattr(strategy, "num_replicas_in_sync", 1) > 1 or keras.distribution.distribution() is not None
 
@@ -132,7 +137,7 @@ def _layer_of(layers: list[Any], variable: Any) -> Any:
 
 
 def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
-    """Return the path of the layer whose moving variance is furthest from the new one."""
+    """Return the path of the layer whose moving variance differs most from the estimated one."""
 
     def factor(number: int) -> float:
         old, new = (finiteness.widen(values[2 * number + 1]) + 1e-12 for values in (before, after))

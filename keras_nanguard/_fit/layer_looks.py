@@ -1,8 +1,10 @@
-"""Looks at each layer now and then, between two steps: norms of weights and gradients, how far one update moves the weights, statistics.
+"""Measures each layer at intervals between two steps: norms of weights and gradients, update ratio,
+statistics.
 
-A look copies the weights, and of the optimizer what their gradients follow from (see `gradient_slots`). The next one, after the following
-execution, compares. Nothing of it is in the step. How often depends on
-what it takes: all looks together take no more than a small share of the time that training takes.
+A measurement copies the weights, and the optimizer slots from which their gradients follow (see
+`gradient_slots`). The next one, after the following execution, compares them. The compiled step is
+not involved. The interval is chosen so that all measurements take only a small share of the
+training time.
 """
 
 from __future__ import annotations
@@ -23,26 +25,28 @@ from keras_nanguard._keras.slot_gradients import GradientSlot, gradient_slots
 __all__ = ["LayerLooks"]
 
 SHARE = 0.005
-"""Share of the time of training that looks may take."""
+"""Maximum share of the training time."""
 
 MAX_COPIED = 256 << 20
-"""Bytes of weights and slots that are copied at most, and none where there is no room; of other weights only the norm is measured."""
+"""Maximum bytes of copied weights and slots. For other weights only the norm is measured."""
 
 COMPARING = 3
-"""How many times the bytes of the copies a look takes: a copy, the new value and their difference."""
+"""Memory of a comparison in multiples of the copies: a copy, the new value and their difference."""
 
 MIN_STEPS = 50
-"""Steps between two looks at least, but for the first."""
+"""Minimum number of steps between two measurements, except for the first."""
 
 TOGETHER = 1000
-"""Steps between two looks where several processes train together: all of them have to read at the same step, whatever their clocks say."""
+"""Steps between two measurements if several processes train together: all of them have to read at
+the same step.
+"""
 
 
 class LayerLooks:
-    """The looks of one fit.
+    """The measurements of one fit.
 
     Attributes:
-        half: whether weights were copied that are still to be compared.
+        half: whether copied weights are still to be compared.
     """
 
     def __init__(self) -> None:
@@ -54,13 +58,15 @@ class LayerLooks:
         self.half = self._ended = False
 
     def due(self, step: int) -> bool:
-        """Whether it is time for a look. Costs next to nothing."""
+        """Whether a measurement is due."""
         if self._ended:
             return False
         return self.half or (step >= self._next_step and (time.monotonic() >= self._next_time or processes.count() > 1))
 
     def look(self, run: Run) -> None:
-        """Copy the weights, or compare them with the copies. The variables read as the state of this moment."""
+        """Copy the weights, or compare them with the copies. The variables read as the present
+        state.
+        """
         began = time.monotonic()
         try:
             self._compare(run) if self.half else self._copy(run)
@@ -90,7 +96,9 @@ class LayerLooks:
         self.half = True
 
     def _fits(self, run: Run, size: int) -> bool:
-        """Whether copies fit, what comparing them takes, and before its peak is known a step."""
+        """Whether copies, the memory to compare them and, before the peak is known, a step fit into
+        memory.
+        """
         needed = COMPARING * size
         if run.step < MIN_STEPS and needed > memory.SMALL:
             needed += FIRST_STEP * size_of(run.train_state().restorable)

@@ -1,10 +1,10 @@
-"""Lowering the learning rate of one optimizer so that it stays lowered, and putting it back.
+"""Lowers the learning rate of one optimizer, keeps it lowered, and restores it.
 
-A plain rate is lowered in its own variable, where every other callback sees it. A schedule or a callable stays
-untouched (so does the saved config): what it gives is scaled, on the instance, by a factor that the compiled step
-reads from a variable. In both cases::
+A plain rate is lowered in its own variable, where every other callback reads it. A schedule or
+callable does not change, and neither does the saved config. Its value is multiplied, on the
+instance, by a factor that the compiled step reads from a variable. In both cases
 
-    rate of the next step = factor * the rate that there would be without the guard
+    rate of the next step = factor * rate without the guard
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Rate:
     """The learning rate of one optimizer.
 
     Attributes:
-        factor: what the guard multiplies the rate by now.
-        lowest: the smallest factor since the rate was last what it would have been.
-        given: stands in for the factor of a schedule while a step that is a pure function is traced.
+        factor: the present factor of the guard.
+        lowest: the smallest factor since the rate was last unchanged.
+        given: replaces the factor of a schedule while a pure step function is traced.
     """
 
     def __init__(self, optimizer: Any):
@@ -52,18 +52,18 @@ class Rate:
 
     @property
     def adjustable(self) -> bool:
-        """Whether the compiled step reads what is done to the rate."""
+        """Whether the compiled step reads the factor."""
         return self.plain or self._scale is not None
 
     def make_adjustable(self) -> bool:
-        """Let the compiled step read what is done to the rate; returns whether it has to be compiled anew."""
+        """Make the compiled step read the factor; return whether it has to be compiled again."""
         if self.adjustable:
             return False
         self._install()
         return True
 
     def restore(self, factor: float) -> None:
-        """Let the factor be what it was before the rate was lowered."""
+        """Set the factor to an earlier value."""
         self.hold()
         self._set(factor)
 
@@ -85,7 +85,9 @@ class Rate:
             restore()
 
     def lower(self, factor: float, min_lr: float) -> tuple[float, float, bool]:
-        """Multiply the rate; returns `(before, after, retrace)`, the last where the step has to be compiled anew."""
+        """Multiply the rate; return `(before, after, retrace)`. `retrace`: whether the step has to
+        be compiled again.
+        """
         self.hold()
         before = self.value
         after = max(before * factor, min_lr)
@@ -95,12 +97,12 @@ class Rate:
         return before, after, retrace
 
     def raise_to(self, factor: float) -> None:
-        """Bring the factor back up to this value, at most 1."""
+        """Raise the factor to this value, at most 1."""
         self.hold()
         self._set(max(min(factor, 1.0), self.factor))
 
     def give_back(self) -> None:
-        """Let the rate be what it would be without the guard."""
+        """Restore the rate that there would be without the guard."""
         self.hold()
         self._set(1.0)
 
@@ -131,11 +133,12 @@ class Rate:
         self._left = self.value
 
     def hold(self) -> None:
-        """Keep a plain rate lowered where another callback has set it since.
+        """Keep a plain rate lowered if another callback has set it since.
 
-        A callback that scales the rate it finds (ReduceLROnPlateau) goes on from the lowered one and is left alone; one
-        that computes it (LearningRateScheduler) brings back the old level, and does so for good. The first change
-        shows which it is: the geometric mean of the lowered and of the old level lies between the two.
+        A callback that scales the present rate (ReduceLROnPlateau) continues from the lowered one
+        and needs no correction. One that computes the rate (LearningRateScheduler) always restores
+        the old level. The first change distinguishes them: the geometric mean of the lowered and
+        the old level is between the two.
         """
         if self._left is None or not self.plain or self.factor >= 1:
             return
@@ -146,24 +149,24 @@ class Rate:
         self._assign(found * self.factor if self._absolute else found)
 
     def release(self) -> None:
-        """Take the scaling off the optimizer; a plain rate stays where it is."""
+        """Remove the scaling from the optimizer; a plain rate does not change."""
         if self._scale is not None:
             self._overrides.give_back()
             self._scale = None
             self.factor = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what has been done to the rate, as plain JSON values."""
+        """Return the changes of the rate as plain JSON values."""
         rate = self.value if self.plain else None
         return {"factor": self.factor, "lowest": self.lowest, "rate": rate, "absolute": self._absolute}
 
     def resume(self, done: Mapping[str, Any], write: bool) -> None:
-        """Go on from what `to_dict` returned.
+        """Restore the state that `to_dict` returned.
 
         Args:
-            done: what it returned.
-            write: whether a plain rate is written as it was. Without it, one that someone has changed since counts as
-                chosen anew, and nothing that was done to it before matters any more.
+            done: the returned state.
+            write: whether to write a plain rate. If not, a rate that someone has changed since
+                counts as a new choice, and the earlier changes are forgotten.
         """
         factor, rate = float(done["factor"]), done["rate"]
         if self.plain != (rate is not None):

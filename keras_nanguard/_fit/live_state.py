@@ -1,4 +1,4 @@
-"""The train state of the model that trains, as the host reads it between two steps."""
+"""The train state of the model in training, as the host reads it between two steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LiveState:
 
     Args:
         model: the guarded model.
-        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+        optimizers: the optimizers of a loop without a trainer; by default those of the model.
 
     Attributes:
-        access: how the host comes to the state; the backend hands it over.
-        tolerated: the `id` of each variable that may be infinite, as it was at first.
+        access: host access to the state, from the backend.
+        tolerated: the `id` of each variable that may be infinite, because it was at first.
         nan_markers: the `id` of each of those that may be NaN as well.
     """
 
@@ -37,18 +37,22 @@ class LiveState:
         self._traced: TrainState | None = None
 
     def train_state(self) -> TrainState:
-        """Return the train state of the last trace; the model's variables hold the values of this moment, or read as them."""
+        """Return the train state of the last trace. The model's variables have or read as the
+        present values.
+        """
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
     def read_train_state(self) -> TrainState:
-        """Return the train state of the model as it is now."""
+        """Return the present train state of the model."""
         train_state = TrainState.of(self.model, self.optimizers)
         self._traced = train_state if self._created is None else None
         return train_state
 
     def note_created(self, native: Any, value: Any) -> bool:
-        """Note the first value of a variable of the backend's own that was created in a trace; returns whether a new trace began."""
+        """Store the first value of a backend variable that was created while tracing; return
+        whether a new trace began.
+        """
         begins = self._created is None
         if self._created is None:
             self._created = {}
@@ -56,18 +60,20 @@ class LiveState:
         return begins
 
     def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while the step was traced, each with its first value."""
+        """Return the variables that were created while tracing, each with its first value."""
         created = self._created or {}
         return [(v, created[id(v.value)]) for v in self.train_state().everything if id(v.value) in created]
 
     def end_trace(self) -> list[tuple[Any, Any]]:
-        """Return the same, and forget it: the first step after a trace is through."""
+        """Return and forget the same, after the first step of a trace."""
         created = self.first_values() if self._created is not None else []
         self._created = None
         return created
 
     def tolerate(self, train_state: TrainState) -> list[Any]:
-        """Let those variables be infinite or NaN that are so on purpose, beside those of an earlier fit; returns all of them."""
+        """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
+        fit; return all of them.
+        """
         constants = train_state.constants
         bad = [v for v in constants if not finiteness.is_finite(keras_variables.view(v))]
         nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}

@@ -1,5 +1,5 @@
-"""What goes on after the policy has changed something: a lowered rate returns, a loss scale stays within its bounds,
-BatchNorm statistics are estimated anew.
+"""Changes that continue over several steps: a lowered rate returns, a loss scale stays within its
+bounds, BatchNorm statistics are re-estimated.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["PendingRecovery"]
 
 
 class PendingRecovery:
-    """What is under way in one fit; nothing, as a rule.
+    """The continuing changes of one fit. Usually there are none.
 
     Args:
         state: the train state of the model.
         counts: the counters of the fit.
-        rates: what was done to the learning rate of each optimizer.
+        rates: the changes of the learning rate of each optimizer.
 
     Attributes:
-        lowered_at: the step at which the rate was last lowered, `None` where it never was.
-        lowered_good: how many good steps the fit had seen by then.
-        undone: for each time the guard went back, how many good steps the fit had seen by then, and how many it undid.
+        lowered_at: the step at which the rate was last lowered, or `None`.
+        lowered_good: number of good steps until then.
+        undone: for each rollback the number of good steps until then, and how many it undid.
         recovery: `(after, ramp)` while a lowered rate is to return.
-        scale_bounds: floor and ceiling that the loss scale is kept between.
+        scale_bounds: floor and ceiling of the loss scale.
         recalibration: the estimate of BatchNorm statistics in progress.
     """
 
@@ -49,17 +49,21 @@ class PendingRecovery:
         return bool(self.recovery or self.scale_bounds or self.recalibration)
 
     def lowered(self, recovery: tuple[int, int] | None) -> None:
-        """Note that the rate was lowered just now, and how it is to return."""
+        """Store that the rate was lowered now, and how it will return."""
         self.lowered_at, self.lowered_good, self.recovery = self._counts.step, self._counts.committed, recovery
 
     def estimate(self, batches: int, seen: int = 0) -> int:
-        """Start to estimate the statistics of all layers that learn theirs anew; returns how many layers that are."""
+        """Start to re-estimate the statistics of all layers that update theirs; return the number
+        of layers.
+        """
         layers = learning(self._state.model)
         self.recalibration = Recalibration(layers, batches, seen) if layers else None
         return len(layers)
 
     def after_good_step(self) -> None:
-        """Do what is due after one good step, or after an execution of several whose last one was good."""
+        """Run due tasks after a good step, or after an execution of several whose last one was
+        good.
+        """
         if self.recovery is not None:
             self._recover(*self.recovery)
         if self.scale_bounds is not None:
@@ -70,17 +74,17 @@ class PendingRecovery:
                 self.recalibration = None
 
     def begin_counting(self) -> None:
-        """Do what is due between two executions: an estimate that was started within the last one counts from here."""
+        """Run due tasks between two executions: a new estimate begins to count."""
         if self.recalibration is not None:
             self.recalibration.begin_counting(self._counts.committed)
 
     @property
     def tried(self) -> bool:
-        """Whether a step has committed at the rate as it is now."""
+        """Whether a step has committed at the present rate."""
         return self._counts.committed > (self.lowered_good if self.lowered_at is not None else 0) and self._counts.committed > 0
 
     def rolled_back_to(self, snapshot: Snapshot) -> int:
-        """Note that the state of a snapshot is put back; returns how many good steps that undoes."""
+        """Store that a snapshot was restored; return the number of undone good steps."""
         good = self._counts.committed
         earlier = sum(steps for then, steps in self.undone if then > snapshot.good)
         steps = max(good - snapshot.good - earlier, 0)
@@ -88,22 +92,22 @@ class PendingRecovery:
         return steps
 
     def return_to(self, step: int, committed: int) -> None:
-        """Count from an earlier step on again."""
+        """Continue counting from an earlier step."""
         if self.lowered_at is not None:
             self.lowered_at, self.lowered_good = min(self.lowered_at, step), min(self.lowered_good, committed)
         self.undone = [entry for entry in self.undone if entry[0] <= committed]
 
     def values_to_start_over(self) -> list[tuple[Any, Any]]:
-        """Return the statistics that an estimate in progress starts from, each with its value."""
+        """Return the initial statistics of an estimate in progress."""
         return [] if self.recalibration is None else initial_statistics(self.recalibration.layers)
 
     def start_over(self) -> None:
-        """Start an estimate over, after another state was written."""
+        """Restart an estimate after another state was written."""
         if self.recalibration is not None:
             self.recalibration.restart()
 
     def _recover(self, after: int, ramp: int) -> None:
-        """Bring a lowered rate back, `after` good steps after it was lowered, over `ramp` steps."""
+        """Restore a lowered rate, `after` good steps after it was lowered, over `ramp` steps."""
         since = self._counts.committed - self.lowered_good - after
         if since < 0:
             return
@@ -122,13 +126,13 @@ class PendingRecovery:
 
 
 def learning(model: Any) -> list[Any]:
-    """Return the BatchNormalization layers whose statistics a train step moves."""
+    """Return the BatchNormalization layers whose statistics a train step updates."""
     layers = keras_layers.batchnorms(model)
     return [layer for layer in layers if layer.built and layer.trainable and layer.momentum < 1.0]
 
 
 def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the statistics of BatchNormalization layers, each with the value that its layer starts with."""
+    """Return the statistics of BatchNormalization layers with their initial values."""
     found = []
     for layer in layers:
         for variable, initializer in (

@@ -1,4 +1,4 @@
-"""What is said of a policy before the first step: what in it has no effect in this run, a line each."""
+"""Warnings before the first step about parts of a policy without effect in this run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["model_names", "policy_lines"]
 
 
 def policy_lines(policy: Policy, setting: GuardOptions, model: Any, optimizers: Any = None) -> tuple[str, ...]:
-    """Return a line for each rule and setting of a policy that has no effect with this model and this guard.
+    """Return a line for each rule and setting of a policy without effect for this model and guard.
 
     Args:
         policy: the policy.
-        setting: what the guard has.
-        model: the model that is about to be trained; one that is not built says nothing of itself yet.
-        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+        setting: the options of the guard.
+        model: the model to be trained; an unbuilt one has no names yet.
+        optimizers: the optimizers of a loop without a trainer; by default those of the model.
     """
     names = model_names(model, optimizers) if getattr(model, "built", False) else None
     return tuple(f"NanGuard: {line}" for line in warnings_about(policy, names, setting))
 
 
 def model_names(model: Any, optimizers: Any = None) -> ModelNames:
-    """Return the Keras paths of a built model; those of its optimizers as far as they are built."""
+    """Return the Keras paths of a built model, including built optimizers."""
     train_state = TrainState.of(model, optimizers)
     variables = (*train_state.trainable, *train_state.statistics, *train_state.slots)
     name = str(getattr(model, "name", "")) or type(model).__name__

@@ -1,8 +1,8 @@
-"""Bad batches on disk, to look at later: plain arrays, without pickle, each file whole or not there.
+"""Bad batches on disk, for inspection: plain arrays without pickle, written atomically.
 
-A file is called `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, with `/name` or `/number` after
-that where the data is nested; sparse and ragged tensors are there by their parts (`x/values`, `x/indices`). One more
-entry, `incident`, holds the record of the incident as JSON text.
+A file is named `step-00000123.npz`. Its arrays are named `x`, `y` and `sample_weight`, followed by
+`/name` or `/number` if the data are nested. Sparse and ragged tensors are stored by their parts
+(`x/values`, `x/indices`). The entry `incident` has the incident as JSON text.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ __all__ = ["arrays_of", "keep"]
 FOLDER = "quarantine"
 
 _SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested_row_splits")
-"""What sparse and ragged tensors are made of."""
+"""Parts of sparse and ragged tensors."""
 
 _NAMES = ("x", "y", "sample_weight")
 
 
 def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float) -> tuple[str, str]:
-    """Write a batch to disk; returns `("done", path)`, or `("skipped", reason)` where there is no room for it.
+    """Write a batch to disk; return `("done", path)`, or `("skipped", reason)` if a limit is
+    reached.
 
     Args:
         directory: the guard's directory.
-        incident: the incident that it led to.
+        incident: its incident.
         batch: the arguments of the step.
-        max_batches: how many there may be.
-        max_mb: how many megabytes they may take together.
+        max_batches: maximum number of batches.
+        max_mb: maximum size of all of them in megabytes.
     """
     folder = Path(directory) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int
 
 
 def _free(folder: Path, name: str) -> Path:
-    """Return a path that is not taken: an earlier run may have had the same step."""
+    """Return an unused path. An earlier run may have the same step."""
     path, number = folder / f"{name}.npz", 1
     while path.exists():
         number += 1
@@ -68,7 +69,7 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Return every array of a batch by its name, in dtypes that NumPy can write and read without pickle."""
+    """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
     data = batch[0] if len(batch) == 1 else batch
     parts = dict(zip(_NAMES, data)) if isinstance(data, (tuple, list)) and len(data) <= len(_NAMES) else {"x": data}
     return {path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)}

@@ -1,12 +1,13 @@
-"""Estimating BatchNorm statistics anew while training goes on: the cumulative average of the batches to come.
+"""Re-estimates BatchNorm statistics during training: the cumulative average over the next batches.
 
-BatchNorm moves its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps between two looks
-of the host that is::
+BatchNorm updates its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k`
+steps between two readings on the host this is
 
-    new = momentum**k * old + (1 - momentum**k) * mean of the k batches, the later ones weighing a little more
+    new = momentum**k * old + (1 - momentum**k) * mean of the k batches (later ones weigh slightly
+    more)
 
-so that mean follows from the value before and the value after, and the running mean of all batches so far replaces the
-moving average. (The cumulative moving average is what PyTorch's BatchNorm does with ``momentum=None``.)
+So this mean follows from the values before and after, and the running mean of all batches replaces
+the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None``.)
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["Recalibration"]
 
 
 class Recalibration:
-    """The estimate in progress; start it when the statistics hold any finite value.
+    """An estimate in progress. Start it when the statistics have any finite value.
 
     Args:
-        layers: BatchNormalization layers that learn their statistics.
-        batches: how many batches to average over.
-        seen: how many batches are in the statistics already.
+        layers: BatchNormalization layers that update their statistics.
+        batches: number of batches to average over.
+        seen: number of batches that are already included.
 
     Attributes:
-        left: how many batches are still to come.
+        left: number of remaining batches.
     """
 
     def __init__(self, layers: list[Any], batches: int, seen: int = 0):
@@ -41,10 +42,11 @@ class Recalibration:
         self._before = self._read()
 
     def step(self, good: int) -> bool:
-        """Take the steps in that were committed since the last look; returns whether the estimate is complete.
+        """Include the steps that were committed since the last call; return whether the estimate is
+        complete.
 
         Args:
-            good: how many good steps the fit has seen.
+            good: number of good steps of the fit.
         """
         if self._good is None or good <= self._good:
             return False
@@ -60,11 +62,11 @@ class Recalibration:
         return self.left <= 0
 
     def begin_counting(self, good: int) -> None:
-        """Count from here, where the estimate was started or restarted since the last execution."""
+        """Begin to count, if the estimate was started since the last execution."""
         self._good = good if self._good is None else self._good
 
     def restart(self) -> None:
-        """Start over from what the statistics are now, after something else has written them."""
+        """Restart from the present statistics, after other code has written them."""
         self.left += self.seen
         self.seen, self._good = 0, None
         self._before = self._read()

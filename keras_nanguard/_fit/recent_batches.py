@@ -1,7 +1,7 @@
-"""The batches of the last committed steps: references that are released as others come.
+"""The batches of the last committed steps, as references that are released as new ones arrive.
 
-Remembering a batch costs an append, and a look at the shapes of its arrays: batches of any size may come, and those that
-are remembered never take more than a fixed number of bytes. Which state they go on from is asked for when something has gone wrong.
+Remembering a batch costs an append and a look at the shapes of its arrays, because batches may
+differ in size. All of them together never exceed a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Approach", "Recent", "Rerun"]
 
 @dataclass(frozen=True)
 class Approach:
-    """The steps that led up to an incident.
+    """The steps before an incident.
 
     Attributes:
-        snapshot: the state that they are to be run from.
+        snapshot: the state to run them from.
         steps: their numbers.
         batches: the arguments of each.
-        exact: whether they are all the steps that were committed since the snapshot.
+        exact: whether they are all steps that were committed since the snapshot.
     """
 
     snapshot: Snapshot
@@ -35,12 +35,12 @@ class Approach:
 
 @dataclass(frozen=True)
 class Rerun:
-    """The steps that a rollback has undone, to be run again from the state of its snapshot.
+    """The steps that a rollback has undone, to be replayed from its snapshot.
 
     Attributes:
-        snapshot: that snapshot.
-        batches: the arguments of each step since then, `None` for one that is to be skipped.
-        refused: those that are run again and had been refused.
+        snapshot: the snapshot.
+        batches: the arguments of each step since then, `None` for one that is skipped.
+        refused: the replayed steps that had been refused.
     """
 
     snapshot: Snapshot
@@ -49,7 +49,7 @@ class Rerun:
 
 
 class Recent:
-    """What the last steps were given: the committed ones, and those that were refused although their batch was good."""
+    """The arguments of the last committed steps, and of refused ones whose batch was good."""
 
     def __init__(self) -> None:
         self._refused: set[int] = set()
@@ -60,22 +60,23 @@ class Recent:
         self._origin: Snapshot | None = None
 
     def push_refused(self, step: int, given: Any) -> None:
-        """Remember what a refused step was given, which may be run again after a rollback."""
+        """Store the arguments of a refused step, which may be replayed after a rollback."""
         self._refused.add(step)
         self.push(step, given)
 
     def blame(self, step: int) -> None:
-        """Forget what a refused step was given: the batch is what is wrong."""
+        """Remove the arguments of a refused step, because its batch is bad."""
         if self._entries and self._entries[-1][0] == step:
             self._entries[-1] = (step, None)
 
     def rerun(self, snapshot: Snapshot, step: int, batch: Callable[[int, Any], Any]) -> Rerun | None:
-        """Return the steps from a snapshot up to this one, to be run again; `None` where they are not all known.
+        """Return the steps from a snapshot to this one, to be replayed; `None` if not all are
+        known.
 
         Args:
             snapshot: the state to run them from.
             step: the last of them.
-            batch: as below.
+            batch: see `approach`.
         """
         known = {number: (given if given is None else batch(number, given), given is None) for number, given in self._entries}
         numbers = range(snapshot.step, step + 1)
@@ -89,7 +90,9 @@ class Recent:
         return Rerun(snapshot, batches, frozenset(again))
 
     def push(self, step: int, given: Any) -> None:
-        """Remember what a committed step was given, in the form that its transaction hands it out. Runs in every step."""
+        """Store the arguments of a committed step, in the form of its transaction. Runs in every
+        step.
+        """
         if hasattr(given, "part"):
             given = given.part(step)
         if self._entries and self._entries[-1][1] is given:
@@ -105,7 +108,7 @@ class Recent:
             self._cut = True
 
     def restart(self, step: int, origin: Snapshot | None = None) -> None:
-        """Forget everything: the steps from this one on go on from another state, that of a snapshot or one of no name."""
+        """Remove everything, because the steps from this one on start from another state."""
         self._entries.clear()
         self._sizes.clear()
         self._refused.clear()
@@ -113,25 +116,29 @@ class Recent:
         self._origin, self._since = origin, step
 
     def return_to(self, step: int) -> None:
-        """Forget the steps from this one on, which are to be run again."""
+        """Remove the steps from this one on, which are to be replayed."""
         while self._entries and self._entries[-1][0] >= step:
             self._refused.discard(self._entries.pop()[0])
             self._bytes -= self._sizes.pop()
 
     def last(self, count: int, batch: Callable[[int, Any], Any]) -> list[Any]:
-        """Return the arguments of the last steps, at most so many, oldest first; `batch` is as below."""
+        """Return the arguments of the last steps, at most this many, oldest first. For `batch` see
+        `approach`.
+        """
         entries = [entry for entry in self._entries if entry[0] not in self._refused]
         found = [batch(step, given) for step, given in entries[-count:]]
         return [args for args in found if args is not None]
 
     def approach(self, snapshots: Sequence[Snapshot], batch: Callable[[int, Any], Any]) -> Approach | None:
-        """Return the steps that led up to this moment, from the earliest snapshot from which all of them are known.
+        """Return the steps before this moment, from the earliest snapshot since which all of them
+        are known.
 
-        Where they are known from none, those that are known, and the newest snapshot: the same data from a sound state.
+        If there is no such snapshot, return the known steps and the newest snapshot: the same data
+        from a good state.
 
         Args:
-            snapshots: those that are at hand, oldest first.
-            batch: returns the arguments of a step, `None` where they are gone.
+            snapshots: the available ones, oldest first.
+            batch: returns the arguments of a step, or `None` if they are gone.
         """
         found = [(step, batch(step, given)) for step, given in self._entries if step not in self._refused]
         gone = max((number for number, (_, args) in enumerate(found) if args is None), default=-1)

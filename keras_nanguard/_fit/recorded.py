@@ -1,4 +1,5 @@
-"""What a run records besides the steps: how it began, learning rates, rollbacks, snapshots."""
+"""Records everything of a run besides its steps: its start, learning rates, rollbacks, snapshots.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ __all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "returned", 
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
-    """Begin the recording of a fit, which goes on from the snapshot of the step `resumed`, if any."""
+    """Begin the recording of a fit, which resumes from the snapshot of the step `resumed`, if any.
+    """
     optimizers = run.train_state().optimizers
     path = Path(run.directory) / database.NAME if run.directory is not None and processes.index() == 0 else None
     meta = {
@@ -42,7 +44,7 @@ def begun(run: Run, resumed: int | None = None) -> None:
 
 
 def say_problem(run: Run) -> None:
-    """Say, once, that the recording is not written to its file any more, and why."""
+    """Print once that the recording is no longer written to its file, and why."""
     problem = run.recorder.problem()
     if problem:
         run.say(f"NanGuard: {database.NAME} is not written: {problem}")
@@ -55,9 +57,10 @@ def _versions() -> dict[str, str]:
 
 
 def note_rate(run: Run, ahead: bool = False) -> None:
-    """Note the learning rate of the first optimizer, as that of the last step, or of the next one (`ahead`, and any schedule).
+    """Record the learning rate of the first optimizer, for the last step or for the next one
+    (`ahead`).
 
-    The variables hold the state of this moment, or read as it.
+    The variables have the present state, or read as it.
     """
     for optimizer in run.train_state().optimizers[:1]:
         try:
@@ -74,12 +77,12 @@ def note_rate(run: Run, ahead: bool = False) -> None:
 
 
 def rate_factor(run: Run) -> float:
-    """Return what the guard multiplies learning rates by: the smallest factor of all optimizers."""
+    """Return the factor of the guard on learning rates: the smallest one of all optimizers."""
     return min((rate.factor for rate in run.recovery.rates.values()), default=1.0)
 
 
 def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
-    """Record that the state of a snapshot was put back."""
+    """Record that a snapshot was restored."""
     again = None if rerun is None else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
     run.recorder.undo(snapshot.step, again)
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
@@ -93,7 +96,9 @@ def snapshot_taken(run: Run) -> None:
 
 
 def budgets(run: Run) -> list[dict[str, Any]]:
-    """Return how often each change was made, and how often the policy allows it within a window of steps."""
+    """Return how often each change was made, and how often the policy allows it within a window of
+    steps.
+    """
     state, times = run.recovery.policy_state, run.policy.action_budget
     used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
     return [{"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW} for name, n in used.items()]
@@ -104,7 +109,7 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
 
     Args:
         run: the run.
-        outcomes: what came of the actions.
+        outcomes: the outcomes of the actions.
         before: `rate_factor` before them.
     """
     run.recorder.note(budgets=budgets(run))
@@ -115,7 +120,9 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
 
 
 def returned(run: Run, before: float) -> None:
-    """Record that a lowered rate comes back: that it has, and until then once in an interval; `before`: `rate_factor` before the step."""
+    """Record that a lowered rate has returned, and at intervals its way there. `before`:
+    `rate_factor` before the step.
+    """
     after = rate_factor(run)
     if after != before and (run.recovery.pending.recovery is None or run.recorder.wants_rate):
         _factor_changed(run, run.recorder.factor)
@@ -123,7 +130,7 @@ def returned(run: Run, before: float) -> None:
 
 
 def _factor_changed(run: Run, before: float, text: str = "") -> None:
-    """Record what the guard multiplies learning rates by from here on."""
+    """Record the present factor of the guard on learning rates."""
     after = run.recorder.factor = rate_factor(run)
     text = text or f"The learning rate is {after:.3g} times the configured rate."
     run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})

@@ -1,4 +1,4 @@
-"""What the policy has changed in the course of a fit, besides the state of the model."""
+"""The changes of the policy in a fit, besides the state of the model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """What the policy remembers and has changed: learning rates, settings of optimizers, and what is still to come.
+    """The state and the changes of the policy: learning rates, settings of optimizers, and pending
+    changes.
 
     Attributes:
-        policy_state: what the policy remembers.
-        rates: what was done to the learning rate of each optimizer, by `id`.
-        pending: what goes on from step to step.
+        policy_state: the state of the policy.
+        rates: the changes of the learning rate of each optimizer, by `id`.
+        pending: changes that continue over several steps.
         diverged: whether a rate was lowered because training diverged.
-        changed: `(target, name, value before)` of each setting that was changed for the time of the fit.
+        changed: `(target, name, value before)` of each setting that was changed for this fit.
     """
 
     def __init__(self, state: LiveState, counts: Counts):
@@ -40,7 +41,7 @@ class Recovery:
         return self.pending.active
 
     def rate(self, optimizer: Any) -> Rate:
-        """Return the rate of one optimizer, which remembers what the guard has done to it."""
+        """Return the rate of one optimizer."""
         return self.rates.setdefault(id(optimizer), Rate(optimizer))
 
     def change(self, target: Any, name: str, value: Any) -> None:
@@ -49,12 +50,14 @@ class Recovery:
         setattr(target, name, value)
 
     def adjustments(self) -> dict[int, Any]:
-        """Return the factors that a step multiplies rates by that are not variables, by `id` of what reads them."""
+        """Return the factors that a step multiplies rates by and that are not variables, by `id` of
+        their reader.
+        """
         return {id(rate): rate.factor for rate in self.rates.values() if not rate.plain}
 
     @contextmanager
     def with_adjustments(self, numbers: Mapping[int, Any]) -> Iterator[None]:
-        """Let rates read these numbers inside the context."""
+        """Replace the factors of the rates by these numbers inside the context."""
         readers = [rate for rate in self.rates.values() if id(rate) in numbers]
         for reader in readers:
             reader.given = numbers[id(reader)]
@@ -65,13 +68,13 @@ class Recovery:
                 reader.given = None
 
     def before(self) -> None:
-        """Do what is due before an execution."""
+        """Run due tasks before an execution."""
         self.pending.begin_counting()
         for rate in self.rates.values():
             rate.hold()
 
     def end(self) -> None:
-        """Take off the optimizers what the guard has put on them."""
+        """Undo the changes to the optimizers."""
         for target, name, value in reversed(self.changed):
             setattr(target, name, value)
         self.changed.clear()

@@ -1,4 +1,4 @@
-"""What a guard prints while training runs, and the log of incidents in its directory."""
+"""The console output of a guard, and the log of incidents in its directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Reporter:
     """Prints the lines of one guard, and writes its log.
 
     Args:
-        verbose: 0 prints nothing but that the log cannot be written, 1 what is new, 2 a line for every incident.
+        verbose: 0 prints only that the log cannot be written, 1 new kinds of incidents, 2 every
+            incident.
     """
 
     def __init__(self, verbose: int):
@@ -39,15 +40,15 @@ class Reporter:
 
         Args:
             incident: the incident.
-            directory: the directory of the run, `None` for none.
-            samples: the bad rows that were found in its step.
+            directory: the directory of the run, or `None`.
+            samples: the bad rows of its step.
         """
         self._log(directory, lambda folder: log.add(folder, incident))
         self._of_run.append(incident)
         self.attempt("print a line", lambda: self._print(self._lines.line(incident, samples, _details(directory))))
 
     def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
-        """Print the line at the end of an epoch, if there is something to say.
+        """Print the line at the end of an epoch, if there is one.
 
         Ordinary overflows under dynamic loss scaling are part of a healthy run: without any other
         refused step there is no line, unless all steps were refused or `verbose` is 2.
@@ -59,11 +60,11 @@ class Reporter:
         self.attempt("print a line", lambda: self._print(self._lines.epoch(epoch, *seen)))
 
     def bad_rows(self, line: str) -> None:
-        """Print which bad rows there are, if there is a new one."""
+        """Print the line with bad rows, if there is a new one."""
         self._print(line)
 
     def end(self, counts: Counts, directory: str | None) -> None:
-        """Print the table of what has happened in this run, if something has."""
+        """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             seen = (counts.step, counts.refused, counts.run_again, len(incidents))
@@ -71,11 +72,11 @@ class Reporter:
             self.attempt("print a table", lambda: self._print(closing.table_text(incidents, head)))
 
     def line(self, text: str) -> None:
-        """Print a line about something that was changed and is no incident."""
+        """Print a line about a change that is not an incident."""
         self._print(text)
 
     def once(self, line: str) -> None:
-        """Print a line, the first time that it is given."""
+        """Print a line unless it was printed before."""
         if line not in self._printed:
             self._printed.add(line)
             processes.print_line(line)
@@ -85,7 +86,7 @@ class Reporter:
             processes.print_line(text)
 
     def attempt(self, what: str, do: Callable[[], None]) -> None:
-        """Do something that is not part of training; if it fails, a line warns of that once."""
+        """Call a function that is not part of training. If it raises, print a warning once."""
         try:
             do()
         except Exception as error:  # noqa: BLE001  training continues
@@ -99,7 +100,7 @@ class Reporter:
 
 
 def _details(directory: str | None) -> str:
-    """Return how to read all that has happened."""
+    """Return how to see all details of the run."""
     if directory is None:
         return 'guard.report("run.html")'
     return f"keras-nanguard report {shlex.quote(directory)} -o run.html"

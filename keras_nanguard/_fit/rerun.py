@@ -1,8 +1,8 @@
-"""Running steps again that a rollback has undone.
+"""Replays the steps that a rollback has undone.
 
-A step of which the batch is remembered can be run again from a snapshot: the same compiled step, the same batch, the same seeds, and so
-the same numbers, unless something was changed in between, as the learning rate. So a rollback loses no step, and a run whose rate was too
-high goes on as if it had begun with a lower one.
+If the batch of a step is remembered, the step can run again from a snapshot with the same compiled
+function, batch and seeds. It gives the same numbers unless something was changed in between, such
+as the learning rate. So a rollback loses no steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ __all__ = ["RunsAgain"]
 
 
 class RunsAgain(Run):
-    """A run that can run steps again. What follows a step, and what is due between two, is filled in by the session."""
+    """A run that can replay steps. The session implements the handling after and between steps."""
 
     def run_again(self) -> None:
-        """Run the steps again that a rollback has undone, each with all that follows a step; another rollback may come of it.
+        """Replay the undone steps, with all handling after each step. This may lead to another
+        rollback.
 
-        Afterwards the run stands where it stood before.
+        Afterwards the counters are the same as before.
         """
         if self.rerun is None or self.running_again:
             return
@@ -58,18 +59,20 @@ class RunsAgain(Run):
             keras_variables.write(variable, value)
 
     def after(self, verdict: Any) -> Any:
-        """Do what follows a step."""
+        """Handle the result of a step."""
         raise NotImplementedError
 
     def _return_to(self, plan: Rerun) -> None:
-        """Count from a snapshot on again."""
+        """Continue counting from a snapshot."""
         step, good = plan.snapshot.step, plan.snapshot.good
         self.counts.return_to(step, good, plan.refused)
         self.recovery.pending.return_to(step, good)
         self.recovery.policy_state = self.recovery.policy_state.rewound()
 
     def _metrics_from(self, plan: Rerun) -> list[tuple[Any, Any]]:
-        """Let the metrics hold what they held at a snapshot; where that is not known, return what to write back afterwards."""
+        """Restore the metrics of a snapshot. If they are unknown, return the values to write back
+        afterwards.
+        """
         metrics = self.train_state().metrics
         if plan.snapshot.step <= self.counts.epoch_start and hasattr(self.model, "reset_metrics"):
             self._begin_metrics()
@@ -81,7 +84,7 @@ class RunsAgain(Run):
         return [(variable, keras_variables.read(variable)) for variable in metrics]
 
     def _begin_metrics(self) -> None:
-        """Let the metrics begin anew, as where an epoch begins; a module of torch has none."""
+        """Reset the metrics, as at the start of an epoch. A torch module has none."""
         if hasattr(self.model, "reset_metrics"):
             self.state.access.sync_variables()
             self.model.reset_metrics()

@@ -1,7 +1,8 @@
-"""Results of `evaluate` and `predict` that are not finite: the batch that shows it is found again, and why it does.
+"""Results of `evaluate` and `predict` that are not finite: finds the bad batch and the cause.
 
-Keras gives callbacks no batch of theirs. So a call that ended in NaN is gone through once more, up to the first batch
-that shows it; a healthy call costs nothing. Data from a generator can be read only once, and is left alone.
+Keras passes no batch to these callbacks. After a call that ended in NaN, its data are therefore
+read once more, up to the first bad batch. A healthy call costs nothing. Data from a generator
+cannot be read twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from keras_nanguard._keras import fitting as keras_fitting, variables as keras_v
 __all__ = ["bad_arrays", "bad_metrics", "diagnosed", "one_batch"]
 
 BATCHES = 64
-"""Batches that are gone through at most."""
+"""Maximum number of batches that are read."""
 
 
 def bad_metrics(logs: Any) -> list[Finding]:
@@ -41,9 +42,9 @@ def bad_arrays(logs: Any) -> list[Finding]:
 
 @np.errstate(all="ignore")  # what is looked at is not finite
 def diagnosed(model: Any, says: bool = False) -> Diagnosis | None:
-    """Return why the `evaluate` or `predict` that runs now came to no finite result, `None` where no batch shows it.
+    """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
-    Never raises: a diagnosis that fails must not end the call. `says`: print a line where it takes longer than a second.
+    Never raises. `says`: whether to print a line if it takes longer than a second.
     """
     from keras_nanguard._diagnose.notice import when_slow
 
@@ -67,7 +68,9 @@ def _diagnosed(model: Any) -> Diagnosis | None:
 
 
 def one_batch() -> tuple[Any, Any, Any] | None:
-    """Return `(x, y, sample_weight)` of the first batch of the `evaluate` that runs, `None` where workers prepare the data."""
+    """Return `(x, y, sample_weight)` of the first batch of the running `evaluate`; `None` if
+    workers prepare the data.
+    """
     adapter = keras_fitting.running_data()
     return None if getattr(adapter, "enqueuer", None) is not None else next(_batches(), None)
 

@@ -1,4 +1,4 @@
-"""Going on in a new process from the snapshots that another one has left on disk."""
+"""Resumes in a new process from snapshots on disk."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Resumed", "find"]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run goes on.
+    """The place where a run resumes.
 
     Attributes:
         path: the snapshot.
-        record: what is written there.
-        guard_state: what the policy had changed.
+        record: its record.
+        guard_state: the changes of the policy.
         epoch: the epoch.
-        batch: how many batches of it are through.
-        with_state: whether the state of the model is restored. Another callback may have restored
-            a later one.
+        batch: number of complete batches of this epoch.
+        with_state: whether the state of the model is restored. Another callback may have restored a
+            later one.
     """
 
     path: Path
@@ -43,13 +43,14 @@ class Resumed:
     with_state: bool = True
 
     def restore(self, recovery: Recovery) -> None:
-        """Write the state into the model of a run that has not begun, and what the policy remembers.
+        """Write the state into the model of a run that has not begun, and restore the policy.
 
-        The metrics of an epoch that is half through go on; those of a new epoch begin anew. Where the process ended before its
-        second snapshot, and the first was taken before the model had its variables, training begins with those that it has now.
+        The metrics of an unfinished epoch continue; those of a new epoch are reset. If the process
+        ended before its second snapshot, and the first was taken before the model had its
+        variables, training begins with the present ones.
 
         Raises:
-            GuardError: if the model is another one, or is not built.
+            GuardError: if the model differs, or is not built.
         """
         if self.with_state:
             self._restore_state(recovery)
@@ -81,21 +82,22 @@ class Resumed:
                 raise GuardError(expected("the state of a generator in the snapshot", plain_text(error), remedy)) from error
 
     def after(self, epoch: int | None) -> Resumed:
-        """Return what remains to restore after another callback has restored the start of an epoch.
+        """Return the remaining state to restore after another callback has restored the start of an
+        epoch.
 
-        The later of the two states is used: of the same epoch the snapshot, which may be from
-        within it.
+        The later of the two states is used. In the same epoch this is the snapshot, which may be
+        from within it.
         """
         if epoch is None or epoch <= self.epoch:
             return self
         return replace(self, epoch=epoch, batch=0, with_state=False)
 
     def leaves_nothing_of(self, epochs: int | None) -> bool:
-        """Whether a fit of so many epochs has nothing left to train."""
+        """Whether a fit of this many epochs has nothing left to train."""
         return epochs is not None and self.epoch >= epochs
 
     def sentence(self, epochs: int | None = None) -> str:
-        """Return the line that is printed, for a fit of so many epochs."""
+        """Return the line to print, for a fit of this many epochs."""
         if not self.with_state:
             return (
                 f"NanGuard: another callback resumes from epoch {self.epoch + 1}, "
@@ -108,17 +110,18 @@ class Resumed:
 
 
 def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
-    """Return the newest verified snapshot that is whole; each broken one is passed over with a warning.
+    """Return the newest verified snapshot that is intact. A broken one is skipped with a warning.
 
     Args:
         directory: the guard's directory.
-        steps: batches of an epoch, where that is known.
+        steps: batches per epoch, if known.
 
     Returns:
-        Where the run goes on; `None` where there is no snapshot at all.
+        The place to resume from; `None` if there is no snapshot at all.
 
     Raises:
-        GuardError: if there are snapshots and none of them can be used, or if that cannot be known.
+        GuardError: if there are snapshots and none of them can be used, or if the folder cannot be
+            read.
     """
     folder = folder_of(directory)
     faults: list[str] = []
@@ -150,7 +153,7 @@ def _written(folder: Path) -> list[Path]:
 
 
 def _guard_state(folder: Path, record: SnapshotRecord) -> GuardState:
-    """Return what the policy had changed last, or when the snapshot was taken where the newer file is broken."""
+    """Return the last changes of the policy; if the newer file is broken, those at the snapshot."""
     try:
         return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
     except FileFormatError as error:

@@ -1,4 +1,4 @@
-"""The part of `NanGuard` that resumes a run, once all callbacks have restored what they restore."""
+"""The part of `NanGuard` that resumes a run, after all callbacks have restored their state."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ResumeMixin:
     """Whether it is decided from which state the run begins."""
 
     def _settle_start(self, epoch: int | None = None) -> None:
-        """Decide from which state to resume, after all callbacks have been told of the beginning.
+        """Choose the state to resume from, after all callbacks have run `on_train_begin`.
 
-        `BackupAndRestore` may have restored a later one. `epoch` is the one that begins, if the
-        beginning itself was missed.
+        `BackupAndRestore` may have restored a later one. `epoch` is the first epoch, if
+        `on_train_begin` was missed.
         """
         session, self._start_settled = self.session, True
         if session is None or session.resuming is None:
@@ -47,7 +47,9 @@ class ResumeMixin:
                 self._restore_at_once()
 
     def _resume(self, steps: int | None = None) -> None:
-        """Go on from the newest snapshot on disk, the first time only: a later fit is another run."""
+        """Resume from the newest snapshot on disk, in the first fit only: a later fit is another
+        run.
+        """
         if self.resume and not self._resumed and self.session is not None and self.directory is not None:
             self._resumed, self._start_settled = True, False
             self.session.resuming = found = find(self.directory, steps)
@@ -55,11 +57,11 @@ class ResumeMixin:
             processes.agreed(-1 if found is None else found.record.step, what)
 
     def _epochs(self) -> int | None:
-        """Return how many epochs the running fit has, `None` where that is not known."""
+        """Return the number of epochs of the running fit, or `None` if unknown."""
         return (self.params or {}).get("epochs") if self._training else None
 
     def _restore_at_once(self) -> None:
-        """Put the state to go on from in its place, where no step is to come that would do it."""
+        """Restore the state to resume from if no step follows."""
         if self.session is not None and self.session.resuming is not None:
             if self._attachment is not None:
                 self._attachment.prepare()

@@ -1,6 +1,7 @@
-"""Which rows of the arrays that `fit` trains on some rows of a batch are.
+"""Finds rows of a batch in the arrays that `fit` trains on.
 
-All of them are looked for in one pass: a hash of a few telling entries leaves few rows, and these are compared whole.
+One pass finds all of them: a hash of a few distinguishing entries leaves few candidates, and these
+are compared completely.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ Key = tuple[str, str]
 """Role and path of an array."""
 
 MAX_COPIED = 1 << 28
-"""Numbers of an array that lies elsewhere than in host memory, or is no array of NumPy, up to which it is copied."""
+"""Maximum size of an array that is copied because it is not a NumPy array in host memory."""
 
 MAX_SECONDS = 30.0
-"""How long one guard searches, over all of its fits."""
+"""Time limit of all searches of one guard."""
 
 _CHUNK = 1 << 22
 """Numbers of the training data that are compared at a time."""
 
 _HASHED = 1 << 16
-"""Rows that are hashed at a time: few enough to stay in the cache."""
+"""Rows that are hashed at a time: few enough for the processor's cache."""
 
 _PROBES = 8
 """Entries of a row that are compared first."""
 
 _MAX_PROBES = 32
-"""Entries of all rows that are hashed at most."""
+"""Maximum number of entries that are hashed for all rows."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class _TooLong(Exception):
-    """The time for searches is used up."""
+    """The time limit of the search is reached."""
 
 
 class RowSearch:
@@ -56,16 +57,16 @@ class RowSearch:
     def indices(
         self, arrays: Mapping[Key, Array], rows: Sequence[int], x: Any, y: Any
     ) -> list[tuple[int, ...]]:
-        """Return at which indices of the training arrays each of these rows of a batch is found.
+        """Return the indices of each of these rows of a batch in the training arrays.
 
         Args:
             arrays: those of the batch, by role and path.
-            rows: the rows that are looked for.
-            x, y: what `fit` trains on; `None` where that is no arrays.
+            rows: the rows to search for.
+            x, y: the data of `fit`; `None` if they are not arrays.
 
         Returns:
-            for each row the indices of all rows with the same contents; none if there are none, if
-            the arrays are too large to be copied, or if the time is used up.
+            For each row the indices of all rows with the same contents. Empty if there are none, if
+            the arrays are too large to be copied, or if the time limit is reached.
         """
         inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
         wanted = {path: array[rows] for (role, path), array in sorted(arrays.items(), key=lambda item: item[0]) if role == "inputs"}
@@ -107,7 +108,9 @@ def _found(
 
 
 def _flat(whole: Any) -> Array | None:
-    """Return an array on the host as one row of numbers for each of its rows; `None` where it is too large to be copied there."""
+    """Return an array on the host as one row of numbers for each of its rows; `None` if it is too
+    large to copy.
+    """
     stays = isinstance(whole, np.ndarray) and (whole.ndim <= 2 or whole.flags.c_contiguous)
     if not stays and math.prod(int(size) for size in getattr(whole, "shape", ()) if size is not None) > MAX_COPIED:
         return None
@@ -116,7 +119,9 @@ def _flat(whole: Any) -> Array | None:
 
 
 def _narrowed(pairs: Sequence[tuple[Array, Array]], end: float) -> list[Array]:
-    """Return the rows that each wanted one may be: those with the same hash of a few telling entries of all inputs."""
+    """Return the candidates for each row: those with the same hash of a few distinguishing entries
+    of all inputs.
+    """
     columns = [_probes(ones) for _, ones in pairs]
     keys = _hash([ones[:, own] for (_, ones), own in zip(pairs, columns)])
     order = np.argsort(keys, kind="stable")
@@ -135,7 +140,9 @@ def _narrowed(pairs: Sequence[tuple[Array, Array]], end: float) -> list[Array]:
 
 
 def _probes(ones: Array) -> Array:
-    """Return the entries that are hashed: all of a few, else the most telling one of each row first."""
+    """Return the entries to hash: all of them if few, else the most distinguishing ones of each
+    row.
+    """
     if ones.shape[1] <= _PROBES:
         return np.arange(ones.shape[1])
     telling = np.stack([_telling(one) for one in ones], axis=1).ravel()
@@ -144,7 +151,9 @@ def _probes(ones: Array) -> Array:
 
 
 def _hash(parts: Sequence[Array]) -> Array:
-    """Return a number for each row: the same where all entries are, NaN being equal to NaN, and hardly elsewhere."""
+    """Return a number for each row. Equal rows have equal numbers, with NaN equal to NaN, and other
+    rows rarely.
+    """
     key = np.zeros(len(parts[0]), np.uint64)
     for part in parts:
         wide = np.array(finiteness.widen(part).real.T, np.float64, order="C")
@@ -158,7 +167,9 @@ def _hash(parts: Sequence[Array]) -> Array:
 
 
 def _equal(whole: Array | None, one: Array, rows: Array, end: float) -> Array:
-    """Return those of some rows of an array that equal this one: a few telling entries first, then the rest."""
+    """Return those of some rows of an array that equal this one: compare a few distinguishing
+    entries first.
+    """
     flat = np.asarray(one).reshape(-1)
     if whole is None or whole.shape[1] != flat.size:
         return np.zeros(0, int)
@@ -179,14 +190,16 @@ def _check(end: float) -> None:
 
 
 def _telling(flat: Array) -> Array:
-    """Return the places of a few entries that distinguish a row from others: what is not finite, then the largest."""
+    """Return the positions of a few entries that distinguish a row from others: those not finite,
+    then the largest.
+    """
     size = np.abs(finiteness.widen(flat)) if flat.dtype.kind not in "bUSO" else flat != flat[:1]
     order = np.argsort(np.where(np.isfinite(size), size, np.inf) if size.dtype.kind == "f" else size, kind="stable")
     return order[::-1][:_PROBES]
 
 
 def _same(found: Array, wanted: Array) -> Array:
-    """Return which rows equal the wanted one, in its dtype, NaN being equal to NaN."""
+    """Return which rows equal the given one, in its dtype, with NaN equal to NaN."""
     cast = found.astype(wanted.dtype, copy=False)
     same = cast == wanted
     if wanted.dtype.kind in "fcV":

@@ -1,4 +1,4 @@
-"""What one guarded run is made of."""
+"""The parts of one guarded run."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ class Run:
 
     Args:
         model: the guarded model.
-        policy: what to do about incidents.
-        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+        policy: the policy.
+        optimizers: the optimizers of a loop without a trainer; by default those of the model.
         functions: the functions that the policy may call, by name.
-        directory: folder for everything that is written to disk; `None` writes nothing.
+        directory: folder for files; `None` writes nothing.
         say: prints a line.
-        recorder: keeps what is measured and done.
+        recorder: stores measurements and events.
         bad_rows: the bad rows of the data so far.
 
     Attributes:
         state: the train state of the model.
         counts: the counters.
-        recovery: what the policy has changed.
-        history, recent, ring: what is remembered of the steps so far: what they measured, their batches, and snapshots.
-        short_of_memory: what there was no room for, as far as it was said.
-        agreement: how several processes that train together decide as one.
-        transaction: the guarded step; `None` before it is made.
-        rerun: the steps that a rollback has undone and that are to be run again.
+        recovery: the changes of the policy.
+        history, recent, ring: measurements, batches and snapshots of the steps so far.
+        short_of_memory: copies that did not fit and were reported.
+        agreement: how several processes that train together make one decision.
+        transaction: the guarded step; `None` before it is created.
+        rerun: the undone steps that are to be replayed.
         poles: the iterations at which a schedule gives no usable rate, by `id` of the optimizer.
-        began: whether the state before the first step was looked at.
+        began: whether the state before the first step was checked.
         stopped: whether the policy has ended training.
-        failed: whether it has done so as `stop = { failed = true }` does.
-        healed: whether, since this was last set to `False`, another state was put in the place of the one that steps ran on.
-        checks_fully: whether the next step is looked at more closely than a healthy one needs.
+        failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
+            }`).
+        healed: whether the state was replaced since this was last set to `False`.
+        checks_fully: whether the next step is checked more closely than a healthy one needs.
     """
 
     def __init__(
@@ -96,17 +97,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many train steps are complete, refused ones included."""
+        """Number of complete train steps, including refused ones."""
         return self.counts.step
 
     @property
     def refused(self) -> int:
-        """How many of them were refused."""
+        """Number of refused steps."""
         return self.counts.refused
 
     @property
     def overflows(self) -> int:
-        """How many of those were ordinary float16 overflows, which are no incident."""
+        """Number of refused steps that were ordinary float16 overflows, which are not incidents."""
         return self.counts.overflows
 
     running_again = False
@@ -116,10 +117,12 @@ class Run:
     """How often they were begun anew, since they are."""
 
     def run_again(self) -> None:
-        """Run the steps again that a rollback has undone, where they are to be."""
+        """Replay the steps that a rollback has undone, if there are any."""
 
     def train_state(self) -> TrainState:
-        """Return the train state of the last trace, whose variables hold or read as the values of this moment."""
+        """Return the train state of the last trace. Its variables have or read as the present
+        values.
+        """
         return self.state.train_state()
 
     def scan(self, site: str) -> list[Finding]:

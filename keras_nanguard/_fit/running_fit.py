@@ -1,8 +1,9 @@
-"""Which `fit` a callback works for, and whether it still runs.
+"""Detects which `fit` a callback belongs to, and whether it is still running.
 
-A callback hears when training begins, and not when it is cut short: by an exception of another callback, of the data, or
-by Ctrl-C. So the end is watched from three sides: exceptions that pass through the callbacks of that fit, the death of
-its `CallbackList`, and, for whatever slips through, a look at the running frames the next time it matters.
+Keras tells a callback when training begins, but not when it ends by an exception of another
+callback or of the data, or by Ctrl-C. So three things are watched: exceptions that pass through the
+callbacks of that fit, the deletion of its `CallbackList`, and the running frames when they are
+needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.di
 
 
 def outside() -> int:
-    """Return the `stacklevel` at which the caller's warning points at the user's own line, past Keras and this library."""
+    """Return the `stacklevel` with which a warning points at the user's line, outside of Keras and
+    this library.
+    """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_OURS):
         level, frame = level + 1, frame.f_back
@@ -39,7 +42,7 @@ def outside() -> int:
 
 
 def surrounding() -> Any:
-    """Return the `CallbackList` from inside of which this is called, `None` where there is none."""
+    """Return the `CallbackList` that is calling this code, or `None`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -51,13 +54,14 @@ def surrounding() -> Any:
 
 _OF_A_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _OF_KERAS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
-"""Added by `fit` itself; they look at logs alone."""
+"""Callbacks that `fit` adds itself. They use only logs."""
 
 
 def callbacks_deferred(callbacks: Any) -> bool:
-    """Whether Keras may call this `CallbackList` for a batch in another thread, so that none of it acts before the next step.
+    """Whether Keras may call this `CallbackList` for a batch in another thread, so that none of it
+    acts before the next step.
 
-    `CallbackList` in keras/src/callbacks/callback_list.py asks the same of ends of batches.
+    `CallbackList` in keras/src/callbacks/callback_list.py applies the same test.
     """
     if callbacks is None:
         return False
@@ -67,7 +71,7 @@ def callbacks_deferred(callbacks: Any) -> bool:
 
 
 _TRAINERS = ("fit", "evaluate", "predict")
-"""Functions of Keras that make a `CallbackList`; it is their local variable `callbacks`."""
+"""Functions of Keras that create a `CallbackList`, in their local variable `callbacks`."""
 
 
 def _is_inside(frame: FrameType | None, callbacks: Any, itself: bool = True) -> bool:
@@ -82,7 +86,7 @@ def _is_inside(frame: FrameType | None, callbacks: Any, itself: bool = True) -> 
 
 
 def after_train_begin(callbacks: Any, then: Callable[[], None]) -> None:
-    """Call a function once, after all callbacks of a list have been told that training begins."""
+    """Call a function once, after all callbacks of a list have run `on_train_begin`."""
     if callbacks is None:
         return
 
@@ -95,13 +99,13 @@ def after_train_begin(callbacks: Any, then: Callable[[], None]) -> None:
 
 
 class Fit:
-    """One running `fit`, `evaluate` or `predict`, known by its `CallbackList`.
+    """One running `fit`, `evaluate` or `predict`, identified by its `CallbackList`.
 
     Args:
-        cut_short: called once when it ends by an exception, or is found to have ended unnoticed.
+        cut_short: called once when it ends by an exception, or is found to have ended.
         around_epoch_end: called with the logs of an epoch; returns the context in which the
-            callbacks see them.
-        begun: called after all callbacks have been told that training begins.
+            callbacks receive them.
+        begun: called after all callbacks have run `on_train_begin`.
     """
 
     def __init__(
@@ -127,11 +131,11 @@ class Fit:
         around_epoch_end: Callable[[Any], AbstractContextManager[None]],
         begun: Callable[[], None],
     ) -> Fit:
-        """Return the fit from inside of which this is called."""
+        """Return the fit that is calling this code."""
         return cls(surrounding(), cut_short, around_epoch_end, begun)
 
     def begin(self) -> None:
-        """Note that training begins, and whether `fit` runs it or a loop of the user's own."""
+        """Store that training begins, and whether `fit` runs it or a loop of the user's own."""
         callbacks = self._callbacks() if self._callbacks is not None else None
         frame = sys._getframe(1)
         self._by_hand = callbacks is not None and not _is_inside(frame, callbacks, itself=False)
@@ -143,7 +147,7 @@ class Fit:
 
     @property
     def known(self) -> bool:
-        """Whether it was called from inside of a `CallbackList` at all, and not by hand."""
+        """Whether it was called by a `CallbackList`, not by hand."""
         return self._callbacks is not None
 
     @property
@@ -154,7 +158,9 @@ class Fit:
 
     @property
     def runs(self) -> bool:
-        """Whether some thread is inside of the call that made the `CallbackList`, or of the list itself."""
+        """Whether a thread is inside the call that created the `CallbackList`, or of the list
+        itself.
+        """
         callbacks = self._callbacks() if self._callbacks is not None else None
         if callbacks is None:
             return False
@@ -163,7 +169,7 @@ class Fit:
         return any(_is_inside(frame, callbacks) for frame in frames.values())
 
     def close(self) -> None:
-        """Take the watch off again."""
+        """Remove the watches."""
         self._by_hand = False
         callbacks = self._callbacks() if self._callbacks is not None else None
         if self._callbacks is not None:

@@ -1,4 +1,4 @@
-"""Which variables of a train state Keras saves with a model, and which it leaves out: found by trying."""
+"""Finds by trial which variables of a train state Keras saves with a model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["left_out"]
 
 
 def left_out(model: Any, weights: Path, variables: Sequence[Any]) -> frozenset[int]:
-    """Return the numbers of the variables that loading this file, just saved, does not bring back. All are left as they are.
+    """Return the numbers of the variables that loading this file, just saved, does not restore.
 
-    So no layer or release of Keras can be wrong about it. It takes no copy of the state: one entry of each variable is changed.
+    This works for any layer and release of Keras. It takes no copy of the state: one entry of each
+    variable is changed, and restored afterwards.
     """
     marks = [_Mark(variable) for variable in variables]
     try:
@@ -31,7 +32,7 @@ def left_out(model: Any, weights: Path, variables: Sequence[Any]) -> frozenset[i
 
 
 class _Mark:
-    """Another value in the first entry of a variable, by which it shows whether a file has given it its value back."""
+    """A changed first entry of a variable, which shows whether a file has restored it."""
 
     def __init__(self, variable: Any):
         self.variable = variable
@@ -39,16 +40,16 @@ class _Mark:
         self.first = np.array(array.flat[0]) if array.size else None
 
     def make(self) -> None:
-        """Put the other value there."""
+        """Write the other value."""
         if self.first is not None:
             self._put((self.first == 0).astype(self.first.dtype))
 
     def is_there(self) -> bool:
-        """Whether it is still there."""
+        """Whether the other value is still there."""
         return self.first is not None and not _same(np.array(keras_variables.view(self.variable).flat[0]), self.first)
 
     def undo(self) -> None:
-        """Put the first value back, if need be."""
+        """Restore the first value, if necessary."""
         if self.is_there():
             self._put(self.first)
 

@@ -1,8 +1,9 @@
-"""One guarded run on the host's side: reads each step's verdict, counts, takes snapshots, and raises incidents.
+"""One guarded run on the host: reads the verdict of each step, counts, takes snapshots, and raises
+incidents.
 
-Everything happens on the main thread, right after the step (on accelerators of JAX when the next one has been started) and
-before any callback there sees the model. In the healthy case that is: read one row of numbers, count, and every hundred
-steps copy the state.
+Everything runs on the main thread, right after the step (for JAX on accelerators after the next
+step has started) and before any callback there receives the model. For a healthy step this means:
+read one row of numbers, count, and every hundred steps copy the state.
 """
 
 from __future__ import annotations
@@ -38,25 +39,26 @@ __all__ = ["Session"]
 
 
 class Session(RunsAgain):
-    """The host's half of the transaction.
+    """The host side of the transaction.
 
     Args:
         model: the guarded model.
-        policy: what to do about incidents.
+        policy: the policy.
         report: called with each complete incident.
-        explain: finds the diagnosis of an incident.
-        optimizers: the optimizers of a loop with no trainer; those of the model by default.
+        explain: makes the diagnosis of an incident.
+        optimizers: the optimizers of a loop without a trainer; by default those of the model.
         functions: the functions that the policy may call, by name.
-        directory: folder for everything that is written to disk; `None` writes nothing.
+        directory: folder for files; `None` writes nothing.
         say: prints a line.
-        recorder: keeps what is measured and done.
+        recorder: stores measurements and events.
         bad_rows: the bad rows of the data so far.
 
     Attributes:
-        finished: whether the fit has come to its end, and was not cut short.
-        resuming: the snapshot to go on from, until its state is in place.
-        guard_state: what the policy had changed by the end of the fit.
-        callbacks_deferred: whether callbacks hear of a step in another thread, so that none of them acts before the next step.
+        finished: whether the fit has ended normally.
+        resuming: the snapshot to resume from, until its state is restored.
+        guard_state: the changes of the policy at the end of the fit.
+        callbacks_deferred: whether callbacks run in another thread, so that they cannot act before
+            the next step.
     """
 
     def __init__(
@@ -96,31 +98,31 @@ class Session(RunsAgain):
     # What the backend asks
 
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
-        """Take over the guarded step, and the way to the state that it trains."""
+        """Store the guarded step, and the access to the state that it trains."""
         self.state.access, self.transaction = access, transaction
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
+        """Write the present state into the variables."""
         self.state.access.sync_variables()
 
     def resolve_pending(self) -> None:
-        """Read the verdict on a step that was started, if it was not read yet, and act on it."""
+        """Read the verdict of the last started step, if it is pending, and act on it."""
         self.state.access.resolve_pending()
 
     def read_train_state(self) -> TrainState:
-        """Return the train state of the model as it is now."""
+        """Return the present train state of the model."""
         return self.state.read_train_state()
 
     def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while the step was traced, each with its first value."""
+        """Return the variables that were created while tracing, each with its first value."""
         return self.state.first_values()
 
     def note_created(self, native: Any, value: Any) -> None:
-        """Note the first value of a variable of the backend's own that was created while the step was traced."""
+        """Store the first value of a backend variable that was created while tracing."""
         self.checks_fully |= self.state.note_created(native, value)
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if some are to be skipped."""
+        """Skip the batches of one execution, if batches are to be skipped."""
         counts = self.counts
         passed, batch = counts.epoch_passed, counts.batch(counts.step)
         skipped = counts.skips_batches(iterator, batches)
@@ -131,35 +133,36 @@ class Session(RunsAgain):
         return skipped
 
     def begin_epoch(self, epoch: int) -> None:
-        """Count batches and refused steps from here; after the next step the learning rate is noted."""
+        """Begin counting an epoch. The learning rate is recorded after the next step."""
         self.counts.begin_epoch(epoch)
         self.recorder.place(self.counts.step, epoch, self.counts.epoch_start)
         self.divergence.begin_epoch(self.counts.step)
         self._rate_changed, self._due = True, min(self._due, self.counts.step + 1)
 
     def note_rate(self) -> None:
-        """Note the learning rate of this moment."""
+        """Record the present learning rate."""
         if self.began and not self.stopped:
             self._rate_changed = False
             with self.state.access.variables_readable():
                 recorded.note_rate(self)
 
     def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
+        """Whether `before` needs the state in the variables; `written`: other code may write them.
+        """
         estimating = self.recovery.pending.recalibration is not None
         return not self.began or estimating or (written and bool(self.recovery.rates))
 
     def adjustments(self) -> dict[int, Any]:
-        """Return the numbers that the guard changes and a step reads, and that are no variables, by `id` of what reads them."""
+        """Return the changed numbers that a step reads and that are not variables, by `id`."""
         return self.recovery.adjustments() if self.recovery.rates else {}
 
     def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
-        """Return a context in which they are read from what is given, which a compiled step takes as an argument."""
+        """Return a context in which arguments of a compiled step replace these numbers."""
         return self.recovery.with_adjustments(numbers)
 
     @property
     def nothing_pending(self) -> bool:
-        """Whether nothing is to be done before the next execution, as in all of a healthy run but its first step."""
+        """Whether nothing is due before the next execution, as for healthy steps but the first."""
         return not self.recovery.rates and self._undisturbed
 
     @property
@@ -169,25 +172,25 @@ class Session(RunsAgain):
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether nothing will be due after the next step of a fit but to count it, if it is healthy."""
+        """Whether a healthy next step would only have to be counted."""
         if not self.callbacks_deferred or self.counts.idle or self.checks_fully:
             return False
         return self._undisturbed and self.counts.step + 1 < self._due
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
-        """Return the logs of the last step, of this loss, as callbacks may see them; `refused` where they are what it computed."""
+        """Return the logs of the last step for callbacks; `refused` if it was refused."""
         if (self.counts.idle or refused) and isinstance(logs, dict):
             return self.logs.stand_in(logs, loss)
         return self.logs.measured(logs)
 
     def raised(self, error: BaseException) -> None:
-        """Report an exception inside of a step that is about its data, before it goes on to the user."""
+        """Report an exception inside of a step if it is about the data."""
         self.incidents.of_error(error)
 
     # Before a step
 
     def before(self) -> None:
-        """Run before each execution; does work only before the first, and after the policy has changed something."""
+        """Run before each execution. It acts before the first, and after a change by the policy."""
         if self.nothing_pending:
             return
         if not self.began:
@@ -195,13 +198,13 @@ class Session(RunsAgain):
         self.recovery.before()
 
     def follow(self, earlier: Session) -> None:
-        """Go on from an earlier fit of the same model."""
+        """Take over the state of an earlier fit of the same model."""
         self.state.tolerated, self.state.nan_markers = set(earlier.state.tolerated), set(earlier.state.nan_markers)
         if earlier.guard_state is not None:
             earlier.guard_state.apply(self.recovery, write=False)
 
     def begin(self) -> None:
-        """Look at the state before the first step: keep it, or raise an incident at once if it is bad."""
+        """Check the state before the first step: keep a snapshot, or raise an incident."""
         continues = self.resuming is not None and self.resuming.with_state
         step = self.resuming.record.step if continues and self.resuming is not None else None
         self.began, resumed = True, self.restore()
@@ -216,7 +219,7 @@ class Session(RunsAgain):
             self.incidents.between_steps(self.scan("state"))
 
     def restore(self) -> bool:
-        """Put the state to go on from in its place, once; returns whether there was one."""
+        """Restore the state to resume from, once; return whether there was one."""
         resumed, self.resuming = self.resuming, None
         if resumed is not None:
             resumed.restore(self.recovery)
@@ -225,17 +228,17 @@ class Session(RunsAgain):
     # After a step
 
     def after(self, verdict: Verdict, *, last: bool = True) -> bool:
-        """Read the verdict on the last step and act on it.
+        """Read the verdict of the last step and act on it.
 
         Args:
             verdict: its numbers.
-            last: whether the state is the one that it left, as no other step was started since.
+            last: whether no other step was started since, so that the state is the one it left.
 
         Returns:
-            whether it was read as that of a healthy step after which nothing has to be done.
+            Whether the step was healthy and nothing else had to be done.
 
         Raises:
-            NonFiniteError: where the policy says so.
+            NonFiniteError: if the policy raises.
         """
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict  # attributes of a record cost more than this
         total = loss + gradients + statistics + weights + slots
@@ -257,7 +260,7 @@ class Session(RunsAgain):
         return True
 
     def _attend(self, verdict: Verdict) -> None:
-        """The long way: the first step, several steps in one, something to do after each step, or trouble."""
+        """Handle a step that is the first, one of several, bad, or followed by due tasks."""
         for variable, value in self.state.end_trace():
             self.ring.complete(variable, value)
         self.counts.last_refused = verdict.refused
@@ -274,7 +277,7 @@ class Session(RunsAgain):
         self._keep()
 
     def _after_many(self, last: Verdict) -> None:
-        """The same for an execution of several steps, of which `last` is the row of the last one."""
+        """Handle an execution of several steps; `last` is the row of the last one."""
         transaction, counts = self.transaction, self.counts
         first, end = counts.step, counts.step + (last.step + 1 - counts.step) % PERIOD
         self.healed = False
@@ -296,7 +299,7 @@ class Session(RunsAgain):
         self._keep()
 
     def _judge(self, verdict: Verdict, reports: Sequence[Any], last: bool = True) -> None:
-        """Count one step, or raise its incident; `last` of its execution, whose state alone can be seen."""
+        """Count one step or raise its incident. Only the state of the `last` one can be read."""
         if verdict.refused:
             self.incidents.refused(verdict, reports)
         elif verdict.finite:
@@ -322,7 +325,7 @@ class Session(RunsAgain):
             recorded.returned(self, before)
 
     def _return_to(self, plan: Rerun) -> None:
-        """Count from a snapshot on again."""
+        """Continue counting from a snapshot."""
         super()._return_to(plan)
         step, every = plan.snapshot.step, self.policy.snapshot.every
         self.monitors.due = self._due = step + 1
@@ -331,7 +334,7 @@ class Session(RunsAgain):
     # Between two steps
 
     def _keep(self) -> None:
-        """Do what is due between two steps: look for trouble that stays finite, and take a snapshot of a good state."""
+        """Run due tasks between two steps: check for finite faults, and take a snapshot."""
         step, committed = self.counts.step, self.counts.committed
         if step < self._due or self.stopped:
             return
@@ -371,18 +374,18 @@ class Session(RunsAgain):
                 self.layer_looks.look(self)
 
     def seen_outside(self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True) -> None:
-        """Raise the incident of trouble that shows outside of a step: in results, or in the state as it is about to be saved."""
+        """Raise an incident for findings in results, or in a state that is about to be saved."""
         self.resolve_pending()
         found = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
         self.incidents.between_steps(found, diagnosis, act)
 
     def release(self) -> None:
-        """Give up the snapshots and the remembered batches: no step of this fit will be undone."""
+        """Release the snapshots and the remembered batches."""
         self.recent.restart(self.step)
         self.ring.close()
 
     def end(self) -> None:
-        """Undo what the guard has changed on optimizers, note it for the next fit, and release."""
+        """Undo the changes to optimizers, store them for the next fit, and release."""
         self.guard_state = self.guard_state or GuardState.of(self.recovery)
         self.release()
         self.recovery.end()

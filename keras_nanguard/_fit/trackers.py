@@ -1,7 +1,7 @@
-"""Incidents in the trackers that a run uses anyway: TensorBoard, MLflow, Weights & Biases.
+"""Sends incidents to the trackers of a run: TensorBoard, MLflow, Weights & Biases.
 
-None of them is ever imported here: what is found is what the user's program has imported, and only where a run is active. The scalars need
-nothing of this; they are in the epoch logs.
+No tracker is imported here. Only those are used that the program has imported and that have an
+active run. Scalars are part of the epoch logs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from keras_nanguard._keras import fitting as keras_fitting
 __all__ = ["Trackers"]
 
 MAX_TEXTS, MAX_ALERTS = 100, 10
-"""Incidents of one fit that are written as text, and kinds of them that an alert is sent for."""
+"""Limits per fit: incidents written as text, and causes with an alert."""
 
 REPORT = "nanguard/report.html"
 """Name of the artifact."""
 
 
 class Trackers:
-    """Hands the incidents of one fit on.
+    """Sends the incidents of one fit.
 
     Args:
         callbacks: the callbacks of the fit.
@@ -39,7 +39,9 @@ class Trackers:
         self._failed: set[str] = set()
 
     def incident(self, incident: Incident) -> None:
-        """Hand on one incident: as text to TensorBoard, and the first with each cause as an alert to Weights & Biases."""
+        """Send one incident: as text to TensorBoard, and the first of each cause as an alert to
+        Weights & Biases.
+        """
         if processes.index() != 0:
             return
         cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
@@ -51,12 +53,14 @@ class Trackers:
             self._try("Weights & Biases", lambda: _alert(cause, str(incident)))
 
     def end(self, report: Callable[[], str]) -> None:
-        """Set the tags of an MLflow run, and keep the report as its artifact; `report` makes it. Without incidents only the tags."""
+        """Set the tags of an MLflow run, and store the report as its artifact; `report` creates it.
+        Without incidents only the tags.
+        """
         if processes.index() == 0:
             self._try("MLflow", lambda: _tagged(self._causes, report))
 
     def _try(self, name: str, hand_on: Callable[[], None]) -> None:
-        """Hand on; what a tracker raises must not end training, and is said once."""
+        """Call a tracker. If it raises, print one line."""
         try:
             hand_on()
         except Exception as error:  # noqa: BLE001
