@@ -1,1 +1,1 @@
-"""The flight recorder: what each step measured and what was done, in memory and in one file."""
+"""The recording of a run: measurements of each step, and events, in memory and in one file."""

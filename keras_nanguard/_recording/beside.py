@@ -1,4 +1,4 @@
-"""What may lie beside a recording: nothing that makes SQLite write to another file, or remove one."""
+"""Checks the files next to a recording: none may make SQLite write to or remove another file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from keras_nanguard._core.errors import GuardError, expected
 __all__ = ["check"]
 
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
-"""The last bytes of a journal that names another file, as SQLite writes it for a transaction over several databases."""
+"""The last bytes of a journal that names another file, as SQLite writes it for a transaction over
+several databases.
+"""
 
 
 def check(file: Path) -> None:
-    """Raise where SQLite would write to another file than this one, or remove one.
+    """Raise if SQLite would write to another file than this one, or remove one.
 
-    Whoever opens a database to write to it rolls back what a journal beside it says; SQLite then removes the file that the journal
-    names as that of all databases of its transaction. A recording is never one of several.
+    When a database is opened for writing, SQLite rolls back a journal next to it, and removes the
+    file that the journal names as the common one of all databases in its transaction. A recording
+    never takes part in such a transaction.
 
     Raises:
-        GuardError: if it would.
+        GuardError: in that case.
     """
     remedy = "Give the guard a directory of its own, or remove the file."
     if file.is_symlink():

@@ -1,4 +1,5 @@
-"""Values of a recording that was read from a file, checked: whatever shows or continues it need not be prepared for any other."""
+"""Checks the values of a recording from a file, so that later code need not expect malformed ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from keras_nanguard._core import plain_json
 __all__ = ["MAX_WHOLE", "bins", "meta", "steps", "table", "whole"]
 
 MAX_WHOLE = 1 << 53
-"""Largest number of a step, an epoch or a row: those below can be added and halved in 64 bits."""
+"""Largest number of a step, epoch or row. Smaller ones can be added and halved in 64 bits."""
 
 _META: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "backend", "policy", "status", "writer"), (str,)),
@@ -19,14 +20,14 @@ _META: Mapping[str, tuple[type, ...]] = {
     "versions": (dict,),
     "budgets": (list,),
 }
-"""What the entries of `meta` hold that this version knows."""
+"""Types of the entries of `meta` that this version knows."""
 
 
 def meta(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `meta` checked: each that is known is what it should be.
+    """Return the entries of `meta` after checking the types of the known ones.
 
     Raises:
-        ValueError: if one is not.
+        ValueError: if a type is wrong.
     """
     for key, kinds in _META.items():
         value = found.get(key)
@@ -43,7 +44,7 @@ def whole(value: Any) -> int:
     """Return a whole number of moderate size.
 
     Raises:
-        TypeError, ValueError: if it is none.
+        TypeError, ValueError: if it is not one.
     """
     found = int(value)
     if not -MAX_WHOLE <= found <= MAX_WHOLE:
@@ -67,7 +68,7 @@ def table(text: str) -> dict[str, Any]:
     """Return an object from JSON.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not an object.
     """
     found = plain_json.loads(text)
     if not isinstance(found, dict):
@@ -79,6 +80,6 @@ def steps(text: str) -> tuple[int, ...]:
     """Return a list of steps from JSON.
 
     Raises:
-        TypeError, ValueError: if it is none.
+        TypeError, ValueError: if it is not one.
     """
     return tuple(whole(step) for step in plain_json.loads(text))

@@ -1,7 +1,7 @@
-"""`recording.sqlite`: a recording in one SQLite file, written as the run goes on and readable by anyone meanwhile.
+"""`recording.sqlite`: a recording in one SQLite file, which can be read while the run writes it.
 
-The tables are those of `SCHEMA`, described in docs/recording.md. The file is in WAL mode; every write is one transaction, so that the
-file is whole whenever the process ends. Nothing in it is ever run, and what is read of it is limited in size and time.
+docs/recording.md describes its tables. The file is in WAL mode and every write is one transaction,
+so it is always intact. Nothing in it is executed, and reading is limited in size and time.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
 MAX_ROWS, MAX_EVENTS, MAX_TEXT, MAX_ALL_TEXT = 20_000, 200_000, 4 << 20, 512 << 20
-"""Limits of what is read: rows of steps and of bins, of any other table, characters of a text and of all texts."""
+"""Limits: rows of steps and bins, rows of other tables, characters of a text and of all texts."""
 
 MAX_SHARE = 4
-"""All texts together have at most so many characters for each byte of the file: rows of a damaged one may share their pages."""
+"""Maximum characters of all texts per byte of the file. In a damaged file rows may share pages."""
 
 SECONDS = 30.0
-"""How long reading may take."""
+"""Time limit for reading."""
 
 BLOCK = 256
-"""So many rows of numbers are made Python's at a time."""
+"""Number of rows that are converted to Python numbers at a time."""
 
 LOCKED = 10.0
-"""Seconds that one try to write waits for somebody else who has the file locked."""
+"""Seconds that one attempt to write waits for a lock."""
 
 
 def _columns(columns: Mapping[str, type]) -> str:
@@ -65,20 +65,19 @@ SCHEMA = {
     "samples": "CREATE TABLE samples (fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, steps TEXT, why TEXT, "
     "PRIMARY KEY (fingerprint, label))",
 }
-"""The statement that makes each table. NaN is stored as NULL; `meta.value`, `events.data` and `samples.steps` hold JSON."""
+"""The statement for each table. NaN is NULL; `meta.value`, `data` and `samples.steps` are JSON."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be written in one transaction.
+    """The content of one transaction.
 
     Attributes:
         meta: entries of `meta`.
         steps: columns of the steps from the `id` `start` on; those before `first` are deleted.
-        bins: columns of the bins from the `id` `first_bin` on, in place of all that are there from it on; `None` to leave them.
-        events: `(id, event)`.
-        layers: rows of the table `layers`, without `id`.
-        layers_anew: whether these are all of them, in place of those that are there.
+        bins: columns of all bins from the `id` `first_bin` on; `None` for no change.
+        events, layers: `(id, event)`, and rows of the table `layers` without `id`.
+        layers_anew: whether they replace all existing rows.
         samples: bad samples that are new or have changed.
     """
 
@@ -95,21 +94,21 @@ class Changes:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path of the file, given it or its directory."""
+    """Return the path of the file, given the file or its directory."""
     found = Path(path)
     return found / NAME if found.is_dir() else found
 
 
 class Database:
-    """The file, as the run that it belongs to writes it. One thread at a time.
+    """The file, as its run writes it. Use it in one thread at a time.
 
     Args:
         path: the file.
-        writer: identifies this run. The file belongs to the one that has opened it last.
-        changes: what is written at once; who reads meanwhile sees all of it, or the file as it was.
+        writer: identifies this run. The file belongs to the run that opened it last.
+        changes: the first changes. Readers see all of them, or the file as it was.
 
     Raises:
-        GuardError: if a file is there that is no recording, that is a link, or beside which lies a journal that names another file.
+        GuardError: if the file is not a recording or a link, or its journal names another file.
         sqlite3.Error, OSError: if it cannot be written.
     """
 
@@ -128,7 +127,7 @@ class Database:
             raise
 
     def _begin(self, fresh: bool, changes: Changes) -> None:
-        """Make the tables of a file that is new, take the file over, and write the first changes."""
+        """Create the tables of a new file, take over the file, and write the first changes."""
         if not fresh:
             self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
         self._connection.executescript("PRAGMA synchronous = NORMAL; PRAGMA cache_size = -512")  # KiB
@@ -150,7 +149,7 @@ class Database:
         self._connection.execute("COMMIT")
 
     def write(self, changes: Changes) -> bool:
-        """Write in one transaction; returns `False`, and writes nothing, where another run has taken the file over."""
+        """Write one transaction; return `False` if another run has taken over the file."""
         with self._transaction() as run:
             owner = run("SELECT value FROM meta WHERE key = 'writer'").fetchone()
             if owner is None or owner[0] != json.dumps(self._writer):
@@ -174,7 +173,7 @@ class Database:
         many("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", map(_sample_row, changes.samples))
 
     def close(self) -> None:
-        """Close the file; where nobody reads it just now, what is in the log beside it goes into it, and the log goes."""
+        """Close the file. If nobody is reading it, merge and remove the log next to it."""
         try:
             self._connection.execute("PRAGMA busy_timeout = 0")
             self._connection.execute("PRAGMA journal_mode = DELETE").fetchone()
@@ -195,7 +194,7 @@ def _insert(table: str, columns: Mapping[str, type]) -> str:
 
 
 def _rows(columns: Mapping[str, Any], start: int) -> Iterable[tuple[Any, ...]]:
-    """Yield columns as rows, each with its `id`. Of all of them at once Python's numbers would take megabytes."""
+    """Yield columns as rows, each with its `id`, in blocks to save memory."""
     for block in range(0, len(next(iter(columns.values()), ())), BLOCK):
         lists = [column[block : block + BLOCK].tolist() for column in columns.values()]
         yield from zip(range(start + block, start + block + len(lists[0])), *lists)
@@ -216,12 +215,12 @@ def _layer_row(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _text(text: str) -> str:
-    """Return a text that SQLite takes: half of a surrogate pair, as in names of files, is replaced."""
+    """Return a text that SQLite accepts, with half surrogate pairs replaced."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _json(value: Any) -> str:
-    """Return JSON; of a number of NumPy its value, of what has no form in JSON its text."""
+    """Return JSON. A NumPy number becomes its value, and any other object its text."""
     return _text(json.dumps(value, ensure_ascii=False, default=lambda odd: odd.item() if isinstance(odd, np.generic) else str(odd)))
 
 
@@ -229,13 +228,14 @@ def _json(value: Any) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a file holds: `meta`, `steps`, `first` (the `id` of the first of them), `bins`, `events`, `layers` and `samples`.
+    """Return `meta`, `steps`, `first` (its `id`), `bins`, `events`, `layers` and `samples`.
 
     Args:
         path: the file, or the directory of a run.
 
     Raises:
-        GuardError: if there is no such file, or if it is no recording, of a newer version, damaged or too large.
+        GuardError: if there is no such file, or if it is not a recording, too new, damaged or too
+            large.
     """
     file = path_of(path)
     _check_header(file)
@@ -254,10 +254,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def writer_of(path: Path) -> str:
-    """Return what identifies the run that has opened a file last to write to it, `""` where it does not say.
+    """Return the identification of the run that last opened a file for writing, or `""`.
 
     Raises:
-        GuardError: if the file is no recording, or cannot be read.
+        GuardError: if the file is not a recording, or cannot be read.
     """
     _check_header(path)
     try:
@@ -274,10 +274,10 @@ def _unreadable(file: Path, error: object) -> GuardError:
 
 
 def _check_header(file: Path) -> None:
-    """Raise unless the first bytes are those of a file of ours.
+    """Check the first bytes of a file.
 
     Raises:
-        GuardError: if they are not.
+        GuardError: if it is not a recording.
     """
     remedy = f"Give the directory of a run (NanGuard(directory=...)), or its {NAME}."
     if file.exists() and not file.is_file():
@@ -296,7 +296,7 @@ def _check_header(file: Path) -> None:
 
 
 def _opened(file: Path) -> sqlite3.Connection:
-    """Open the file to read it; where the folder cannot be written to and nobody writes, without a lock."""
+    """Open the file for reading; without a lock if the folder is read-only and nobody writes."""
     for mode in ("mode=ro", "mode=ro&immutable=1"):
         connection = sqlite3.connect(f"{file.resolve().as_uri()}?{mode}", uri=True, timeout=10.0, isolation_level=None)
         try:
@@ -350,7 +350,7 @@ def _contents(connection: sqlite3.Connection, file: Path) -> dict[str, Any]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Return the file, and the log beside it while it is written."""
+    """Return the file, and the log next to it."""
     return [part for part in (file, file.with_name(f"{file.name}-wal")) if part.exists()]
 
 

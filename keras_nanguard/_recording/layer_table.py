@@ -1,4 +1,4 @@
-"""How the weights of each layer went, now and then: one table of numbers for each moment, thinned where there are too many."""
+"""Measurements of each layer over time, thinned if there are too many."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ __all__ = ["KINDS", "LayerTable", "by_path"]
 Array = np.ndarray[Any, Any]
 
 KINDS = {"trainable": ("gradient_norm", "weight_norm", "update_ratio"), "statistics": ("low", "high")}
-"""What is measured of a variable, by its kind."""
+"""The measured columns, by the kind of the variable."""
 
 MAX_BYTES = 2 << 20
-"""Bytes of all moments together, beyond which some are dropped: all of the last quarter stay, and of the others every second or so."""
+"""Maximum bytes of all measurements. Beyond it the last quarter is kept, and about every second of
+the others.
+"""
 
 MOMENT, VARIABLE = 320, 240
-"""Bytes of a moment besides its numbers, and of a path and a kind."""
+"""Bytes of a measurement without its numbers, and of a path and a kind."""
 
 MAX_EARLIER = 20_000
-"""Rows of an earlier process that are kept."""
+"""Maximum number of rows from an earlier process."""
 
 Row = tuple[int, str, str, float, float, float]
 """Step, path, kind, and up to three numbers."""
 
 
 class LayerTable:
-    """The moments at which the layers of a run were looked at.
+    """The measurements of the layers of a run.
 
     Attributes:
-        thinned: whether moments were dropped since this was last set to `False`.
+        thinned: whether measurements were dropped since this was last set to `False`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,9 @@ class LayerTable:
         self.thinned = False
 
     def add(self, step: int, variables: tuple[tuple[str, str], ...], values: Array) -> None:
-        """Add a moment: path and kind of each variable, and its numbers, float of shape `(variables, 3)`."""
+        """Add one measurement: path and kind of each variable, and numbers of shape `(variables,
+        3)`.
+        """
         before = self._moments[-1][1] if self._moments else ()
         variables = before if before == variables else variables
         values = np.asarray(values, np.float32)
@@ -53,7 +57,7 @@ class LayerTable:
             self.write_anew()
 
     def write_anew(self) -> None:
-        """Count nothing as written: all is to take the place of what was."""
+        """Mark everything as not written, so that it replaces the rows in the file."""
         self._written, self.thinned = 0, True
 
     def _bytes(self) -> int:
@@ -61,7 +65,7 @@ class LayerTable:
         return sum(MOMENT + values.nbytes for _, _, values in self._moments) + VARIABLE * sum(own.values())
 
     def _thinned(self) -> list[tuple[int, tuple[tuple[str, str], ...], Array]]:
-        """Return the moments that stay: the last quarter, and of the others half of them, as evenly spread as they can be."""
+        """Return the measurements to keep: the last quarter, and every second one of the others."""
         recent = len(self._moments) * 3 // 4
         steps = np.array([step for step, _, _ in self._moments[:recent]])
         if len(steps) < 4:
@@ -71,18 +75,18 @@ class LayerTable:
         return [self._moments[place] for place in chosen.tolist()] + self._moments[recent:]
 
     def restore(self, rows: Sequence[Row]) -> None:
-        """Go on from what an earlier process has recorded."""
+        """Load the measurements of an earlier process."""
         known: dict[str, str] = {}  # each row that is read has texts of its own
         self._earlier = [
             (step, known.setdefault(path, path), known.setdefault(kind, kind), a, b, c) for step, path, kind, a, b, c in rows[-MAX_EARLIER:]
         ]
 
     def rows(self) -> list[Row]:
-        """Return all of it, oldest first."""
+        """Return all rows, oldest first."""
         return [*self._earlier, *_rows(self._moments)]
 
     def unwritten(self) -> tuple[Row, ...]:
-        """Return what was added since the last call, or all where moments were dropped."""
+        """Return the rows since the last call, or all of them if some were dropped."""
         fresh = _rows(self._moments[self._written :])
         self._written = len(self._moments)
         return (*self._earlier, *fresh) if self.thinned else tuple(fresh)

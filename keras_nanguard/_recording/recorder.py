@@ -1,7 +1,6 @@
-"""What a run writes its recording to: one append for each step, all else now and then.
+"""Collects the recording of a run: one append per step, everything else at intervals.
 
-Memory is constant: the last steps are kept exactly, all before that in bins, and so many events. With a file, what is new goes there about
-once a second, in another thread.
+The last steps are exact, older ones are in bins, events are limited. A thread writes the file.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from keras_nanguard._recording.writer import Writer
 __all__ = ["Recorder"]
 
 INTERVAL = 1.0
-"""Seconds between two times at which what is new is put into arrays, and into the file."""
+"""Seconds between two times at which new data are stored in arrays and in the file."""
 
 MAX_PENDING = 4096
-"""Steps that wait for that at most."""
+"""Maximum number of steps that wait for this."""
 
 MAX_EVENTS, MAX_MINOR = 20_000, 2_000
-"""Events that are kept, and epochs and snapshots among them, which there are many of."""
+"""Maximum number of events, and of epochs and snapshots among them."""
 
 MAX_EARLIER, EVENT = 4 << 20, 450
-"""Bytes of all events of an earlier process that are kept, and of one besides its texts."""
+"""Maximum bytes of all events of an earlier process, and bytes of one without its texts."""
 
 MAX_PLACES = 4096
 
@@ -51,15 +50,15 @@ _MINOR = ("epoch", "snapshot")
 Now = Callable[[], float]
 
 Entry = tuple[int, Event, Incident | str | None]
-"""Number of an event, the event, and what its data is taken from when it is read: the incident, or JSON."""
+"""Number of an event, the event, and the source of its data: the incident, or JSON."""
 
 
 class Recorder:
-    """The recording of all fits of one guard, as it grows. Steps are counted on from fit to fit.
+    """The growing recording of all fits of one guard. Steps are counted through all fits.
 
     Attributes:
-        base: the step at which the running fit began, counted through all fits.
-        factor: what the guard multiplied learning rates by when that was recorded last.
+        base: the first step of the present fit, counted through all fits.
+        factor: the last recorded factor of the guard on learning rates.
     """
 
     def __init__(self, now: Now = time.time):
@@ -85,7 +84,7 @@ class Recorder:
         self._loaded = self._running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle has: all that was recorded. It writes to no file."""
+        """Return the state of a copy or pickle: the recording, without a file."""
         with self._lock:
             self._fold()
             return {**vars(self), "_writer": None, "_lock": None, "_now": None}
@@ -99,7 +98,7 @@ class Recorder:
     # Steps
 
     def push(self, step: int, loss: float, squares: float, scale: float, status: int = COMMITTED) -> None:
-        """Record one step: its loss, half the sum of squares of its gradients, its loss scale, what became of it.
+        """Record a step: loss, half the sum of squares of its gradients, loss scale, status.
 
         This runs in every step.
         """
@@ -109,14 +108,14 @@ class Recorder:
             self._work(now)
 
     def skip(self, step: int, epoch: int, batch: int) -> None:
-        """Record a batch that no step trains on, before the step of this number."""
+        """Record a skipped batch before this step."""
         with self._lock:
             self._fold()
             row = {"step": step + self.base, "epoch": epoch, "batch": batch, "time": self._now(), "status": SKIPPED}
             self._rows.extend({name: np.array([value]) for name, value in row.items()})
 
     def place(self, step: int, epoch: int, start: int) -> None:
-        """Note that steps from this one on belong to an epoch whose first batch was that of the step `start`."""
+        """Store that steps from this one on belong to an epoch that began at the step `start`."""
         with self._lock:
             self._fold()
             self._places.append((step, epoch, start))
@@ -124,14 +123,15 @@ class Recorder:
 
     @property
     def wants_rate(self) -> bool:
-        """Whether it is time to look at the learning rate again."""
+        """Whether the learning rate is due to be read."""
         return self._now() >= self._rate_due
 
     def rate(self, rate: float, ahead: bool = False) -> float | None:
-        """Note the learning rate of the last step, or of the next one (`ahead`); returns the one before where that was another.
+        """Record the rate of the last step, or of the next (`ahead`); return a previous other
+        one.
 
-        Where two of these in a row are the same, the rate of all steps in between was that, too; else it is not known. Between the
-        beginning of an epoch and the first of these in it nobody changes a rate that is a number.
+        If two readings are equal, all steps between them had this rate; otherwise it is unknown. A
+        plain rate does not change before the first reading of an epoch.
         """
         with self._lock:
             self._fold()
@@ -146,7 +146,7 @@ class Recorder:
             return before[1] if before is not None and before[1] != rate else None
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
-        """Mark the committed steps from this one on as undone, and those of the refused ones that are run again."""
+        """Mark the committed steps from this one on as undone, and replayed refused ones."""
         with self._lock:
             self._fold()
             self._rows.undo(step + self.base, None if again is None else frozenset(number + self.base for number in again))
@@ -157,11 +157,11 @@ class Recorder:
         """Begin a fit.
 
         Args:
-            meta: what is known of it; see `Recording.meta`.
+            meta: facts about the run; see `Recording.meta`.
             scaled: whether it scales its loss.
-            path: the file to write to; `None` for none.
-            resumed: the step of the snapshot that it goes on from, counted as in the fit that took it.
-            epoch: the epoch that it begins with.
+            path: the file, or `None`.
+            resumed: the step of the snapshot to resume from.
+            epoch: the first epoch.
         """
         with self._lock:
             self._fold()
@@ -181,11 +181,11 @@ class Recorder:
                 self._hand_over(self._writer)
 
     def note(self, **meta: Any) -> None:
-        """Note more about the run as a whole; see `Recording.meta`."""
+        """Add facts about the run; see `Recording.meta`."""
         self._meta |= meta
 
     def event(self, kind: str, step: int, epoch: int, text: str = "", data: Any = None, incident: Incident | None = None) -> None:
-        """Record something that happened at a step of the running fit; of an incident text and data are taken when they are read."""
+        """Record an event at a step of the fit. Data of an incident are computed when read."""
         with self._lock:
             entry = Event(step + self.base, epoch, self._now(), kind, text, data or {})
             frequent = kind in _MINOR or entry.data.get("by") == "callback"
@@ -194,22 +194,22 @@ class Recorder:
 
     @property
     def samples(self) -> Mapping[tuple[str, str], BadSample]:
-        """The bad samples so far, by fingerprint and label: rows with the same contents share a fingerprint."""
+        """The bad samples so far, by fingerprint and label. Equal rows share a fingerprint."""
         return self._samples
 
     def layers(self, step: int, variables: tuple[tuple[str, str], ...], values: Any) -> None:
-        """Record a look at the layers after a step; see `LayerTable.add`."""
+        """Record a measurement of the layers after a step; see `LayerTable.add`."""
         with self._lock:
             self._layers.add(step + self.base, variables, values)
 
     def sample(self, sample: BadSample) -> None:
-        """Record a bad sample, or that one has come again."""
+        """Add or update a bad sample."""
         with self._lock:
             key = (sample.fingerprint, sample.label)
             self._samples[key] = self._changed_samples[key] = sample
 
     def end(self, status: str, step: int, epoch: int) -> None:
-        """End a fit: write what is left, and close the file."""
+        """End a fit: write the remaining data, and close the file."""
         with self._lock:
             if not self._running:
                 return
@@ -227,7 +227,7 @@ class Recorder:
             self._problem = writer.problem
 
     def end_with_process(self) -> None:
-        """End a fit that has died where nobody heard of it, between two steps, when its process ends."""
+        """End a fit when its process exits, if it ended unnoticed between two steps."""
         with self._lock:
             self._fold()
             last = self._rows.steps()["step"].max(initial=self.base - 1)
@@ -236,7 +236,7 @@ class Recorder:
     _problem = ""
 
     def problem(self) -> str:
-        """Return why the file is not written, once; `""` while it is."""
+        """Return once why the file is not written, or `""`."""
         found = self._problem or (self._writer.problem if self._writer is not None else "")
         if found == self._reported:
             return ""
@@ -246,9 +246,9 @@ class Recorder:
     # What is read
 
     def epoch_means(self, epoch: int) -> tuple[float, float]:
-        """Return the mean gradient norm of the committed steps of an epoch, NaN without any, and its last loss scale, 1 without one.
+        """Return the mean gradient norm of an epoch, or NaN, and its last loss scale, or 1.
 
-        Of a very long epoch only the steps that are kept exactly count.
+        Only exactly stored steps count.
         """
         with self._lock:
             self._fold()
@@ -260,7 +260,7 @@ class Recorder:
 
     @property
     def recording(self) -> Recording:
-        """What was recorded so far."""
+        """A copy of the recording so far."""
         with self._lock:
             self._fold()
             entries, layers = [*self._major, *self._minor], self._layers.rows()
@@ -271,7 +271,7 @@ class Recorder:
         return Recording(meta, steps, bins, events, by_path(layers), samples)
 
     def flush(self) -> bool:
-        """Write all that is new to the file and wait for it; returns whether it is there. For tests, and for who must be sure."""
+        """Write all new data to the file and wait; return whether this succeeded."""
         if self._writer is None or not self._writer.wait():
             return False
         with self._lock:
@@ -282,7 +282,7 @@ class Recorder:
     # Now and then
 
     def _work(self, now: float) -> None:
-        """Put what is new into arrays, and hand it to the thread that writes."""
+        """Store new data in arrays, and pass them to the writing thread."""
         with self._lock:
             self._due = now + INTERVAL
             self._fold()
@@ -291,7 +291,7 @@ class Recorder:
                 self._hand_over(self._writer)
 
     def _hand_over(self, writer: Writer) -> None:
-        """Have what is new written; what has no form in the file ends the writing, not training."""
+        """Pass new data to the writing thread. An error ends the writing, not training."""
         try:
             writer.put(self._changes())
         except Exception as error:  # noqa: BLE001
@@ -299,7 +299,7 @@ class Recorder:
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
-        """Put the steps that wait into arrays."""
+        """Store pending steps in arrays."""
         if not (count := len(self._pending)):
             return
         rows = np.array([self._pending.popleft() for _ in range(count)], np.float64)
@@ -320,7 +320,7 @@ class Recorder:
         )
 
     def _changes(self) -> database.Changes:
-        """Return what is not in the file yet; from here on it counts as written."""
+        """Return the data that are not in the file yet, and mark them as written."""
         with self._lock:
             rows, written = self._rows, self._written_events
             start, bins, first_bin = max(min(rows.changed, rows.end), rows.first), rows.bins, rows.changed_bin
@@ -342,7 +342,7 @@ class Recorder:
             return changes
 
     def _open(self, path: Path | None) -> None:
-        """Begin to write to a file; what an earlier process has recorded there is gone on from."""
+        """Begin to write to a file, continuing the recording of an earlier process."""
         if path is None:
             return
         loaded, self._loaded = self._loaded, True
@@ -363,7 +363,7 @@ class Recorder:
             self._write_anew()
 
     def _write_anew(self) -> None:
-        """Count nothing as written: what an earlier fit could not write goes into the file as well."""
+        """Mark everything as not written, including data that an earlier fit could not write."""
         self._rows.changed = self._rows.changed_bin = self._written_events = 0
         self._layers.write_anew()
         self._changed_samples = dict(self._samples)
@@ -392,7 +392,7 @@ def _since(kept: deque[Entry], number: int) -> list[Entry]:
 
 
 def _complete(event: Event, source: Incident | str | None) -> Event:
-    """Return an event with the text and the data of its incident, or with the data of its JSON."""
+    """Return an event with the text and data of its incident, or with the data of its JSON."""
     if source is None:
         return event
     if isinstance(source, str):

@@ -1,4 +1,4 @@
-"""The steps of a recording: the last of them exactly, all before in bins, in arrays that do not grow."""
+"""The steps of a recording: the last ones exactly, older ones in bins, in arrays of fixed size."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ __all__ = ["EXACT", "MAX_BINS", "Rows"]
 Array = np.ndarray[Any, Any]
 
 EXACT = 8192
-"""So many of the last steps are kept exactly, as long as there are so many."""
+"""Minimum number of the last steps that are stored exactly."""
 
 _MOVED = 2048
-"""So many steps at a time go into bins."""
+"""Number of steps that are moved into bins at a time."""
 
 MAX_BINS = 4096
-"""When there are so many bins, each two of them become one."""
+"""Number of bins at which each two of them are merged."""
 
 _WIDTH = 256
-"""How many steps a bin stands for at first."""
+"""Number of steps in a bin at first."""
 
 
 class Rows:
-    """The steps that have run, in the order in which they ran, each with a number of its own (`id`), from 0.
+    """The steps in the order in which they ran, each with a number (`id`) from 0.
 
     Attributes:
-        first: the `id` of the first step that is kept exactly.
-        changed: the `id` of the first step that was added or changed since this was last set to `end`.
-        changed_bin: the number of the first bin that was added or changed since this was last set to the number of bins.
+        first: the `id` of the first exactly stored step.
+        changed: the `id` of the first step that was added or changed since this was last set to
+            `end`.
+        changed_bin: the first bin that was added or changed since this was last set to the number
+            of bins.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """How many steps have run: the `id` of the next one."""
+        """Number of steps so far, which is the `id` of the next one."""
         return self.first + self._count
 
     @property
@@ -57,11 +59,11 @@ class Rows:
             self._bins[name][: self._bin_count] = column
 
     def steps(self, start: int = 0) -> dict[str, Array]:
-        """Return copies of the columns of the steps from this `id` on, as far as they are kept exactly."""
+        """Return copies of the columns of the exactly stored steps from this `id` on."""
         return {name: column[max(start - self.first, 0) : self._count].copy() for name, column in self._buffer.items()}
 
     def extend(self, columns: dict[str, Array]) -> None:
-        """Add steps; columns that are not given are NaN, or 0 where they hold whole numbers."""
+        """Add steps. Missing columns become NaN, or 0 for whole numbers."""
         total = len(columns["step"])
         for start in range(0, total, _MOVED):
             count = min(_MOVED, total - start)
@@ -74,14 +76,16 @@ class Rows:
             self._count += count
 
     def fill(self, name: str, value: float, start: int, end: int) -> None:
-        """Set a column of the steps from one `id` up to another, that one excluded."""
+        """Set a column of the steps from one `id` to before another."""
         start, end = max(start, self.first), min(end, self.end)
         if start < end:
             self._buffer[name][start - self.first : end - self.first] = value
             self.changed = min(self.changed, start)
 
     def undo(self, step: int, again: frozenset[int] | None = None) -> None:
-        """Mark the committed steps from this step number on as undone, and those of the refused ones that are run again."""
+        """Mark the committed steps from this step number on as undone, and refused ones that are
+        replayed.
+        """
         columns = {name: column[: self._count] for name, column in self._buffer.items()}
         later = columns["step"] >= step
         refused = np.isin(columns["status"], (REFUSED, OVERFLOW)) & np.isin(columns["step"], list(again or ()))
@@ -98,7 +102,7 @@ class Rows:
             self.changed_bin = min(self.changed_bin, int(more[0]))
 
     def restore(self, steps: dict[str, Array], bins: dict[str, Array], first: int) -> None:
-        """Go on from what an earlier run has recorded, of which the first exact step has this `id`."""
+        """Load the recording of an earlier run, whose first exact step has this `id`."""
         while len(bins["first"]) > MAX_BINS:
             bins = _halved(bins)
         self._set_bins(bins)
@@ -109,7 +113,7 @@ class Rows:
         self.changed = self.end
 
     def _thin(self) -> None:
-        """Put the oldest steps into bins."""
+        """Move the oldest steps into bins."""
         oldest = {name: column[:_MOVED] for name, column in self._buffer.items()}
         per = min(self.width, _MOVED)
         fresh = _binned({name: column.reshape(-1, per) for name, column in oldest.items()})
@@ -147,7 +151,7 @@ def _binned(rows: dict[str, Array]) -> dict[str, Array]:
 
 
 def _extremes(low: Array, high: Array) -> tuple[Array, Array]:
-    """Return the least and the largest finite number of each row, NaN where it has none."""
+    """Return the smallest and the largest finite number of each row, or NaN."""
     known = np.isfinite(low) & np.isfinite(high)
     least, largest = np.where(known, low, np.inf).min(1), np.where(known, high, -np.inf).max(1)
     return np.where(known.any(1), least, np.nan), np.where(known.any(1), largest, np.nan)
@@ -155,7 +159,7 @@ def _extremes(low: Array, high: Array) -> tuple[Array, Array]:
 
 @np.errstate(all="ignore")
 def _halved(bins: dict[str, Array]) -> dict[str, Array]:
-    """Return bins of which each two were made one; an odd one at the end stays as it is."""
+    """Return bins after merging each two of them. An odd one at the end is kept."""
     even = len(bins["first"]) // 2 * 2
     pairs = {name: column[:even].reshape(-1, 2) for name, column in bins.items()}
     made: dict[str, Array] = {"first": pairs["first"].min(1), "last": pairs["last"].max(1), "time": pairs["time"][:, 1]}

@@ -1,4 +1,4 @@
-"""Bad samples as a file for a spreadsheet."""
+"""Writes bad samples to a CSV file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keras_nanguard._recording.records import BadSample
 __all__ = ["COLUMNS", "write"]
 
 COLUMNS = ("label", "index", "times", "steps", "why", "fingerprint")
-"""The head of the table."""
+"""The header of the table."""
 
 
 def write(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
-    """Write bad samples to a `.csv` file, one a row, with a head. It is written beside and renamed.
+    """Write bad samples to a `.csv` file atomically, one per row, with a header.
 
     Raises:
-        GuardError: for another ending.
+        GuardError: if the suffix is another one.
         OSError: if it cannot be written.
     """
     file = Path(path)

@@ -1,4 +1,4 @@
-"""Writes a recording to its file in a thread of its own, so that no step waits for a disk."""
+"""Writes a recording to its file in a separate thread, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from keras_nanguard._recording.database import Changes, Database
 __all__ = ["Writer"]
 
 WAIT = 30.0
-"""Seconds that the end of a run waits for the disk at most."""
+"""Maximum seconds that the end of a run waits for the disk."""
 
 
 class Writer:
-    """The thread that writes.
+    """The writing thread.
 
     Args:
         path: the file.
         writer: identifies the run.
-        end: a method that is called where the process ends before this is closed; it is not kept alive.
+        end: a method that is called if the process exits before `close`; only a weak reference is
+            kept.
 
     Attributes:
-        problem: why nothing is written any more, `""` while all is well.
-        ending: whether the run ends: who holds the file locked is waited for once more, and no longer.
+        problem: why nothing is written any more, or `""`.
+        ending: whether the run is ending; a lock is then waited for only once more.
     """
 
     def __init__(self, path: Path, writer: str, end: Callable[[], None]):
@@ -45,25 +46,26 @@ class Writer:
 
     @property
     def here(self) -> bool:
-        """Whether this is the process that writes, and none that was forked off it."""
+        """Whether this is the writing process, not a fork of it."""
         return os.getpid() == self._process
 
     @property
     def ready(self) -> bool:
-        """Whether what is given now is written at once. Never in a process that was forked off the one that writes."""
+        """Whether new data would be written at once. Never true in a fork of the writing process.
+        """
         return self._idle.is_set() and not self.problem and self.here
 
     def put(self, changes: Changes) -> None:
-        """Have this written."""
+        """Queue data for writing."""
         self._idle.clear()
         self._jobs.put(changes)
 
     def wait(self) -> bool:
-        """Wait until all is written, a limited time; returns whether it is."""
+        """Wait until everything is written, for a limited time; return whether it is."""
         return self.here and self._idle.wait(WAIT) and not self.problem
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining data, and close the file."""
         atexit.unregister(self._at_exit)
         if self.here:
             self._jobs.put(None)
@@ -95,5 +97,5 @@ class Writer:
 
 
 def _is_locked(error: Exception) -> bool:
-    """Whether somebody else only has the file locked for long, who may let it go."""
+    """Whether the error is only a lock of another process, which may be released."""
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)

@@ -1,6 +1,7 @@
-"""The rows of a bundle that are to blame: small pictures, or their columns beside the usual range of each.
+"""Shows bad rows of a bundle: as small images, or as columns next to the usual range of each.
 
-Reads only fixed names within the run's own directory, without pickle, and only arrays of moderate size.
+It reads only fixed names within the run's own directory, without pickle, and only arrays of
+moderate size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
-    """Return the folder of a bundle within the directory of its run, `None` where it is not there."""
+    """Return the folder of a bundle within the directory of its run, or `None`."""
     if bundle is None or directory is None:
         return None
     folder = directory / "incidents" / Path(bundle.replace("\\", "/")).name
@@ -38,7 +39,7 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 
 
 def layer_table(folder: Path | None) -> str:
-    """Return the table of layers of a bundle as text, `""` where there is none."""
+    """Return the table of layers of a bundle as text, or `""`."""
     try:
         return "" if folder is None else _regular(folder / "layers.txt", MAX_TABLE_BYTES).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
@@ -46,10 +47,10 @@ def layer_table(folder: Path | None) -> str:
 
 
 def _regular(path: Path, max_bytes: int) -> Path:
-    """Return the path of a file of moderate size that is in the folder itself: no link, which may lead anywhere, and no pipe.
+    """Return the path of a file of moderate size in the folder itself; not a link or a pipe.
 
     Raises:
-        OSError, ValueError: if it is none.
+        OSError, ValueError: if it is not one.
     """
     if path.is_symlink() or not path.is_file() or path.stat().st_size > max_bytes:
         raise ValueError(f"{path.name} is not a file, or too large")
@@ -57,17 +58,18 @@ def _regular(path: Path, max_bytes: int) -> Path:
 
 
 def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[dict[str, Any]]:
-    """Return what is shown of some rows of the batch of a bundle.
+    """Return the display of some rows of the batch of a bundle.
 
     Args:
         folder: the bundle.
         rows: indices within the batch.
-        culprit: the array to blame, as a diagnosis names it, if it names one.
+        culprit: the array to blame, as a diagnosis names it, or `""`.
 
     Returns:
-        For each row `{"row", "of", "picture", "columns"}`: the array that it is shown of, as the user names it (`x/age`, `""` where that
-        is not known), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)` with the range that this column has in the
-        other rows. It is the array that is not finite in that row, else the culprit, else the first of the inputs.
+        For each row `{"row", "of", "picture", "columns"}`: the user's name of the displayed array
+        (`x/age`, or `""`), a data URI of a PNG or `""`, and `(column, value, low, high, unusual)`
+        with the range of this column in the other rows. The displayed array is the one that is not
+        finite in that row, else the culprit, else the first input.
     """
     parts = _parts(folder) if folder is not None and rows else []
     found: list[dict[str, Any]] = []
@@ -98,7 +100,9 @@ _UNREADABLE = (
 
 
 def _parts(folder: Path) -> list[tuple[str, Array]]:
-    """Return the arrays of numbers of a batch that have rows, with the paths that a diagnosis names them by (`""` if unknown)."""
+    """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis (`""` if
+    unknown).
+    """
     try:
         file = _regular(folder / "batch.npz", MAX_BYTES)
         with zipfile.ZipFile(file) as archive:
@@ -116,7 +120,7 @@ def _parts(folder: Path) -> list[tuple[str, Array]]:
 
 
 def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what a bundle says of its arrays, by their names in the file: their paths, and their dtypes."""
+    """Return paths and dtypes of the arrays of a bundle, by their names in the file."""
     try:
         about = _document(folder / "bundle.json")
         found = list(arguments(_packed(about["batch"])))
@@ -128,7 +132,7 @@ def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _packed(structure: Any) -> Any:
-    """Return the arguments of the step, with the name of each array in its place."""
+    """Return the arguments of the step, with names in place of the arrays."""
     if isinstance(structure, int):
         return str(structure)
     (kind, content), *_ = (structure or {"left_out": ""}).items()
@@ -138,7 +142,9 @@ def _packed(structure: Any) -> Any:
 
 
 def _input_names(folder: Path) -> tuple[str, ...]:
-    """Return the name of each `keras.Input` of the model of a bundle where they stand in a list, as their arrays do."""
+    """Return the name of each `keras.Input` of the model of a bundle if they are in a list, like
+    their arrays.
+    """
     try:
         layers = _document(folder / "model.json")["config"]["input_layers"]
         entries = [layers] if layers and isinstance(layers[0], str) else [entry for entry in layers if isinstance(entry, list)]
@@ -152,7 +158,7 @@ def _document(path: Path) -> Any:
 
 
 def _widened(array: Array, dtype: str) -> Array:
-    """Return bfloat16, which a bundle has as its bits, as float32."""
+    """Return bfloat16, which a bundle stores as bits, as float32."""
     if dtype == "bfloat16" and array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array if dtype in ("", array.dtype.name) else array[:0]
@@ -170,7 +176,9 @@ def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]
 
 
 def _picture(row: Array, others: Array) -> str:
-    """Return an image as a data URI: grey or colour, what is not finite in magenta; `""` if it has not the shape of one."""
+    """Return an image as a data URI, with NaN and Inf in magenta; `""` if it does not have the
+    shape of one.
+    """
     if row.ndim == 2:
         row = row[..., None]
     if row.ndim != 3 or row.shape[-1] not in (1, 3, 4) or min(row.shape[:2]) < 4:

@@ -1,7 +1,7 @@
-"""The line that is printed for an incident: at most 120 characters, what matters first.
+"""The printed line of an incident: at most 120 characters, the most important part first.
 
-Cause code, findings and outcomes are in `str(incident)`, which is printed with `verbose=2`, and in
-the report. Pure functions from records to strings.
+Cause code, findings and outcomes are in `str(incident)`, which `verbose=2` prints, and in the
+report. Pure functions from records to strings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from keras_nanguard._recording.records import BadSample
 __all__ = ["WIDTH", "brief_line", "shortened"]
 
 WIDTH = 120
-"""Characters of a line."""
+"""Maximum number of characters of a line."""
 
 MAX_PLACE = 44
-"""Characters of a path within it."""
+"""Maximum number of characters of a path in it."""
 
 _RATE_OF = re.compile("learning rate of [^:]*: ")
 
@@ -40,7 +40,7 @@ REASONS = {
     "batchnorm_statistics": "wrong BatchNormalization statistics in {place}",
     "training_flag": "{place} runs in inference mode",
 }
-"""The reason in words, by cause. A cause without an entry is named by its first finding."""
+"""The reason in words, by cause. For other causes the first finding is used."""
 
 ADVICE = {
     "input_nonfinite": "Clean {data}.",
@@ -59,7 +59,7 @@ CHANGES = {
     "quarantine": "batch saved",
     "call": "function called",
 }
-"""What an action has changed, in words."""
+"""The change of an action in words."""
 
 
 def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: str = "") -> str:
@@ -67,8 +67,8 @@ def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: s
 
     Args:
         incident: the incident.
-        samples: the bad rows that were found in its step.
-        details: where all of it can be read; omitted if the line would become too long.
+        samples: the bad rows of its step.
+        details: how to see all details; omitted if the line would become too long.
     """
     diagnosis = incident.diagnosis
     text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{_changes(incident)}."
@@ -86,7 +86,9 @@ def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: s
 
 
 def shortened(place: str, width: int = MAX_PLACE) -> str:
-    """Return a path that fits, with its beginning left out if need be: `.../dense/kernel`."""
+    """Return a path that fits into the width, without its beginning if necessary:
+    `.../dense/kernel`.
+    """
     if len(place) <= width:
         return place
     end = place[-(width - 4) :]
@@ -100,7 +102,7 @@ def _needs_user(incident: Incident) -> bool:
 
 
 def _head(incident: Incident) -> str:
-    """Return what was done and when: `skipped step 30 (epoch 1)`."""
+    """Return the action and the step: `skipped step 30 (epoch 1)`."""
     done = {outcome.action for outcome in incident.outcomes if outcome.status == "done"}
     moment = incident.moment.replace(f", batch {incident.batch + 1}", "")
     if done & {"stop", "raise_error"}:
@@ -138,12 +140,12 @@ def _finding(finding: Finding) -> str:
 
 
 def _bad(incident: Incident) -> str:
-    """Return which bad numbers the first finding that counts them has."""
+    """Return the bad numbers in the first finding that counts them: `NaN`, `Inf` or both."""
     return next(filter(None, map(_numbers, incident.findings)), "NaN or Inf")
 
 
 def _numbers(finding: Finding) -> str:
-    """Return which bad numbers a finding has, `""` if that is not known."""
+    """Return the bad numbers in a finding, or `""` if unknown."""
     kinds = [name for count, name in ((finding.nan, "NaN"), (finding.inf, "Inf")) if count]
     if not kinds and finding.kind == "nonfinite" and finding.value is not None:
         kinds = ["NaN" if finding.value != finding.value else "Inf"]
@@ -165,7 +167,7 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
 
 
 def _changes(incident: Incident) -> str:
-    """Return what else was changed, a rollback that failed, and the user's own warning."""
+    """Return other changes, a rollback that failed, and the user's own warning."""
     found = []
     for outcome in incident.outcomes:
         if outcome.status != "done":

@@ -1,4 +1,4 @@
-"""One card for each kind of trouble of a run: what, why, what was done and what came of it, what to do."""
+"""One card for each kind of incident of a run: finding, cause, actions, outcomes and advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keras_nanguard._report.snippets import snippet
 __all__ = ["MAX_CARDS", "card", "cards"]
 
 MAX_CARDS = 200
-"""Kinds of trouble that have a card; further ones have one in common."""
+"""Maximum number of kinds with a card. All others share one."""
 
 _MAX_LISTED, _MAX_FINDINGS, _MAX_OUTCOMES = 40, 60, 12
 _MAX_BEFORE, _MAX_LAYER_ROWS = 6, 60
@@ -33,14 +33,16 @@ def cards(
     layers: Layers | None = None,
     steps: Sequence[int] | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the cards, in the order in which each kind first happened, and for each incident the number of its card.
+    """Return the cards in the order in which each kind first occurred, and for each incident the
+    number of its card.
 
     Args:
         incidents: the incidents.
-        directory: the directory of the run, whose bundles are looked into.
+        directory: the directory of the run, for its bundles.
         samples: the bad rows of the data.
-        layers: what each layer measured over time, as `Recording.layers`.
-        steps: the step of each incident, counted as in samples and layers; its own, which counts from the beginning of a fit, by default.
+        layers: measurements of each layer over time, as `Recording.layers`.
+        steps: the step of each incident, counted as in samples and layers; by default its own,
+            counted from the beginning of a fit.
     """
     at = {id(incident): step for incident, step in zip(incidents, steps or [i.step for i in incidents])}
     labels: dict[int, list[str]] = {}
@@ -61,13 +63,13 @@ def cards(
 def card(
     group: Sequence[Incident], directory: Path | None, labels: Mapping[int, Sequence[str]], layers: Layers | None, at: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return one card as plain values; every text in it is plain text.
+    """Return one card as plain values, with plain text only.
 
     Args:
         group: its incidents.
         directory: the directory of the run.
-        labels: names of the rows to blame, by step.
-        layers: what each layer measured over time.
+        labels: names of the bad rows, by step.
+        layers: measurements of each layer over time.
         at: the step of each incident by its `id`.
     """
     first = next((incident for incident in group if blamed_rows.bundle_folder(incident.bundle, directory)), group[0])
@@ -110,7 +112,9 @@ def _finding(finding: Any) -> tuple[str, ...]:
 
 
 def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
-    """Return how each layer went up to a step: path, what was measured, its last values, and whether they grew tenfold."""
+    """Return the measurements of each layer before a step: path, column, last values, and whether
+    they grew tenfold.
+    """
     found = []
     for path, columns in layers.items():
         end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))

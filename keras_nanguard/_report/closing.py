@@ -1,4 +1,4 @@
-"""The table at the end of a run in which something happened: how often, what, what to do."""
+"""The table at the end of a run with incidents: counts, kinds, and advice."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from keras_nanguard._report.brief import shortened
 __all__ = ["table", "table_text"]
 
 MAX_ROWS = 12
-"""Kinds of incidents that have a row."""
+"""Maximum number of rows."""
 
 WIDTH = 80
-"""Columns of the table, fewer in a narrower terminal."""
+"""Columns of the table; fewer in a narrower terminal."""
 
 OVERHEAD = 17
-"""Columns of the borders and of the counts."""
+"""Columns that borders and counts take."""
 
 
 def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
@@ -52,14 +52,14 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
 
 
 def _fitted(text: str, width: int) -> str:
-    """Return a text whose words fit into a column, so that none has to be broken."""
+    """Return a text with words short enough for a column, so that none is broken."""
     return "\n".join(
         " ".join(shortened(word, width) for word in line.split(" ")) for line in text.split("\n")
     )
 
 
 def _done(group: Sequence[Incident]) -> str:
-    """Return what was done about incidents, and how often if that differs."""
+    """Return the actions for incidents, with counts if they differ."""
     counts = Counter(
         outcome.action
         for incident in group
@@ -71,9 +71,9 @@ def _done(group: Sequence[Incident]) -> str:
 
 
 def table_text(incidents: Sequence[Incident], head: str) -> str:
-    """Return a line and the table below it, for the standard output.
+    """Return a line followed by the table, for the standard output.
 
-    It is in colour on a terminal, and in ASCII if nothing else can be written.
+    It is coloured on a terminal, and in ASCII if the encoding requires it.
     """
     terminal = is_terminal()
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if terminal else WIDTH

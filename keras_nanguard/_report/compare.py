@@ -1,4 +1,6 @@
-"""Many runs side by side, such as the trials of a tuner: which went bad, when, by which cause, and what those have in common."""
+"""Compares many runs, such as the trials of a tuner: which failed, when, by which cause, and their
+common properties.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ class RunSeen:
     """One run among several.
 
     Attributes:
-        name: what it is called.
-        recording: what it has recorded, perhaps nothing.
+        name: its name.
+        recording: its recording, which may be empty.
         incidents: its incidents.
     """
 
@@ -33,11 +35,11 @@ class RunSeen:
 
     @property
     def causes(self) -> Counter[str]:
-        """How often each cause, with its place, was found."""
+        """Number of incidents by cause and place."""
         return Counter(console.why(incident) for incident in self.incidents)
 
     def row(self) -> dict[str, Any]:
-        """Return what a table shows of it, as text."""
+        """Return the row of the run in a table, as text."""
         step, low, high = self.recording.series("loss", 120)
         rate = self.recording.series("learning_rate", 120)[2]
         return {
@@ -54,7 +56,7 @@ class RunSeen:
 
 
 def _spark(steps: list[int], values: list[float]) -> str:
-    """Return the path of a small curve, 160 wide and 34 high, `""` where there is nothing to draw."""
+    """Return the SVG path of a small curve, 160 wide and 34 high, or `""` without data."""
     if len(steps) < 2:
         return ""
     low, high = min(values), max(values)
@@ -63,7 +65,9 @@ def _spark(steps: list[int], values: list[float]) -> str:
 
 
 def common(runs: Sequence[RunSeen]) -> list[str]:
-    """Return in sentences what the runs that went bad have in common, and what sets them apart from the others."""
+    """Return sentences about the common properties of failed runs, and their differences from the
+    others.
+    """
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
     found = [f"{len(bad)} of {len(runs)} runs had incidents."]
     for why, n in Counter(why for run in bad for why in set(run.causes)).most_common(_MAX_CAUSES):

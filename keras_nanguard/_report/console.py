@@ -18,13 +18,14 @@ __all__ = [
 ]
 
 CHANGING = frozenset(name for name, action in ACTIONS.items() if action.changes or action.terminal)
-"""Actions after which the run is another one: each incident with one of them has its line."""
+"""Actions that change the run. Every incident with one of them is printed."""
 
 
 class Lines:
-    """Selects the lines that are printed during training: one for each kind of trouble, then only how often it recurred.
+    """Selects the lines to print during training: the first incident of each kind, then the 10th,
+    the 100th, ...
 
-    An incident at which the model, the optimizer or the course of training was changed is always printed.
+    An incident with a change of the model, the optimizer or the training is always printed.
 
     Args:
         every: whether every incident is printed.
@@ -38,14 +39,12 @@ class Lines:
     def line(
         self, incident: Incident, samples: Sequence[BadSample] = (), details: str = ""
     ) -> str:
-        """Return the line of an incident, `""` if it is only counted.
-
-        The 10th, 100th, ... of a kind is printed again, for loops without epochs.
+        """Return the line of an incident, or `""` if it is only counted.
 
         Args:
             incident: the incident.
-            samples: the bad rows that were found in its step.
-            details: where all of it can be read.
+            samples: the bad rows of its step.
+            details: how to see all details.
         """
         kind = _kind(incident)
         self._seen[kind] += 1
@@ -61,14 +60,14 @@ class Lines:
     def epoch(
         self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
     ) -> str:
-        """Return the line at the end of an epoch, `""` if it would repeat an earlier one.
+        """Return the line at the end of an epoch, or `""` if it would repeat an earlier one.
 
-        Printed are the first epoch with refused steps, one that has at least twice as many as the last that was printed, and one
-        without any other.
+        A line is printed for the first epoch with refused steps, for an epoch with at least twice
+        as many as the last printed one, and for an epoch without committed steps.
 
         Args:
             epoch: the epoch.
-            refused, committed: numbers of its steps that were refused and committed.
+            refused, committed: numbers of its refused and committed steps.
             unmeasured: names of logs that no committed step of this fit has measured.
             committed_before: whether any step of this fit has committed.
         """
@@ -79,19 +78,19 @@ class Lines:
 
 
 def incident_line(incident: Incident) -> str:
-    """Return the line with all of an incident."""
+    """Return the full line of an incident."""
     return printable(f"NanGuard: {incident}")
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters: a name in a file must not command the terminal."""
+    """Return a text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def epoch_line(
     epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
 ) -> str:
-    """Return the line about the refused steps of an epoch, `""` if there are none."""
+    """Return the line about the refused steps of an epoch, or `""`."""
     if not refused:
         return ""
     head = f"NanGuard: epoch {epoch + 1}"
@@ -111,14 +110,14 @@ def times(count: int, word: str) -> str:
 
 
 def closing_line(steps: int, refused: int, run_again: int, incidents: int, details: str) -> str:
-    """Return the line at the end of a run in which something has happened."""
+    """Return the line at the end of a run with incidents."""
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
     replayed = f", {refused_before(run_again)}" if run_again else ""
     return f"NanGuard: {counted}{replayed}, {times(incidents, 'incident')}. Details: {details}"
 
 
 def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int, run_again: int = 0) -> str:
-    """Return a few lines: numbers of steps (if known) and refused steps, of incidents by cause, and of actions."""
+    """Return the numbers of steps (if known), refused steps, incidents by cause, and actions."""
     counted = "" if steps is None else f"{steps} steps, "
     more = f", {refused_before(run_again)}" if run_again else ""
     lines = [f"NanGuard: {counted}{refused} refused{more}, {len(incidents)} {'incident' if len(incidents) == 1 else 'incidents'}."]
@@ -132,7 +131,7 @@ def summary(incidents: Sequence[Incident], steps: int | None, refused: int, over
 
 
 def refused_before(run_again: int) -> str:
-    """Return the words for refused steps that a rollback has undone and that were replayed."""
+    """Return the words for steps that were replayed after a rollback."""
     return f"{times(run_again, 'step')} replayed after a rollback"
 
 

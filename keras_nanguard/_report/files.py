@@ -36,13 +36,15 @@ def write(
     Args:
         incidents: the incidents.
         head: lines before the incidents in Markdown and HTML.
-        path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line), `.md` or `.html`.
-        recording: what the run has recorded, for HTML.
-        directory: the directory of the run, for HTML: what its bundles hold is shown.
+        path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line),
+            `.md` or `.html`.
+        recording: the recording of the run, for HTML.
+        directory: the directory of the run, for the bundles in HTML.
 
     Raises:
         GuardError: for another suffix.
-        OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing; it names `path`.
+        OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing; it
+            names `path`.
     """
     path = Path(path)
     texts: dict[str, Callable[[], str]] = {
@@ -68,7 +70,8 @@ def save(text: str, path: Path) -> Path:
 
 
 def recorded(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording in the directory of a run, or in a file `.sqlite`; an empty one where there is none, or not yet.
+    """Return the recording in the directory of a run, or in a file `.sqlite`; an empty one if there
+    is none yet.
 
     Raises:
         GuardError: if it is damaged or of a newer version.
@@ -78,7 +81,7 @@ def recorded(path: str | os.PathLike[str]) -> Recording:
 
 
 def _is_made(file: Path) -> bool:
-    """Whether a recording has its tables, which a run makes as it begins."""
+    """Whether a recording has its tables, which a run creates at its beginning."""
     try:
         with file.open("rb") as opened:
             head = opened.read(100)
@@ -89,7 +92,7 @@ def _is_made(file: Path) -> bool:
 
 
 def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
-    """Return incidents, with `bundle=None` for those whose bundle is no longer beside the newest one."""
+    """Return incidents, with `bundle=None` for those whose bundle was removed."""
     folder = os.path.dirname(newest)
     try:
         there = {os.path.join(folder, name) for name in os.listdir(folder)}
@@ -121,7 +124,9 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
 
 
 def _of_folder(path: Path) -> list[Incident]:
-    """Return the incidents in the directory of a run: those of its log, else of its recording, and of bundles that this does not list."""
+    """Return the incidents in the directory of a run: those of its log, else of its recording, and
+    of further bundles.
+    """
     logged = None
     if (path / log.NAME).is_file():
         logged = _lines(path / log.NAME)
@@ -146,7 +151,9 @@ def _of_recording(path: Path) -> list[Incident]:
 
 
 def _lines(path: Path) -> list[Incident]:
-    """Return the incidents of a `.jsonl` file; an incomplete last line of a log belongs to a process that writes it, or died."""
+    """Return the incidents of a `.jsonl` file. An incomplete last line belongs to a process that is
+    writing, or was killed.
+    """
     lines = _text(path).split("\n")
     if path.name == log.NAME:
         del lines[-1]

@@ -1,7 +1,7 @@
-"""The report of a run as one HTML file that needs nothing else: no network, no server, no folder beside it.
+"""The report of a run as one self-contained HTML file, without network, server or other files.
 
-Text goes through Jinja2 with autoescape, numbers through JSON whose `<`, `>` and `&` are escaped, so that no name from a file or model
-becomes markup. The charts are uPlot's, which stands in the file.
+Text is escaped by Jinja2's autoescape. Numbers are JSON in which `<`, `>` and `&` are escaped. So
+no name from a file or model becomes markup. The charts use uPlot, which is part of the file.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
 
     Args:
         template: name of the template.
-        data: what its script reads, as plain JSON values.
-        **values: what the template shows.
+        data: plain JSON values for its script.
+        **values: values for the template.
     """
     from markupsafe import Markup
 
@@ -73,10 +73,11 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
     """Return the report of one run.
 
     Args:
-        recording: what it has recorded, perhaps nothing.
-        incidents: its incidents, those of one fit or more.
-        summary: a few lines that sum it up, for a page without a recording.
-        directory: its directory, if it has one: blamed rows and tables of layers are read from the bundles in it.
+        recording: its recording, which may be empty.
+        incidents: its incidents, of one fit or more.
+        summary: a summary, for a page without a recording.
+        directory: its directory, if it has one, for the bad rows and tables of layers in its
+            bundles.
     """
     incidents, steps = _placed(recording, incidents)
     found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
@@ -109,9 +110,11 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
 
 
 def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequence[Incident], list[int]]:
-    """Return all incidents of a recording, or those given where these are more, and the step of each as the recording counts them.
+    """Return all incidents of a recording, or the given ones if they are more, each with its step
+    in the recording.
 
-    The log of a run may be ahead of its recording: what is not there yet belongs to the running fit.
+    The log of a run may be ahead of its recording. Incidents that are not in the recording belong
+    to the present fit.
     """
     known = [event for event in recording.events if event.kind == "incident"]
     if len(known) > len(incidents):
@@ -128,7 +131,7 @@ def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequen
 
 
 def _rollbacks(recording: Recording) -> list[list[Any]]:
-    """Return of each rollback the step that it went back to, the one that it came from, and what is said of it."""
+    """Return for each rollback its first and last undone step, and its description."""
     found, base = [], 0
     for event in recording.events:
         data = dict(event.data)
@@ -166,7 +169,7 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
 
 
 def _without_what_ran_again(recording: Recording) -> Recording:
-    """Return a recording without the refused steps that a rollback has gone back over: they are of no course, and not undone."""
+    """Return a recording without the refused steps that a rollback has undone."""
     steps = recording.steps
     later = np.minimum.accumulate(np.r_[steps["step"], np.iinfo(np.int64).max][:0:-1])[::-1]
     keep = steps["undone"] | (later > steps["step"])
@@ -174,13 +177,15 @@ def _without_what_ran_again(recording: Recording) -> Recording:
 
 
 def _courses(recording: Recording, name: str, at: Any) -> dict[str, Any]:
-    """Return the least and the largest value about each of some steps, and apart from these the largest that a rollback has undone."""
+    """Return the smallest and the largest value near some steps, and separately the largest undone
+    one.
+    """
     steps = recording.steps
     parts = [{key: column[mask] for key, column in steps.items()} for mask in (~steps["undone"], steps["undone"])]
     kept, undone = replace(recording, steps=parts[0]).series(name, POINTS), Recording(steps=parts[1]).series(name, POINTS)
 
     def placed(step: Any, values: Any, pick: Any) -> Any:
-        """Return values at the last of `at` that is not after their steps, NaN where there is none."""
+        """Return values at the last of `at` before their steps, or NaN."""
         found = np.full(len(at), np.nan)
         pick.at(found, np.searchsorted(at, step, side="right") - 1, values)
         return found
@@ -195,7 +200,7 @@ def _short(values: Any) -> list[float | None]:
 
 
 def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
-    """Return what is marked on the timeline. Steps count from 1, as on the console."""
+    """Return the marks on the timeline. Steps count from 1, as on the console."""
     steps, bins = recording.steps, recording.bins
     thinned = bins["overflows"] > 0
     overflows = ((bins["first"] + bins["last"])[thinned] // 2 + 1).tolist() + (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
@@ -230,7 +235,7 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
 
 
 def _healthy(recording: Recording) -> str:
-    """Return what is said of a run without incidents, `""` before its first step."""
+    """Return the text for a run without incidents, or `""` before its first step."""
     if _overflows(recording):
         return "No incidents: the only steps that were refused are ordinary float16 overflows, which loss scaling settles."
     return "Nothing happened: every step was finite and committed." if len(recording) else ""
@@ -256,7 +261,9 @@ def _took(meta: Mapping[str, Any]) -> str:
 
 
 def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
-    """Return the map of layers for the script, and its rows: path, what the strip shows, and first, largest and last value."""
+    """Return the map of layers for the script, and its rows: path, measured column, and first,
+    largest and last value.
+    """
     found: list[dict[str, Any]] = []
     rows = []
     for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:

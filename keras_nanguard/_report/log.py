@@ -1,7 +1,8 @@
-"""The log of incidents in the directory of a run: one JSON line per incident, appended as they happen.
+"""The log of incidents in the directory of a run: one JSON line per incident, appended as they
+occur.
 
-Only complete lines: a line that could not be written completely is removed, and so is a partial line of a killed process when the
-next run starts. Imports no backend.
+All lines are complete. A line that could not be written completely is removed, and so is a partial
+line of a killed process when the next run starts. Imports no backend.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TAIL = 1 << 20
 
 
 def _opened(path: str, flags: int) -> int:
-    """Open the file itself: a link in a directory from elsewhere may lead anywhere."""
+    """Open the file itself, and not the target of a link."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 

@@ -13,7 +13,9 @@ _PANELS = (("loss", "loss"), ("gradient_norm", "gradient norm"), ("learning_rate
 
 
 def curves(recording: Recording) -> Any:
-    """Return a figure with one panel for each measured column of a run, and incidents, rollbacks and changed rates marked."""
+    """Return a figure with one panel for each measured column of a run, with marks for incidents,
+    rollbacks and changed rates.
+    """
     series = [(title, *recording.series(name, 1500)) for name, title in _PANELS]
     shown = [panel for panel in series if len(panel[1])]
     figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))

@@ -10,11 +10,11 @@ __all__ = ["incidents"]
 
 
 def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident, int]]:
-    """Return each incident with its step as the recording counts them.
+    """Return each incident with its step in the recording.
 
     Args:
-        recording: what a run has recorded.
-        strict: whether one that cannot be read is an error; else it is passed over.
+        recording: the recording of a run.
+        strict: whether an unreadable incident is an error; else it is skipped.
 
     Raises:
         FileFormatError: if one is damaged, or of a newer version.

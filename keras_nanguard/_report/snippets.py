@@ -1,4 +1,4 @@
-"""Code to paste for each cause of which code can say what to do."""
+"""Code to paste, for causes that code can fix."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _SNIPPETS = {
     ),
     "state_nonfinite": "print(keras_nanguard.scan(model))  # which variables; then load a good checkpoint",
 }
-"""Code by cause. Those that rebuild the optimizer take everything but the model from the model itself."""
+"""Code by cause. Code that rebuilds the optimizer only needs the model."""
 
 
 def snippet(diagnosis: Diagnosis) -> str:
-    """Return code to paste, `""` where there is none. It holds no name from the data but one that is an identifier."""
+    """Return code to paste, or `""`. It has no name from the data except identifiers."""
     name = diagnosis.culprit_shown
     return _SNIPPETS.get(diagnosis.cause, "").replace("{name}", name if name.isidentifier() else "x")

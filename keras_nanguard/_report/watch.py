@@ -1,4 +1,6 @@
-"""A terminal dashboard of a run, from the files in its directory: curves, incidents, what the policy may still do."""
+"""A terminal dashboard of a run, from the files in its directory: curves, incidents, and remaining
+limits of the policy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ __all__ = ["budgets", "curve", "frame", "watch"]
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0
-"""Seconds without anything written after which a run that says that it runs may have died."""
+"""Seconds without an update after which a running run may have died."""
 
 _MAX_KINDS, _MAX_LAST = 8, 3
 
@@ -35,13 +37,13 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
     """Show a run until it ends or Ctrl+C is pressed, and return whether there were incidents.
 
     Args:
-        directory: the directory that was given to `NanGuard`.
-        interval: seconds between two looks at it.
-        once: show it once, as where the output is no terminal.
-        screen: where to; the standard output by default.
+        directory: the directory of the guard.
+        interval: seconds between two readings.
+        once: show it once, as is done without a terminal.
+        screen: the output; by default the standard output.
 
     Raises:
-        GuardError: if there is no such directory, or what is in it cannot be read.
+        GuardError: if there is no such directory, or its files cannot be read.
     """
     if not Path(directory).is_dir():
         remedy = "Give the directory that was given to NanGuard(directory=...)."
@@ -64,7 +66,7 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is there so far, and what of it cannot be read."""
+    """The present content of the files, and the parts that cannot be read."""
 
     recording: Recording
     incidents: Sequence[Incident]
@@ -72,7 +74,9 @@ class _Seen:
 
     @classmethod
     def look(cls, directory: str | os.PathLike[str]) -> _Seen:
-        """Read it; before the first step there may be nothing, and of a log that is damaged the recording takes the place."""
+        """Read the files. Before the first step there may be none. If the log is damaged, the
+        recording is used.
+        """
         recording = files.recorded(directory)
         try:
             return cls(recording, files.read(directory))
@@ -84,7 +88,7 @@ class _Seen:
             return cls(recording, [])
 
     def next(self, directory: str | os.PathLike[str]) -> _Seen:
-        """Look again; what cannot be read just now may be read later."""
+        """Read the files again. Files that cannot be read now may be read later."""
         try:
             return self.look(directory)
         except GuardError as error:
@@ -100,7 +104,7 @@ class _Seen:
 def frame(
     recording: Recording, incidents: Sequence[Incident], width: int = 100, now: float | None = None, ascii_only: bool = False
 ) -> Group:
-    """Return what the dashboard shows at one moment. Names are plain text, never markup."""
+    """Return the display at one moment. Names are plain text, never markup."""
     parts: list[Any] = [_head(recording, incidents, time.time() if now is None else now)]
     room = max(width - 44, 16)
     curves = Table.grid(padding=(0, 2))
@@ -152,7 +156,9 @@ def _trouble(incidents: Sequence[Incident]) -> Any:
 
 
 def curve(values: Sequence[float], width: int, bars: str = _BARS) -> str:
-    """Return a curve as one line of blocks, at most so many columns wide, lowest to highest."""
+    """Return a curve as one line of blocks with a maximum number of columns, from lowest to
+    highest.
+    """
     if not values:
         return ""
     ends = [len(values) * n // width for n in range(width + 1)]
@@ -162,7 +168,7 @@ def curve(values: Sequence[float], width: int, bars: str = _BARS) -> str:
 
 
 def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
-    """Return `(rule, actions, times left, times)` for each limit of a rule that changes something."""
+    """Return `(rule, actions, times left, times)` for each limit of a rule with a change."""
     found = []
     for entry in recording.meta.get("budgets") or ():
         try:
