@@ -1,1 +1,2 @@
-"""The transaction in each backend's own idiom: one package per backend, all behind the interface in `interface.py`."""
+"""The transaction on each backend: one package per backend, with the interface in `interface.py`.
+"""

@@ -1,4 +1,4 @@
-"""The running backend: the one place that asks which it is. Everything else calls what this hands out."""
+"""Selects the running backend. All other modules call the functions of this one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 BACKENDS = ("tensorflow", "jax", "torch")
-"""Each of them is a package beside this module, with the modules that `interface` declares."""
+"""Names of packages next to this module, with the modules that `interface` declares."""
 
 
 def name() -> str:
@@ -29,7 +29,7 @@ def _module(part: str) -> Any:
     """Return one module of the running backend.
 
     Raises:
-        GuardError: where the running backend is not supported.
+        GuardError: if the running backend is not supported.
     """
     backend = name()
     if backend not in BACKENDS:
@@ -39,7 +39,7 @@ def _module(part: str) -> Any:
 
 
 def attachment(model: Any, session: interface.GuardedSession) -> interface.Attachment:
-    """Return what puts the transaction around this model's train step."""
+    """Return the attachment of the transaction to this model's train step."""
     made: interface.Attachment = _module("attach").ModelAttachment(model, session)
     return made
 
@@ -51,7 +51,7 @@ def loop_step(function: Callable[..., Any], session: interface.GuardedSession) -
 
 
 def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'."""
+    """Return the model and the optimizers of a loop in Keras' form, if the backend has its own."""
     found: tuple[Any, tuple[Any, ...]] = _module("attach").adapted(model, optimizers)
     return found
 
@@ -63,20 +63,20 @@ def state_passes_through_step() -> bool:
 
 
 def replay() -> interface.Replay:
-    """Return what a diagnosis needs of the running backend to run a step again under observation."""
+    """Return the module that replays a step eagerly for a diagnosis."""
     return cast(interface.Replay, _module("replay"))
 
 
 def compiled_replay() -> interface.CompiledReplay:
-    """Return what runs a step again in the mode it was compiled in."""
+    """Return the module that replays a step in its compiled mode."""
     return cast(interface.CompiledReplay, _module("compiled_replay"))
 
 
 def faults() -> interface.Faults:
-    """Return what injects faults into a train step."""
+    """Return the module for fault injection."""
     return cast(interface.Faults, _module("faults"))
 
 
 def host() -> interface.Host:
-    """Return what belongs to the process and not to a step."""
+    """Return the module for the process as a whole."""
     return cast(interface.Host, _module("host"))

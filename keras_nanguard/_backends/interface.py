@@ -1,22 +1,23 @@
-"""What a backend has to provide, and what it is given: the whole seam between the backends and the rest of the library.
+"""The interface between a backend and the rest of the library.
 
-A backend is a package. The rest of the library asks for these modules of it, and each holds what a protocol here declares:
+A backend is a package with these modules, each with what a protocol here declares:
 
-| module | what it holds | protocol |
+| module | content | protocol |
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep`, `adapted` | `Attachment`, `LoopStep`, `Attaching` |
-| `step` | `Transaction` | `Transaction` (`CountingTransaction` where several steps run between two looks of the host) |
+| `step` | `Transaction` | `Transaction` (`CountingTransaction` if several steps run in one execution) |
 | `reports` | `ReportQueue` | `ReportQueue` |
 | `outputs` | `LogOutputs`, `PlainOutputs` | `Outputs` |
-| `replay`, `compiled_replay` | a step run again, for a diagnosis | `Replay`, `CompiledReplay` |
+| `replay`, `compiled_replay` | replay of a step, for a diagnosis | `Replay`, `CompiledReplay` |
 | `faults` | fault injection | `Faults`, `FaultHook` |
-| `host` | what belongs to the process | `Host` |
+| `host` | functions for the process as a whole | `Host` |
 
-Modules of these names do the same in each backend: `intercept` (losses and updates of a step that runs), `execution` (one run, or one
-trace, of the transaction), `reductions` (the sums that a verdict is made of) and `origins` (where a number first went bad). A module
-of any other name is about something that only this backend has.
+Modules of these names have the same task in each backend: `intercept` (losses and updates of a
+running step), `execution` (one run, or one trace, of the transaction), `reductions` (the sums of a
+verdict) and `origins` (the first bad operation). A module of any other name is specific to its
+backend.
 
-`tests/backends/test_interface.py` holds each backend to it.
+`tests/backends/test_interface.py` tests each backend against it.
 """
 
 from __future__ import annotations
@@ -49,21 +50,23 @@ __all__ = [
 
 
 class ReportQueue(Protocol):
-    """The reports of refused steps, from the step that files them to the host that takes them."""
+    """The reports of refused steps, from the step to the host."""
 
     def take(self) -> list[Report]:
-        """Return and forget what was filed, in the order of the steps. Never waits."""
+        """Return and remove the reports, in the order of the steps. Never waits."""
 
 
 class Outputs(Protocol):
-    """What a step returns."""
+    """The outputs of a step."""
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the losses among the outputs, for a step that never calls `compute_loss`."""
 
 
 class Transaction(Protocol):
-    """A train step that commits whole or is refused, as the host sees it between two executions."""
+    """A train step that commits completely or is refused, as the host uses it between two
+    executions.
+    """
 
     body: Callable[..., Any]
     """The step as the user wrote it, in the form that this backend takes."""
@@ -100,61 +103,64 @@ class Transaction(Protocol):
     """Keys of the variables that may be infinite or NaN."""
 
     def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step, given what its execution was given; `None` where they are gone."""
+        """Return the arguments of an earlier step, given those of its execution; `None` if they are
+        gone.
+        """
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Let these variables be infinite or NaN."""
+        """Allow these variables to be infinite or NaN."""
 
     def resume(self) -> None:
-        """Go on after the host has healed the state."""
+        """Continue after the host has repaired the state."""
 
     def recount(self, step: int) -> None:
-        """Let the next step be this number."""
+        """Set the number of the next step."""
 
     def release_run(self) -> None:
-        """Release what belongs to the run that is over."""
+        """Release everything that belongs to the finished run."""
 
 
 class CountingTransaction(Transaction, Protocol):
-    """A transaction of which several steps may run between two looks of the host."""
+    """A transaction that may run several steps in one execution."""
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` up to `end`, of those that ran since the last look."""
+        """Return the verdicts of the steps from `start` to before `end`, since the last execution.
+        """
 
 
 class StateAccess:
-    """How the host comes to the train state between two executions.
+    """Host access to the train state between two executions.
 
-    Here the variables hold it at any time, and every verdict is read at once; a backend where that is not so overrides this.
+    By default the variables always have the state, and every verdict is read at once.
     """
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
+        """Write the present state into the variables."""
 
     def variables_readable(self) -> AbstractContextManager[None]:
-        """Return a context in which the variables read as the state of this moment."""
+        """Return a context in which the variables read as the present state."""
         return nullcontext()
 
     def resolve_pending(self) -> None:
-        """Read the verdict on a step that was started, if it was not read yet, and act on it."""
+        """Read the verdict of the last started step, if it is pending, and act on it."""
 
     def rebuild(self) -> None:
-        """Compile the step anew, after something was changed that it has built in."""
+        """Compile the step again, after something that is built into it has changed."""
 
     can_run_again = False
     """Whether `run_again` can be called."""
 
     def held(self) -> Callable[[], None]:
-        """Return what puts the state that no variable holds back as it is now, once the variables are as they are now."""
+        """Return a function that restores the present state outside of the variables."""
         return lambda: None
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the step on the arguments of an earlier one, as compiled, from the state of this moment; return the verdict."""
+        """Run the compiled step on the arguments of an earlier one; return its verdict."""
         raise NotImplementedError
 
 
 class GuardedSession(Protocol):
-    """The host's side of a run, as the attachment of a backend sees it."""
+    """The host side of a run, as the attachment of a backend uses it."""
 
     policy: Any
     agreement: Any
@@ -171,90 +177,91 @@ class GuardedSession(Protocol):
 
     @property
     def step(self) -> int:
-        """How many train steps are complete."""
+        """Number of complete train steps."""
 
     @property
     def say(self) -> Callable[[str], None]:
         """Prints a line."""
 
     def attach(self, access: StateAccess, transaction: Any = None) -> None:
-        """Take over the guarded step, and the way to the state that it trains."""
+        """Store the guarded step, and the access to its state."""
 
     def sync_variables(self) -> None:
-        """Make the variables hold the state of this moment."""
+        """Write the present state into the variables."""
 
     @property
     def nothing_pending(self) -> bool:
-        """Whether nothing is to be done before the next execution."""
+        """Whether nothing is due before the next execution."""
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether nothing will be due after the next step but to count it, if it is healthy."""
+        """Whether a healthy next step would only have to be counted."""
 
     def needs_variables(self, written: bool) -> bool:
-        """Whether `before` needs the state in the variables; `written`: whether someone else may have written to them."""
+        """Whether `before` needs the state in the variables; `written`: other code may write them.
+        """
 
     def adjustments(self) -> dict[int, Any]:
-        """Return the numbers that the guard changes and a step reads, and that are no variables, by `id` of what reads them."""
+        """Return the changed numbers that a step reads and that are not variables, by `id`."""
 
     def with_adjustments(self, numbers: Mapping[int, Any]) -> AbstractContextManager[None]:
-        """Return a context in which they are read from what is given, which a compiled step takes as an argument."""
+        """Return a context in which arguments of a compiled step replace these numbers."""
 
     def before(self) -> None:
         """Run before each execution."""
 
     def after(self, verdict: Verdict, *, last: bool = True) -> bool:
-        """Read the verdict on the last step and act on it."""
+        """Read the verdict of the last step and act on it."""
 
     def logs_for_callbacks(self, logs: Any, loss: float = ..., refused: bool = False) -> Any:
-        """Return the logs of the last step as callbacks may see them."""
+        """Return the logs of the last step for callbacks."""
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if some are to be skipped."""
+        """Skip the batches of one execution, if batches are to be skipped."""
 
     def train_state(self) -> TrainState:
         """Return the train state of the last trace."""
 
     def read_train_state(self) -> TrainState:
-        """Return the train state of the model as it is now."""
+        """Return the present train state of the model."""
 
     def note_created(self, native: Any, value: Any) -> None:
-        """Note the first value of a variable that was created while the step was traced."""
+        """Store the first value of a variable that was created while tracing."""
 
     def first_values(self) -> list[tuple[Any, Any]]:
-        """Return the variables that were created while the step was traced, each with its first value."""
+        """Return the variables that were created while tracing, each with its first value."""
 
     def raised(self, error: BaseException) -> None:
-        """Report an exception inside of a step that is about its data."""
+        """Report an exception inside of a step if it is about the data."""
 
     def end(self) -> None:
-        """Take off the optimizers what the guard has put on them."""
+        """Undo the changes to the optimizers."""
 
 
 class Attachment(Protocol):
-    """The transaction of one session around one model's `fit` and `train_on_batch`."""
+    """The transaction of one session, attached to one model's `fit` and `train_on_batch`."""
 
     model: Any
     session: GuardedSession
     in_use: Callable[..., bool]
 
     def attach(self) -> None:
-        """Stand in for the model's own train function until `detach`."""
+        """Replace the model's train function until `detach`."""
 
     def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
+        """Restore the model's own methods; may be called any number of times."""
 
     def prepare(self) -> None:
-        """Have every variable that the first step would make."""
+        """Create every variable that the first step would create."""
 
     def make(self, force: bool = False) -> Any:
-        """Stand in for `Model.make_train_function`."""
+        """Replacement for `Model.make_train_function`."""
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is always guarded."""
+        """Create the train function once with `make`, for a model that is always guarded."""
 
     def rebuild(self) -> None:
-        """Compile the step anew, after something was changed that it has built in."""
+        """Compile the step again, after something that is built into it has changed."""
 
 
 class LoopStep(Protocol):
@@ -264,14 +271,14 @@ class LoopStep(Protocol):
     session: GuardedSession
 
     def rebuild(self) -> None:
-        """Make the step anew, after something was changed that it has built in."""
+        """Create the step again, after a change of something that is built into it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; returns its outputs."""
+        """Run the step and return its outputs."""
 
 
 class Attaching(Protocol):
-    """What puts the transaction around a step. The module `attach` of a backend."""
+    """Attaches the transaction to a step. The module `attach` of a backend."""
 
     ModelAttachment: Any
     """`ModelAttachment(model, session)`, an `Attachment`."""
@@ -283,11 +290,12 @@ class Attaching(Protocol):
     """Whether a hand-written step takes and returns the state of its optimizers, whatever those are."""
 
     def adapted(self, model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return a model and the optimizers of a loop as the library takes them, where the backend has others than Keras'."""
+        """Return the model and the optimizers of a loop in Keras' form, if the backend has its own.
+        """
 
 
 class Replay(Protocol):
-    """A step run again under observation, and tensors in the terms of the backend. The module `replay` of a backend."""
+    """Replays a step eagerly and records its operations. The module `replay` of a backend."""
 
     Origins: Any
     Instrument: Any
@@ -296,44 +304,44 @@ class Replay(Protocol):
         """Return the train step of a model as a function of its batch."""
 
     def losses_of(self, model: Any) -> Callable[[Any], list[Any]]:
-        """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+        """Return a function that finds the losses in the logs of a step without `compute_loss`."""
 
     def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> AbstractContextManager[Any]:
-        """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
+        """Return a context that records losses and updates; `immediate`: updates run at once."""
 
     def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
-        """Put these variables, and generators of random numbers, back at the end."""
+        """Restore these variables, and the random generators, at the end."""
 
     def key(self, variable: Any) -> int | None:
-        """Return by which number a variable is known to `Origins`, `None` where it is not."""
+        """Return the number of a variable in `Origins`, or `None`."""
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether it is a dense tensor."""
+        """Whether an object is a dense tensor."""
 
     def slope(self, origin: Any) -> Any:
-        """Return what first went bad behind a bad gradient."""
+        """Return the origin of a bad gradient."""
 
     def tensor(self, value: Any) -> Any:
         """Return an array as a tensor."""
 
     def like(self, array: Any, value: Any) -> Any:
-        """Return an array as a tensor of the dtype of another one."""
+        """Return an array as a tensor of the dtype of another tensor."""
 
     def without_rows(self, value: Any, kept: Any) -> Any:
-        """Return the rows of a tensor that are kept."""
+        """Return the given rows of a tensor."""
 
     def twin(self, variable: Any) -> Any:
-        """Return a variable of the backend's own with the same values in float32, `None` where there is none behind it."""
+        """Return a backend variable with the same values in float32, or `None`."""
 
 
 class CompiledReplay(Protocol):
-    """A step run again in the mode it was compiled in. The module `compiled_replay` of a backend."""
+    """Replays a step in its compiled mode. The module `compiled_replay` of a backend."""
 
     MODES: tuple[str, ...]
     """The modes in which a step can be run again: `"eager"`, `"graph"`, `"xla"`."""
 
     def run_compiled(self, step: Any, args: Sequence[Any], jit: bool) -> Any:
-        """Run a step once, compiled, and forget it; see what it came to."""
+        """Compile a step, run it once, and return the result."""
 
 
 class Faults(Protocol):
@@ -344,7 +352,7 @@ class Faults(Protocol):
 
 
 class FaultHook(Protocol):
-    """One fault, put around every train step of one model."""
+    """One fault, injected into every train step of one model."""
 
     reached: bool
     """Whether a step that was traced (or run) has a place for the fault."""
@@ -353,35 +361,38 @@ class FaultHook(Protocol):
     """Train steps that ran since it was installed."""
 
     def install(self) -> None:
-        """Put the fault in place."""
+        """Install the fault."""
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the fault from the model."""
 
 
 class Host(Protocol):
-    """What belongs to the process and not to a step. The module `host` of a backend."""
+    """Functions for the process as a whole. The module `host` of a backend."""
 
     SPREADS_ARRAYS: bool
     """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
     def place(self) -> tuple[int, int]:
-        """Return the number of this process among those that train together, from 0, and how many there are."""
+        """Return the rank of this process, from 0, and the number of processes that train together.
+        """
 
     def trains_together(self, model: Any, loop: bool) -> bool:
-        """Return whether this process trains the model together with others; `loop` for a loop of the user's own, else `fit`."""
+        """Whether this process trains the model with others; `loop`: in a loop of the user's own.
+        """
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
-        """Return what each process hands in, by rank, or raise a `GuardError` that names the one that does not answer."""
+        """Return the values of all processes by rank, or raise `GuardError` with the missing rank.
+        """
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
-        """Return the state of the generator that belongs to no variable, `None` where there is none."""
+        """Return the state of the generator that belongs to no variable, or `None`."""
 
     def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
-        """Put it back."""
+        """Restore this state."""
 
     def advance_generator(self) -> None:
-        """Move the generator on, so that what is drawn next differs; nothing if there is none."""
+        """Advance this generator, if there is one."""
 
     def without_gradients(self) -> AbstractContextManager[Any]:
-        """Return a context in which nothing is kept for a backward pass."""
+        """Return a context without recording for a backward pass."""

@@ -1,8 +1,8 @@
-"""Training that is spread over several processes: which of them this one is, and what all of them hold together.
+"""Training in several processes: the place of this process, and exchange between all of them.
 
-Every process decides the same, from what all of them have exchanged. Only the first one prints, and writes to the
-guard's directory; the others run the same code with a folder of their own that goes when they end, for some of what it does
-(reading a value that is spread over processes, giving a variable a value) has to be done by all of them at once.
+Every process makes the same decisions from exchanged facts. Only the first one prints and writes to
+the guard's directory. The others run the same code with a temporary folder, because some operations
+(reading or writing a value that is distributed over processes) need all of them at once.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["agreed", "count", "exchange", "folder", "index", "print_line"]
 
 
 def count() -> int:
-    """Return how many processes train together."""
+    """Return the number of processes that train together."""
     return current.host().place()[1]
 
 
 def index() -> int:
-    """Return the number of this process among them, from 0."""
+    """Return the rank of this process, from 0."""
     return current.host().place()[0]
 
 
 def print_line(text: str) -> None:
-    """Print a line the way Keras prints: on the screen, or into the log; only in the first process.
+    """Print a line like Keras, on the screen or into the log; only in the first process.
 
-    Never raises: a full disk, a broken pipe or a logger without `flush` ends no training.
+    Never raises, not even for a full disk, a broken pipe or a logger without `flush`.
     """
     if index() == 0:
         with contextlib.suppress(Exception):
@@ -41,7 +41,7 @@ def print_line(text: str) -> None:
 
 
 def folder(directory: Path | None) -> tuple[Path | None, Any]:
-    """Return where this process writes, and what keeps that folder alive: the guard's directory in the first process."""
+    """Return the folder for files of this process, and an object that keeps it alive."""
     if directory is None or index() == 0:
         return directory, None
     scratch = tempfile.TemporaryDirectory(prefix="keras_nanguard-")
@@ -49,28 +49,28 @@ def folder(directory: Path | None) -> tuple[Path | None, Any]:
 
 
 def exchange(value: Any, what: str) -> list[Any]:
-    """Return the values that all processes hand in, by rank.
+    """Return the values of all processes, by rank.
 
     Args:
-        value: what JSON can hold, NaN and Inf included; at most some 16 kB of text.
-        what: what it is, in words, for the error if a process does not answer.
+        value: JSON data, including NaN and Inf; at most about 16 kB of text.
+        what: a description of it, for the error if a process does not answer.
 
     Raises:
-        GuardError: if a process has ended or does not answer within the limit of the backend.
+        GuardError: if a process has ended or does not answer within the time limit of the backend.
     """
     messages = current.host().gathered(json.dumps(value).encode(), what)
     return [json.loads(message) for message in messages]
 
 
 def agreed(number: int, what: str) -> None:
-    """Check that all processes found the same.
+    """Check that all processes have the same number.
 
     Args:
-        number: what this one found.
-        what: what that is, in words.
+        number: the number of this process.
+        what: a description of it.
 
     Raises:
-        GuardError: if another process found something else.
+        GuardError: if another process has a different one.
     """
     if count() == 1:
         return

@@ -1,4 +1,4 @@
-"""What standing in for a train function has in common on all backends, and the order of things in one execution."""
+"""Common code of the attachments of all backends, and the order of events in one execution."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _NAMES = ("make_train_function", "train_step")
 
 
 def attached_to(model: Any) -> Attachment | None:
-    """Return the attachment that stands in for the train function of this model, `None` where there is none."""
+    """Return the attachment to the train function of this model, or `None`."""
     owner = getattr(vars(model).get("make_train_function"), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
 
 
 def _plain_step(model: Any) -> Any:
-    """Return the model's own train step; a transaction that was left around it is taken off."""
+    """Return the model's own train step, without a left-over transaction."""
     if getattr(vars(model).get("train_step"), "is_transaction", False):
         overrides.unset_instance(model, "train_step")
     return model.train_step
 
 
 def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return a model and the optimizers of a loop as they are: on this backend there are none but Keras'."""
+    """Return the model and the optimizers of a loop unchanged, for backends without their own."""
     return model, optimizers
 
 
 def require_compiled(model: Any) -> None:
-    """Raise where the model cannot be trained.
+    """Check that the model can be trained.
 
     Raises:
         GuardError: if the model is not compiled, or was compiled without an optimizer.
@@ -66,17 +66,17 @@ def require_compiled(model: Any) -> None:
 
 
 class Attachment(StateAccess):
-    """The transaction of one session around one model's `fit` and `train_on_batch`.
+    """The transaction of one session, attached to one model's `fit` and `train_on_batch`.
 
-    Keras reads `train_step` off the instance when it makes its train function, and calls the train function once for
-    each execution, on the main thread. Both are replaced on the instance only, so a saved, cloned or pickled model
-    knows nothing of it.
+    Keras reads `train_step` from the instance when it creates its train function, and calls the
+    train function once per execution, on the main thread. Both are replaced on the instance only,
+    so saving, cloning or pickling the model does not include them.
 
-    A backend fills in how the train function is built and how one execution runs.
+    A backend implements how the train function is built and how one execution runs.
 
     Args:
         model: a compiled model.
-        session: the host's half.
+        session: the host side.
     """
 
     END_OF_DATA: tuple[type[BaseException], ...] = ()
@@ -96,7 +96,7 @@ class Attachment(StateAccess):
         session.attach(self)
 
     def attach(self) -> None:
-        """Stand in for the model's own train function until `detach`."""
+        """Replace the model's train function until `detach`."""
         self.attached = True
         self.body = _plain_step(self.model)
         self._before = {name: vars(self.model)[name] for name in _NAMES if name in vars(self.model)}
@@ -106,7 +106,7 @@ class Attachment(StateAccess):
         self.model.train_function = None
 
     def detach(self) -> None:
-        """Give the model its own methods back; may be called any number of times."""
+        """Restore the model's own methods; may be called any number of times."""
         if not self.attached:
             return
         self.attached = False
@@ -120,19 +120,22 @@ class Attachment(StateAccess):
         self.session.end()
 
     def prepare(self) -> None:
-        """Have every variable that the first step would make, for a state that is put in place without a step.
+        """Create every variable that the first step would create, for a state that is restored
+        before it.
 
-        Keras makes them before training on all backends but TensorFlow.
+        On all backends but TensorFlow, Keras creates them before training.
         """
 
     def make_with(self, make: Callable[..., Any]) -> None:
-        """Make the train function once with `make`, for a model that is always guarded."""
+        """Create the train function once with `make`, for a model that is always guarded."""
         require_compiled(self.model)
         self.body, self._make, self.lasting = _plain_step(self.model), make, True
         self._build()
 
     def make(self, force: bool = False) -> Any:
-        """Stand in for `Model.make_train_function`; left over from a fit that never began, or cannot, it stands aside."""
+        """Replacement for `Model.make_train_function`. It detaches if the fit never started or
+        cannot be guarded.
+        """
         if not self.in_use():
             self.detach()
             self.model.make_train_function(force=force)
@@ -152,18 +155,20 @@ class Attachment(StateAccess):
         return getattr(self.body, "__func__", None) is keras.Model.train_step
 
     def _key(self) -> tuple[Any, ...]:
-        """Return everything that a trace of the step has built in."""
+        """Return everything that is built into a trace of the step."""
         return (self.body, self.session.policy.refuse, *self._modes, *keras_fitting.built_in(self.model, self.session.read_train_state()))
 
     def _cached_step(self, *modes: Any) -> Any:
-        """Return the step of an earlier fit, traced in these modes, where it fits this one, too; else `None`."""
+        """Return the step of an earlier fit, traced in these modes, if it fits this one; else
+        `None`.
+        """
         self._modes = modes
         if self._before or self._changed or self._adjusted or self.session.transaction is not None:
             return None
         return step_cache.take(self.model, self._key())
 
     def _keep(self) -> None:
-        """Keep the step for the next fit, unless it was changed for this one, or has met what another may not meet."""
+        """Keep the step for the next fit, unless it was changed for this one."""
         transaction = self.session.transaction
         if self._modes and transaction is not None and not (self._before or self._changed or self._adjusted or transaction.tolerated):
             transaction.release_run()
@@ -171,25 +176,25 @@ class Attachment(StateAccess):
 
     @property
     def _adjusted(self) -> bool:
-        """Whether what the policy has changed is part of the step."""
+        """Whether changes of the policy are built into the step."""
         return bool(self.session.adjustments())
 
     def _made(self) -> Any:
-        """Return what the next fit needs of the step that was made for this one."""
+        """Return the parts of this fit's step that the next fit needs."""
         return self.session.transaction
 
     def rebuild(self) -> None:
-        """Compile the step anew, after something was changed that it has built in."""
+        """Compile the step again, after a change of something that is built into it."""
         self._changed = True
         if (self.attached or self.lasting) and self.model.train_function is not None:
             self._build()
 
     def _build(self) -> None:
-        """Make the train function around the transaction, and put it in its place on the model."""
+        """Create the train function with the transaction, and set it on the model."""
         raise NotImplementedError
 
     def _made_by_keras(self, jit_compile: bool) -> Any:
-        """Return the train function that Keras makes of the train step that the model has now."""
+        """Return the train function that Keras creates from the present train step."""
         model = self.model
         compile_with, model.jit_compile = model.jit_compile, jit_compile
         try:
@@ -199,7 +204,7 @@ class Attachment(StateAccess):
         return model.train_function
 
     def run_execution(self, *args: Any) -> Any:
-        """Stand in for the train function: one execution, and what happens where it ends in an exception."""
+        """Replacement for the train function: one execution, including its exceptions."""
         try:
             return self._call(*args)
         except self.END_OF_DATA:
@@ -210,7 +215,7 @@ class Attachment(StateAccess):
             raise
 
     def _clean_up(self, error: BaseException) -> None:
-        """Release the model after an error; what fails in that does not replace the error."""
+        """Release the model after an error. Errors in this do not replace the first one."""
         with contextlib.suppress(Exception):
             self._rescue()
         with contextlib.suppress(Exception):
@@ -219,11 +224,11 @@ class Attachment(StateAccess):
             self.detach()
 
     def _call(self, *args: Any) -> Any:
-        """Do what the train function does, with guarded steps; takes what Keras gives it, and returns what Keras wants of it."""
+        """Run guarded steps, with the arguments and results of Keras' train function."""
         return self.run_guarded(*args)
 
     def run_guarded(self, data: Any) -> Any:
-        """Run the step with what the host does before and after it; returns the logs."""
+        """Run the step with the tasks of the host before and after it; return the logs."""
         session = self.session
         if not session.nothing_pending:
             self._before_step(data)
@@ -236,26 +241,26 @@ class Attachment(StateAccess):
         return session.logs_for_callbacks(logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED)
 
     def _before_step(self, data: Any) -> None:
-        """Let the host do what is due before a step on this data."""
+        """Run the tasks of the host that are due before a step on this data."""
         self.session.before()
 
     def _skips(self, data: Any) -> bool:
-        """Skip the batches of this data, where the host is to skip some."""
+        """Skip the batches of this data, if batches are to be skipped."""
         return self.session.skips_batches(iter(data), self.model.steps_per_execution)
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        """Run the step; returns its logs and the verdict on it, or on the last of several."""
+        """Run the step; return its logs and its verdict, or that of the last of several."""
         raise NotImplementedError
 
     def _shown(self) -> Any:
-        """Return the logs of the last step, what stands for those of fresh metrics where there was none."""
+        """Return the logs of the last step, or those of fresh metrics."""
         if self.session.logs.shown is None:
             self.sync_variables()
             self.session.logs_for_callbacks(self.model.get_metrics_result())
         return self.session.logs.shown
 
     def _without_effect(self, data: Any) -> Any:
-        """Run the step and undo it: training has ended before it, and Keras wants logs before it stops."""
+        """Run the step and undo it: training has ended, but Keras needs logs before it stops."""
         before = [(variable, keras_variables.read(variable)) for variable in self.session.train_state().everything]
         logs, _ = self._execute(data)
         parts = [*before, *self.session.first_values()]
@@ -263,15 +268,16 @@ class Attachment(StateAccess):
         return self.session.logs_for_callbacks(logs)
 
     def _rescue(self) -> None:
-        """Make the variables hold the last state, as far as it is there, after a step has raised an exception."""
+        """Write the last available state into the variables, after a step has raised."""
 
 
 class LoopStep(StateAccess):
-    """One hand-written step with its transaction. A backend fills in how the transaction is made and how it is called.
+    """One hand-written step with its transaction. A backend implements the transaction and its
+    call.
 
     Args:
         function: the step.
-        session: the host's half.
+        session: the host side.
     """
 
     def __init__(self, function: Any, session: GuardedSession):
@@ -279,7 +285,7 @@ class LoopStep(StateAccess):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Make the step anew."""
+        """Create the step again."""
         old = self.session.transaction
         transaction = self._transaction()
         if old is not None:
@@ -287,7 +293,7 @@ class LoopStep(StateAccess):
         self.session.attach(self, transaction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step, then let the host look at its verdict; returns its outputs."""
+        """Run one step, pass its verdict to the host, and return its outputs."""
         self.session.before()
         outputs, verdict = self._execute(args, kwargs)
         self.session.after(verdict)

@@ -1,4 +1,4 @@
-"""How many batches of earlier steps are remembered, and how those are held that someone may write to."""
+"""Limits for remembered batches, and copies of arrays that other code may write."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 __all__ = ["MAX_BATCHES", "MAX_BYTES", "bytes_of", "held", "owned"]
 
 MAX_BATCHES = 256
-"""Batches that are remembered: those of more than two intervals between snapshots by default."""
+"""Maximum number of remembered batches: more than two default intervals between snapshots."""
 
 MAX_BYTES = 64 << 20
-"""Bytes of batches that are remembered; a batch larger than that is not."""
+"""Maximum bytes of remembered batches. A larger batch is not remembered."""
 
 
 def held(args: Any) -> Any:
-    """Return arguments as they will still be after later steps: NumPy arrays that someone may write to are copied."""
+    """Return arguments that later steps cannot change: writable NumPy arrays are copied."""
     return keras.tree.map_structure(owned, args)
 
 
 def owned(value: Any) -> Any:
-    """Return a value as it is, and a copy of a NumPy array that someone may write to."""
+    """Return a value, or a copy of a writable NumPy array."""
     return value.copy() if isinstance(value, np.ndarray) and value.flags.writeable else value
 
 
 def bytes_of(value: Any) -> int:
-    """Return how many bytes the arrays in a structure take. Runs in every step."""
+    """Return the bytes of the arrays in a structure. Runs in every step."""
     if isinstance(value, (tuple, list)):
         total = 0
         for part in value:

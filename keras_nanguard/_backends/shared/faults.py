@@ -1,4 +1,4 @@
-"""What fault injection has in common on all backends: where a fault goes, and how it is installed and removed."""
+"""Common code for fault injection: the place of a fault, and how it is installed and removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FaultHook", "without_faults"]
 
 
 class FaultHook:
-    """One fault, put around every train step of one model.
+    """One fault, injected into every train step of one model.
 
     Args:
         model: a compiled model.
@@ -26,7 +26,7 @@ class FaultHook:
 
     Attributes:
         reached: whether a step that was traced (or run) has a place for the fault.
-        run_again: the models of which a step is run again.
+        run_again: the models of which a step is being replayed.
     """
 
     run_again: ClassVar[dict[object, Any]] = {}
@@ -40,11 +40,11 @@ class FaultHook:
 
     @property
     def paused(self) -> bool:
-        """Whether a step of the model is run again, which a fault is no part of."""
+        """Whether a step of the model is being replayed, without the fault."""
         return any(model is self.model for model in list(self.run_again.values()))
 
     def remove(self) -> None:
-        """Leave the model as it was; the next fit makes its train function without the fault."""
+        """Remove the fault; the next fit creates its train function without it."""
         self._overrides.give_back()
         self.model.train_function = None
         step_cache.forget(self.model)
@@ -54,11 +54,11 @@ class FaultHook:
 
     @property
     def _applies(self) -> bool:
-        """Whether a loss that is computed now is one of a step, for the fault to go into."""
+        """Whether the loss that is being computed belongs to a step with the fault."""
         return self._inside > 0
 
     def _computing(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Model.compute_loss` with the fault in the loss, or in the gradients that come of it."""
+        """Return `Model.compute_loss` with the fault in the loss, or in its gradients."""
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
@@ -76,7 +76,7 @@ class FaultHook:
         return compute_loss
 
     def _factor(self, loss: Any) -> Any:
-        """Return what the loss or its gradients are multiplied by, `None` where they stay."""
+        """Return the factor for the loss or its gradients, or `None`."""
         raise NotImplementedError
 
     def _with_gradient(self, loss: Any, factor: Any) -> Any:
@@ -84,11 +84,11 @@ class FaultHook:
         raise NotImplementedError
 
     def _with_some(self, loss: Any, factor: Any) -> Any:
-        """Add zeros to the loss whose gradients, by the chosen variables alone, are what the fault wants."""
+        """Add zeros to the loss whose gradients, for the chosen variables only, are the fault."""
         raise NotImplementedError
 
     def _in_batch(self, data: Any, is_float: Callable[[Any], bool], bad: Callable[[Any], Any]) -> Any:
-        """Return a batch with `bad` of each float tensor that the fault is meant for."""
+        """Return a batch with `bad` applied to each chosen float tensor."""
         parts = data if isinstance(data, tuple) else (data,)
         inputs = self.fault.site == "inputs"
         chosen, found = (parts[:1] if inputs else parts[1:]), []
@@ -114,7 +114,7 @@ class FaultHook:
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
 
     def _in_state(self) -> list[Any]:
-        """Return the variables of the fault's site that it is meant for."""
+        """Return the chosen variables at the site of the fault."""
         train_state = TrainState.of(self.model)
         groups: dict[str, tuple[Any, ...]] = {
             "weights": train_state.trainable,
@@ -132,7 +132,7 @@ class FaultHook:
         return chosen
 
     def _trained(self) -> list[Any]:
-        """Return the trainable variables whose gradients the fault is meant for."""
+        """Return the chosen trainable variables, for faults in gradients."""
         chosen = [v for v in self.model.trainable_variables if self.fault.matches(v.path)]
         if not chosen:
             what = f"trainable variables that match path={self.fault.path!r}"
@@ -143,7 +143,7 @@ class FaultHook:
 
 @contextlib.contextmanager
 def without_faults(model: Any) -> Iterator[None]:
-    """Run a step of a model again as it would have been: where the host asks within the step, the fault of that step is over."""
+    """Replay steps of a model without their injected faults."""
     entered = object()
     FaultHook.run_again[entered] = model
     try:

@@ -1,8 +1,8 @@
-"""Layers and losses of a model under observation for the time of one replay.
+"""Records the calls of layers and losses of a model during one replay.
 
-The `call` of every layer, of every operation of a functional model and of every loss is overridden on the instance. So
-it is known at any moment what runs, every call leaves a row in a table, and a probe on its inputs and outputs, an
-identity with a gradient of its own, shows which layer the backward pass is in.
+The `call` of every layer, operation of a functional model and loss is overridden on the instance.
+So it is always known which of them is running, and every call adds a row to a table. A probe on its
+inputs and outputs, an identity with its own gradient, shows which layer the backward pass is in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from keras_nanguard._keras.overrides import Overrides
 __all__ = ["Call", "Instrument", "layer_row"]
 
 LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
-"""What a call is one of."""
+"""Kinds of calls."""
 
 CALLS = 4
-"""Calls of one layer that get a row of their own (the cell of an RNN runs once for each time step)."""
+"""Maximum number of calls of one layer with their own rows (the cell of an RNN runs once per time
+step).
+"""
 
 
 class Call:
@@ -55,26 +57,27 @@ class Call:
 
     @property
     def loss(self) -> bool:
-        """Whether a loss was called."""
+        """Whether it is the call of a loss."""
         return self.role == LOSS
 
     @property
     def phase(self) -> str:
-        """The phase of a step that it belongs to."""
+        """The phase of a step to which it belongs."""
         return "forward" if self.role == LAYER else self.role
 
 
 class Instrument:
-    """Context in which a model's layers and losses are observed.
+    """Context in which the calls of a model's layers and losses are recorded.
 
     Args:
         model: the model.
-        origins: the tracker of bad values, which is given the layers that run; `None` where there is none.
-        keep: keep the tensors of each call (which a compiled run has to return) instead of only what they show.
+        origins: the tracker of bad values, which receives the running layers; or `None`.
+        keep: whether to keep the tensors of each call (which a compiled run has to return) instead
+            of statistics.
 
     Attributes:
         calls: the calls in the order in which they ended.
-        backward: the call whose gradient is being computed, as far as the probes show.
+        backward: the call whose gradient is being computed, according to the probes.
     """
 
     def __init__(self, model: Any, origins: Any = None, keep: bool = False):
@@ -97,7 +100,7 @@ class Instrument:
         self._overrides.give_back()
 
     def _targets(self) -> list[tuple[Any, str, str]]:
-        """Return what is watched: `(target, attribute, role)`."""
+        """Return the overridden methods: `(target, attribute, role)`."""
         watched: dict[int, tuple[Any, str, str]] = {}
         layers = keras_layers.layers_of(self.model)
         for layer in (*layers, *keras_layers.operations_of(self.model)):
@@ -110,7 +113,7 @@ class Instrument:
         return [*watched.values(), *penalties]
 
     def _begin(self) -> None:
-        """Override what starts a backward pass, in this thread, with `differentiate`."""
+        """Override the start of a backward pass in this thread with `differentiate`."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -118,7 +121,7 @@ class Instrument:
         raise NotImplementedError
 
     def differentiate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass; what happens in it belongs to no layer until a probe names one."""
+        """Run a backward pass. Its operations belong to no layer until a probe names one."""
         origins = self.origins
         if origins is None:
             return real(*args, **kwargs)
@@ -130,11 +133,11 @@ class Instrument:
             origins.phase, origins.frames = before, frames
 
     def _here(self) -> bool:
-        """Whether a call that is made now belongs to the run that is observed."""
+        """Whether a call belongs to the recorded run."""
         return True
 
     def _is_float(self, value: Any) -> bool:
-        """Whether it is a tensor that can hold NaN."""
+        """Whether an object is a tensor that can be NaN."""
         raise NotImplementedError
 
     def _tensor_of(self, variable: Any) -> Any:
@@ -207,7 +210,7 @@ class Instrument:
         return self._probe(call, value, call.gradients_out, True)
 
     def _probe(self, call: Call, value: Any, gradients: list[Any], entering: bool) -> Any:
-        """Return the value, with a gradient that passes through and notes that it did."""
+        """Return the value, with a gradient that is recorded when it passes."""
         origins, keep = self.origins, self.keep
 
         def passed(upstream: Any) -> Any:

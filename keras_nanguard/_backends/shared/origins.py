@@ -1,7 +1,8 @@
-"""Where NaN and Inf first occur in one observed run: what all backends have in common.
+"""Finds the origin of NaN and Inf in one recorded run: common code of all backends.
 
-A backend watches its operations one by one and follows each bad value from the operation that made it. What it reports of that
-operation, and which of several candidates it blames, is decided here.
+A backend records its operations one by one, and follows each bad value from the operation that
+produced it. This module decides what is reported of that operation, and which of several candidates
+is the culprit.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from keras_nanguard._core.evidence import Operand, Origin
 __all__ = ["CONSTANT", "MAX_ORIGINS", "STEEP", "OriginTracker", "operand"]
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
-"""Stands for an infinite constant of the program itself."""
+"""Represents an infinite constant of the program itself."""
 
 MAX_ORIGINS = 20000
-"""Origins that are recorded in one run; a masked overflow inside a long loop can make very many."""
+"""Maximum number of origins in one run. A masked overflow inside a long loop can produce very many.
+"""
 
 STEEP: dict[str, Callable[[np.ndarray[Any, Any]], Any] | None] = {
     "Acos": lambda x: np.abs(x) >= 1.0,
@@ -35,7 +37,9 @@ STEEP: dict[str, Callable[[np.ndarray[Any, Any]], Any] | None] = {
     "Sqrt": lambda x: x == 0.0,
     "Svd": None,
 }
-"""Where the derivative of an operation is infinite; `None` if that depends on the whole matrix."""
+"""Points at which the derivative of an operation is infinite; `None` if that depends on the whole
+matrix.
+"""
 
 TINY = {"float16": 6e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 1e-290}
 
@@ -45,20 +49,23 @@ _TRACKERS = tuple(os.path.join("keras_nanguard", "_backends", room, "origins.py"
 
 
 class OriginTracker:
-    """What is known of the bad values of one run. Each backend has a subclass, a context in which its operations are watched.
+    """The bad values of one run. Each backend has a subclass, a context in which its operations are
+    recorded.
 
     Args:
         batch: `(name, tensor)` of the arrays that go into the step.
-        variables: names of the variables, by the number that the backend knows them by.
+        variables: names of the variables, by their number in the backend.
         tolerated: numbers of the variables that may be infinite.
         rows: number of rows of the batch.
 
     Attributes:
-        phase: what is running: `"forward"`, `"loss"`, `"backward"` or `"update"`; the owner of the run sets it.
-        frames: the layers that are running, outermost first, as `(path, class)`; the owner of the run keeps it.
-        count: operations seen so far.
-        origins: what was found, in order.
-        available: whether the backend lets its operations be watched.
+        phase: the running phase: `"forward"`, `"loss"`, `"backward"` or `"update"`; set by the
+            owner of the run.
+        frames: the running layers, outermost first, as `(path, class)`; set by the owner of the
+            run.
+        count: number of operations so far.
+        origins: the origins found, in order.
+        available: whether the operations of the backend can be recorded.
     """
 
     available = True
@@ -82,21 +89,21 @@ class OriginTracker:
             self._begin_with(tensor, Origin(place - MAX_ORIGINS, "batch", name, "forward"))
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind a tensor, `None` where it is finite or nothing is known of it."""
+        """Return the origin behind a tensor, or `None` if it is finite or unknown."""
         return self._completed(self._lineage.get(self._key(tensor)))
 
     def entered(self, tensors: Iterable[Any]) -> None:
-        """Note that the layer whose frame is on top now takes these tensors as its inputs."""
+        """Record that the innermost layer receives these tensors as inputs."""
         self._casts.entered(self.frames, [self._lineage.get(self._key(t)) for t in tensors])
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
-        """Note an array of the batch, with its origin in case it is bad."""
+        """Add an array of the batch, with its origin if it is bad."""
         raise NotImplementedError
 
     def _of_batch(self, array: np.ndarray[Any, Any]) -> Origin | None:
-        """Return the origin of the array of the batch that these values are, maybe in another dtype.
+        """Return the origin of the array of the batch with these values, possibly in another dtype.
 
-        The step converts an array of NumPy's to a tensor that no operation has made.
+        The step converts a NumPy array to a tensor that no operation has produced.
         """
         with np.errstate(all="ignore"):
             for other, origin in self._arrays:
@@ -107,14 +114,16 @@ class OriginTracker:
         return None
 
     def _key(self, tensor: Any) -> int:
-        """Return the number that a tensor is known by."""
+        """Return the number of a tensor."""
         raise NotImplementedError
 
     def _completed(self, found: Origin | None) -> Origin | None:
         return None if found is None else self._casts.complete(found)
 
     def _note_steep(self, op: str, values: Sequence[Any]) -> None:
-        """Note an operation of the forward pass, if its derivative is infinite at one of its values."""
+        """Record an operation of the forward pass if its derivative is infinite at one of its
+        values.
+        """
         if self.phase not in ("backward", "update") and _is_steep(op, values):
             self._steep.append((tuple(frame for frame, _ in self.frames), op))
 
@@ -123,11 +132,13 @@ class OriginTracker:
         return next((op for frames, op in reversed(self._steep) if frames == here), "")
 
     def _known(self, parents: Iterable[Origin | None], constant: bool) -> Origin | None:
-        """Return the origin that an operation's result has from its inputs, `None` where the operation is an origin itself.
+        """Return the origin that a result inherits from its inputs, or `None` if the operation is
+        an origin.
 
         Args:
             parents: the origins of its inputs.
-            constant: whether a bad constant among its inputs explains the result, or the operation makes such a constant.
+            constant: whether a bad constant among its inputs explains the result, or the operation
+                creates such a constant.
         """
         known = [p for p in parents if p is not None and p is not CONSTANT]
         if known:
@@ -146,12 +157,12 @@ class OriginTracker:
         """Record a new origin.
 
         Args:
-            op: the operation, or the path of the variable that holds the bad value.
+            op: the operation, or the path of the variable with the bad value.
             array: its result.
             dtype: the dtype of the result.
             operands: its float inputs.
             variables: paths of the variables among its inputs.
-            stored: whether the value was in a variable from the start.
+            stored: whether a variable had the value from the start.
         """
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
@@ -193,13 +204,16 @@ def _is_steep(op: str, values: Sequence[Any]) -> bool:
 
 
 class Casts:
-    """Whose the overflow in a cast is: a layer casts its inputs before its `call`, so it is the layer's own."""
+    """Assigns an overflow in a cast to a layer: a layer casts its inputs before its `call`, so the
+    cast is its own.
+    """
 
     def __init__(self) -> None:
         self._paths: dict[int, tuple[str, ...]] = {}
 
     def entered(self, frames: Sequence[tuple[str, str]], origins: Iterable[Origin | None]) -> None:
-        """Note that the innermost of these frames now takes values with these origins as inputs."""
+        """Record that the innermost of these frames receives values with these origins as inputs.
+        """
         path = tuple(frame for frame, _ in frames)
         for origin in origins:
             if origin is not None and origin.op == "Cast" and origin.source == "operation":
@@ -208,7 +222,7 @@ class Casts:
                     self._paths[origin.order] = path
 
     def complete(self, origin: Origin) -> Origin:
-        """Return the origin with the layer that its cast belongs to."""
+        """Return the origin with the layer to which its cast belongs."""
         path = self._paths.get(origin.order)
         if path is None or origin.source != "operation" or len(path) <= len(origin.frames):
             return origin
@@ -216,7 +230,7 @@ class Casts:
 
 
 def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
-    """Return what is recorded of one float input of an operation."""
+    """Return the facts about one float input of an operation."""
     array = finiteness.widen(array)
     finite = array[np.isfinite(array)]
     magnitude = np.abs(finite)
@@ -238,7 +252,7 @@ def operand(array: np.ndarray[Any, Any], dtype: str) -> Operand:
 
 
 def bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], bool]:
-    """Return the rows with a bad entry, none where all are bad, and whether all are."""
+    """Return the rows with a bad entry (none if all are bad), and whether all are bad."""
     if not rows or array.ndim == 0 or array.shape[0] != rows:
         return (), False
     bad = ~np.isfinite(finiteness.widen(array)).reshape(rows, -1).all(axis=1)
@@ -247,9 +261,10 @@ def bad_rows(array: np.ndarray[Any, Any], rows: int) -> tuple[tuple[int, ...], b
 
 
 def users_line() -> str:
-    """Return `file:line` of the code that made the operation, where that is no library's: a layer's, a loss's.
+    """Return `file:line` of the user's code that called the operation, in a layer or a loss.
 
-    Whoever called the library stands above it on the stack and made nothing, so the search ends there.
+    Code further out on the stack called a library function that has no part in it, so the search
+    ends there.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_TRACKERS):

@@ -1,4 +1,6 @@
-"""Which logs of a train step are results of metrics: a refused step logs the results of the restored metrics in their place."""
+"""Finds the logs of a train step that are results of metrics. A refused step logs the results of
+the restored metrics instead.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from keras_nanguard._keras.overrides import Overrides
 __all__ = ["MetricResults"]
 
 Source = tuple[Any, int]
-"""A metric, and the place among the leaves of its result."""
+"""A metric, and the index among the leaves of its result."""
 
 
 class MetricResults:
-    """Recognises the results of a model's metrics among the logs of its train step.
+    """Recognizes the results of a model's metrics among the logs of its train step.
 
     Args:
         model: the model.
@@ -28,7 +30,7 @@ class MetricResults:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the results of the metrics while the body of a step runs."""
+        """Record the results of the metrics while the body of a step runs."""
         self.forget()
         with Overrides() as overrides:
             for metric in self.model.metrics:
@@ -45,16 +47,16 @@ class MetricResults:
         return result
 
     def forget(self) -> None:
-        """Release what was noted."""
+        """Release the recorded results."""
         self._noted = {}
 
     def source(self, leaf: Any) -> Source | None:
-        """Return which result of a metric a log is, `None` where it is none that was noted."""
+        """Return the recorded metric result that a log is, or `None`."""
         noted = self._noted.get(id(leaf))
         return None if noted is None else noted[1:]
 
     def now(self, sources: Sequence[Source | None]) -> list[Any]:
-        """Return what the metrics come to now, for each source; `None` where there is none."""
+        """Return the present result of each source, or `None`."""
         results = {id(source[0]): source[0] for source in sources if source is not None}
         leaves = {key: self.leaves(metric.result()) for key, metric in results.items()}
         return [None if source is None else leaves[id(source[0])][source[1]] for source in sources]

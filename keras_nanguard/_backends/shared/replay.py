@@ -1,7 +1,7 @@
-"""Running a step again, eagerly and under observation, without leaving a trace.
+"""Replays a step eagerly and records its operations, without side effects.
 
-Whatever runs inside of `preserved` has never happened: every variable that the step can reach, the seeds that Keras and
-TensorFlow draw from, and Python's and NumPy's generators are what they were before.
+At the end of `preserved` every variable that the step can reach, the seeds of Keras and TensorFlow,
+and the generators of Python and NumPy are restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["ReplayResult", "ReplayableStep", "origins_of", "preserved"]
 
 OVERFLOW = 3.4028235e38
-"""Sum of squares of the gradients from which the transaction's own sum, in float32, is infinite."""
+"""Sum of squares of the gradients at which the float32 sum of the transaction is infinite."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class ReplayResult:
     """The result of one replay.
 
     Attributes:
-        error: the exception that ended it, `""` where none did.
-        first: first bad site in causal order, `""` where all is finite.
+        error: the exception that ended it, or `""`.
+        first: first bad site in causal order, `""` if everything is finite.
         first_path: the variable there.
-        origin: where the first bad value first occurred.
+        origin: the origin of the first bad value.
         loss: the loss.
         norm: the global gradient norm.
         bad: number of bad gradients.
         rows: the table of layers.
         outputs: the model's outputs, by name.
-        sample_losses: what each loss returned before it was reduced, by name.
+        sample_losses: the result of each loss before its reduction, by name.
     """
 
     error: str = ""
@@ -60,7 +60,7 @@ class ReplayResult:
 
     @property
     def finite(self) -> bool:
-        """Whether the step came out finite."""
+        """Whether the result of the step is finite."""
         return not self.error and not self.first
 
     @property
@@ -70,18 +70,18 @@ class ReplayResult:
 
 
 _ONE_REPLAY = threading.RLock()
-"""Held during a replay: the generators of random numbers belong to the process."""
+"""Held during a replay, because the random generators belong to the process."""
 
 
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
-    """Put every one of these variables, and every generator of random numbers, back at the end.
+    """Restore all of these variables, and every random generator, at the end.
 
     Replays of several threads run one after the other.
 
     Args:
         variables: the variables.
-        model: whose layers may keep tensors in attributes, which a call replaces.
+        model: its layers may keep tensors in attributes, which a call replaces.
     """
     with _ONE_REPLAY:
         python, numpy = random.getstate(), np.random.get_state()
@@ -96,17 +96,18 @@ def preserved(variables: Sequence[Any], model: Any = None) -> Iterator[None]:
 
 
 class ReplayableStep:
-    """One train step that can be run again.
+    """One train step that can be replayed.
 
     Args:
         body: the step, `body(*args) -> outputs`.
         model: the model.
         optimizers: the optimizers of the step.
-        keeps_undo: the step needs its updates at once (it reads its weights after an update).
+        keeps_undo: whether the step needs its updates at once (it reads its weights after an
+            update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
-        untracked: variables that Keras lists nowhere and the step writes.
+        untracked: variables that the step writes and Keras does not track.
         tolerated: variables that may be infinite or NaN.
-        judged: runs the step as training has compiled it, `judged(*args) -> verdict`, where that takes no new trace.
+        judged: runs the compiled step, `judged(*args) -> verdict`, if that needs no new trace.
     """
 
     def __init__(
@@ -135,22 +136,22 @@ class ReplayableStep:
         return [*train_state.everything, *train_state.metrics, *train_state.unlisted, *self.untracked]
 
     def preserved(self) -> contextlib.AbstractContextManager[None]:
-        """Put back at the end whatever the step may change."""
+        """Restore at the end everything that the step may change."""
         return preserved(self.variables(), self.model)
 
     def run(self, args: Sequence[Any], *, observe: bool = False, update: bool = False) -> ReplayResult:
-        """Run the step once and forget it; return its result.
+        """Run the step once without side effects; return its result.
 
         Args:
             args: its arguments.
-            observe: watch layers and operations, which costs a few times as much.
-            update: let the optimizers update, and look at the weights and slots that this leaves.
+            observe: whether to record layers and operations, which costs a few times as much.
+            update: whether to run the updates, and to check the resulting weights and slots.
         """
         with self.preserved():
             return _Pass(self, observe, update).run(args)
 
     def train(self, args: Sequence[Any]) -> float:
-        """Run the step with its updates and keep them (use it inside of `preserved`); return its loss."""
+        """Run the step with its updates and keep them (inside of `preserved`); return its loss."""
         with current.replay().intercepted(self.model, self.optimizers, True) as seen:
             outputs = self.body(*args)
         return _total(seen.losses or self.losses(outputs))
@@ -253,7 +254,7 @@ class _Pass:
 
 
 def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Container[int] = ()) -> Any:
-    """Return a tracker of the bad values of one run, which knows its batch and its variables by name."""
+    """Return a tracker of the bad values of one run, with the names of its batch and variables."""
     named = [(part.path, part.value) for part in batches.parts(args)]
     known = [(current.replay().key(v), v) for v in variables]
     paths = {number: v.path for number, v in known if number is not None}
@@ -262,7 +263,8 @@ def origins_of(args: Sequence[Any], variables: Sequence[Any], tolerated: Contain
 
 
 def _with_part(origin: Origin, instrument: Any) -> Origin:
-    """Blame the loss that was added up when the sum over the losses went bad: the one that ran last."""
+    """Blame the loss that was added when the sum of the losses became bad: the one that ran last.
+    """
     names = [name for name, _ in instrument.sample_losses]
     if not names:
         return origin

@@ -1,8 +1,8 @@
-"""The rules of the transaction, once for all backends: whether a step may commit, what a loss scale learns from a refusal, and which
-slots are read when.
+"""The rules of the transaction for all backends: when a step may commit, how a refusal changes the
+loss scale, and when slots are read.
 
-They are arithmetic on whatever a step computes with: tensors of TensorFlow or of JAX inside of a compiled step, Python's numbers on
-PyTorch, whose host has read them by then.
+The rules are arithmetic on the values of the backend: tensors of TensorFlow or JAX inside of a
+compiled step, or Python numbers on PyTorch.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ BOUND = 1e24
 """Half the sum of squares of the gradients up to which the proof of `_backends/shared/proof.py` holds."""
 
 FULL_READ_INTERVAL = 16
-"""Steps between two full reads of slots where the proof holds for the steps between."""
+"""Steps between two full reads of slots if the proof holds for the steps between."""
 
 SMALL_SLOTS = 8 << 20
-"""Bytes up to which the slots of an optimizer are read after every step: they fit into the processor's cache and cost nothing."""
+"""Bytes up to which slots are read after every step: they fit into the processor's cache."""
 
 MIN_LOSS_SCALE = 2.0**-14
-"""Smallest loss scale that a refusal leaves behind: the smallest normal float16 number.
+"""Smallest loss scale after a refusal: the smallest normal float16 number.
 
-Below it a gradient of 1 is subnormal in float16, so a lower scale cannot save any step that this one does not.
+Below it a gradient of 1 is subnormal in float16, so a lower scale does not help.
 """
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What the rules need of a backend.
+    """The operations of a backend that the rules need.
 
     Attributes:
         isfinite: whether a scalar is finite.
@@ -75,20 +75,24 @@ class SlotReading(enum.Enum):
 
 
 NUMBERS = Operations(math.isfinite, operator.not_, lambda condition, one, other: one if condition else other, min, max)
-"""The same for numbers of Python."""
+"""The operations for Python numbers."""
 
 
 PART, MOST = 2.0**-100, 2.0**126
-"""Parts of entries that are summed up, and the bound of the sum: far from the largest float32, 3.4e38, and far above every weight."""
+"""Factor for entries before they are summed, and bound of the sum: far below the largest float32,
+3.4e38, and far above every weight.
+"""
 
 
 def bounded_sum(ops: Operations, part: Any) -> Any:
-    """Return the sum of entries, at most `MOST` in magnitude, from the sum of `PART` of each; NaN where that is not finite."""
+    """Return the sum of entries, limited to `MOST`, from the sum of `PART` of each; NaN if it is
+    not finite.
+    """
     return ops.minimum(ops.maximum(part, -MOST * PART), MOST * PART) / PART + part * 0
 
 
 def scale_is_valid(ops: Operations, scale: Any) -> Any:
-    """Return whether a loss scale can scale anything: finite and above 0."""
+    """Return whether a loss scale is finite and above 0."""
     return ops.isfinite(scale) & (scale > 0)
 
 
@@ -97,26 +101,28 @@ def may_commit(ops: Operations, sums: Sequence[Any], scale: Any = None) -> Any:
 
     Args:
         ops: the operations of the backend.
-        sums: the sums over what the step looked at, scalars of one dtype; the sum over anything that holds NaN or Inf is not finite.
-        scale: the loss scale, `None` where there is none.
+        sums: the sums over all checked arrays, scalars of one dtype. A sum over an array with NaN
+            or Inf is not finite.
+        scale: the loss scale, or `None`.
     """
     finite = ops.isfinite(functools.reduce(operator.add, sums))
     return finite if scale is None else finite & scale_is_valid(ops, scale)
 
 
 def learned_scale(ops: Operations, loss: Any, gradients: Any, scale: Any, counter: Any, initial: Any) -> tuple[Any, Any]:
-    """Return what a refused step leaves in a loss scale: `(scale, counter)`.
+    """Return the loss scale after a refused step: `(scale, counter)`.
 
-    As in Keras' own `LossScaleOptimizer`, the scale is halved where the gradients alone were bad (keras/src/optimizers/
-    loss_scale_optimizer.py). Other than there it has a floor, and it begins anew where it was 0, Inf or NaN.
+    Like Keras' `LossScaleOptimizer`, it halves the scale if only the gradients were bad
+    (keras/src/optimizers/loss_scale_optimizer.py). In addition it has a lower bound, and resets a
+    scale of 0, Inf or NaN.
 
     Args:
         ops: the operations of the backend.
         loss: the loss of the step.
         gradients: half the sum of squares of its gradients.
         scale: the loss scale before the step.
-        counter: the finite steps since it was last doubled.
-        initial: the scale it began with, in the dtype of `scale`.
+        counter: number of finite steps since it was last doubled.
+        initial: the initial scale, in the dtype of `scale`.
     """
     blamed = ops.isfinite(loss) & ops.logical_not(ops.isfinite(gradients))
     valid = scale_is_valid(ops, scale)
@@ -130,7 +136,8 @@ def slot_reading(nbytes: int, proven: bool) -> SlotReading:
 
     Args:
         nbytes: the size of its slots.
-        proven: whether they stay finite while the gradients stay within `BOUND`, and it is known how many updates it has made.
+        proven: whether they stay finite while the gradients are within `BOUND`, and its number of
+            updates is known.
     """
     if nbytes <= SMALL_SLOTS:
         return SlotReading.WITH_WEIGHTS
@@ -143,6 +150,6 @@ def full_read_is_due(ops: Operations, updates: Any, gradients: Any) -> Any:
     Args:
         ops: the operations of the backend.
         updates: the number of updates so far.
-        gradients: half the sum of squares of the gradients; the proof covers no step in which it is NaN.
+        gradients: half the sum of squares of the gradients; if it is NaN, the proof does not hold.
     """
     return (updates % FULL_READ_INTERVAL == 0) | ops.logical_not(gradients <= BOUND)

@@ -1,7 +1,8 @@
-"""A compiled step that outlives its fit: the next one of the same model need not trace it again.
+"""Caches a compiled step, so that the next fit of the same model need not trace it again.
 
-Keras keeps its train function until `compile`, whatever is fitted with it. A guarded one is kept as long: on the model
-itself, so that it goes when the model goes, and under everything that its trace has built in.
+Keras keeps its train function until the next `compile`. A guarded one is kept as long: on the model
+itself, so that it is released with the model, with a key of everything that is built into its
+trace.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NAME = "_nanguard_kept_step"
 
 
 class _CachedStep:
-    """Hides what it holds from all that looks for variables among the attributes of a model."""
+    """Hides the step from code that searches the attributes of a model for variables."""
 
     __slots__ = ("key", "step")
 
@@ -26,25 +27,26 @@ class _CachedStep:
 
 
 def keep(model: Any, key: tuple[Any, ...], step: Any) -> None:
-    """Keep the step for the next fit.
+    """Store the step for the next fit.
 
     Args:
-        model: the model whose step it is.
-        key: everything that is built in; compared one by one, by identity, numbers and bound methods by equality.
-        step: whatever `take` is to return.
+        model: the model of the step.
+        key: everything that is built in; compared by identity, numbers and bound methods by
+            equality.
+        step: the step.
     """
     overrides.set_instance(model, NAME, _CachedStep(key, step))
 
 
 def take(model: Any, key: tuple[Any, ...]) -> Any:
-    """Return the step that was kept under the same key and forget it; `None` where there is none."""
+    """Return and remove the step with the same key, or `None`."""
     kept = vars(model).get(NAME)
     forget(model)
     return kept.step if kept is not None and _same(kept.key, key) else None
 
 
 def forget(model: Any) -> None:
-    """Let the next fit trace its step."""
+    """Remove the step."""
     overrides.unset_instance(model, NAME)
 
 
