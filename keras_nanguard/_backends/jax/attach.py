@@ -1,4 +1,5 @@
-"""The transaction around a train step on JAX: of a Keras trainer, and of a loop that has none."""
+"""Attaches the transaction to a train step on JAX: of a Keras trainer, and of a loop without one.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from keras_nanguard._keras import jax_trainer as _trainer
 __all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"]
 
 STATE_PASSES_THROUGH_STEP = True
-"""The state of a loop, that of an optimizer of optax included, is an argument of its step."""
+"""The state of a loop, including that of an optax optimizer, is an argument of its step."""
 
 
 class ModelAttachment(attach.Attachment):
-    """Stands in for the train function of a Keras trainer.
+    """Replaces the train function of a Keras trainer.
 
-    Keras passes the state to each step and takes it from it; the variables are empty meanwhile, and
-    a healthy step leaves them so. Each step of an execution is guarded separately.
+    Keras passes the state to each step and receives it back. Meanwhile the variables are empty, and
+    a healthy step does not change that. Each step of an execution is guarded separately.
 
     Attributes:
-        pending: the step whose verdict has not been read yet, `None` if all were.
+        pending: the step whose verdict has not been read yet, or `None`.
     """
 
     END_OF_DATA = (StopIteration,)
@@ -55,7 +56,7 @@ class ModelAttachment(attach.Attachment):
         self.trainer_state.sync_variables()
 
     def variables_readable(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the variables read as the state of this moment."""
+        """Return a context in which the variables read as the present state."""
         return self.trainer_state.variables_readable()
 
     def _build(self) -> None:
@@ -91,7 +92,7 @@ class ModelAttachment(attach.Attachment):
         """Run one guarded step, or start one whose verdict is read later.
 
         Returns:
-            the logs and the state.
+            The logs and the state.
         """
         session, trainer_state = self.session, self.trainer_state
         self._gathered = state is not trainer_state.state
@@ -105,7 +106,7 @@ class ModelAttachment(attach.Attachment):
         return self.run_guarded(data), trainer_state.take()
 
     def _before_step(self, data: Any) -> None:
-        """Let the host do what is due; the variables hold the state for it."""
+        """Run the tasks of the host that are due, with the state in the variables."""
         session = self.session
         if session.needs_variables(self._gathered):
             session.sync_variables()
@@ -119,7 +120,7 @@ class ModelAttachment(attach.Attachment):
         return result.outputs, result.verdict
 
     def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
-        """Start a step, and publish the state that it leaves before anyone waits for it."""
+        """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.session.transaction, self.trainer_state
         factors = self.session.adjustments()
         result: StepResult = transaction.start(trainer_state.take(), factors, data, after=after)
@@ -128,7 +129,7 @@ class ModelAttachment(attach.Attachment):
         return result
 
     def _finished(self, result: StepResult) -> StepResult:
-        """Wait for the verdict on a step; it may have to run again for that."""
+        """Wait for the verdict of a step, which may have to run again."""
         if self.session.transaction.finish(result, self.trainer_state.now()):
             return result
         with self.trainer_state.gathered():
@@ -141,15 +142,15 @@ class ModelAttachment(attach.Attachment):
             return self._execute(data)[1]
 
     def _without_effect(self, data: Any) -> Any:
-        """Return logs without a step: Keras has taken the batch already."""
+        """Return logs without a step, because Keras has already taken the batch."""
         return self._shown()
 
     def _run_ahead(self, data: Any) -> bool:
-        """Start a step, and read the verdict on the one before.
+        """Start a step, and read the verdict of the one before.
 
         Returns:
-            `False` if the step on this data has to run again: it was halted, or the host has put
-            another state in place of the one that it was given.
+            `False` if the step on this data has to run again: it was halted, or the host has
+                replaced its state.
         """
         session, before = self.session, self.pending
         started = self._start(data, after=before)
@@ -167,7 +168,7 @@ class ModelAttachment(attach.Attachment):
         return True
 
     def resolve_pending(self) -> None:
-        """Read the verdict of the last step, if that was not done yet, and act on it."""
+        """Read the verdict of the last step, if it is pending, and act on it."""
         if self.pending is not None:
             self._resolve()
 
@@ -175,8 +176,8 @@ class ModelAttachment(attach.Attachment):
         """The same; `last` if no other step was started since.
 
         Returns:
-            whether the step is healthy, and has not run a second time: a step that was started
-            after its first run was halted.
+            Whether the step is healthy and has not run a second time. If it has, the next step was
+            halted.
         """
         pending = self.pending
         assert pending is not None
@@ -192,13 +193,13 @@ class ModelAttachment(attach.Attachment):
         self._resolve_at_last()
 
     def _resolve_at_last(self) -> None:
-        """Read the last verdict of a fit that an error has cut short; the user sees that error."""
+        """Read the last verdict of a fit that ended by an error. The user receives that error."""
         with contextlib.suppress(Exception):
             self.resolve_pending()
         self.pending = None
 
     def detach(self) -> None:
-        """Give the model its own methods back."""
+        """Restore the model's own methods."""
         self._resolve_at_last()
         super().detach()
 
@@ -206,9 +207,8 @@ class ModelAttachment(attach.Attachment):
 class LoopStep(attach.LoopStep):
     """One hand-written step, `step(state, *batch) -> (outputs, new_state)`, with its transaction.
 
-    The state is a pytree that holds the values of the variables, as Keras' stateless calls take
-    them. What else it holds (a random key) is restored on a refusal like the rest, and is not part
-    of a snapshot.
+    The state is a pytree with the values of the variables, as for Keras' stateless calls. Other
+    leaves (a random key) are restored on a refusal, too, but are not part of a snapshot.
     """
 
     def __init__(self, function: Callable[..., Any], session: GuardedSession):
@@ -231,7 +231,7 @@ class LoopStep(attach.LoopStep):
         )
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
-        """Run one step; returns its outputs and the state to continue with."""
+        """Run one step; return its outputs and the state to continue with."""
         session, given = self.session, self.state
         if self.variables is None:
             self.variables = _owners(state, session)
@@ -257,8 +257,8 @@ class LoopStep(attach.LoopStep):
         return result
 
     def held(self) -> Callable[[], None]:
-        """Return what puts keys, averages and counters of the loop's own back; they are in the
-        state alone.
+        """Return a function that restores keys, averages and counters of the loop's own, which are
+        only in the state.
         """
         self.sync_variables()
         state = self.state
@@ -278,12 +278,12 @@ class LoopStep(attach.LoopStep):
 
     @contextlib.contextmanager
     def variables_readable(self) -> Iterator[None]:
-        """Let the variables read as the state of this moment; here they can as well hold it."""
+        """Write the present state into the variables."""
         self.sync_variables()
         yield
 
     def _taken(self) -> Any:
-        """Return the state of this moment."""
+        """Return the present state."""
         if self.synced:
             leaves, tree = jax.tree_util.tree_flatten(self.state)
             pairs = zip(self.variables or (), leaves)
@@ -293,14 +293,14 @@ class LoopStep(attach.LoopStep):
 
 
 def _owners(state: Any, session: GuardedSession) -> list[Any]:
-    """Return the variable whose value each array of the state is, `None` for one that is none.
+    """Return the variable of each array of the state, or `None`.
 
-    An array that a variable holds is its value. A state of other arrays has to hold one for each
+    An array that a variable has is its value. A state of other arrays must have one for each
     variable, in the order of Keras: trainable, non-trainable, of the optimizers, and of the metrics
-    if there are any more.
+    if there are more.
 
     Raises:
-        GuardError: if the state holds neither.
+        GuardError: if the state has neither.
     """
     model, leaves = session.model, jax.tree_util.tree_leaves(state)
     optimizers = session.read_train_state().optimizers

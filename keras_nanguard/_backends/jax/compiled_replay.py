@@ -1,4 +1,4 @@
-"""The same step as it was compiled by JAX: what an eager replay does not show shows here, by site."""
+"""Replays a step in its compiled form, and finds the first bad site."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager", "graph", "xla")
-"""The modes in which a step can be run again: JAX compiles with XLA whatever is asked for but `"eager"`."""
+"""The modes in which a step can be replayed. JAX compiles all but `"eager"` with XLA."""
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
-    """Run a step once, compiled, and forget it; returns what it computed.
+    """Run a step once, compiled, without side effects; return its result.
 
     Args:
-        step: the step; one that no transaction ran is guarded as the train step of its model.
+        step: the step; if it has no transaction, it is guarded as the train step of its model.
         args: its arguments.
         jit: compile it, as JAX always does.
     """

@@ -18,7 +18,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 __all__ = ["DeferredUpdates", "ImmediateUpdates"]
 
 Place = tuple[str, str, Any]
-"""Site, path and array of what can be counted."""
+"""Site, path and array of something that is counted."""
 
 
 class StepTrace:
@@ -27,8 +27,8 @@ class StepTrace:
     Args:
         owner: the `Transaction`.
         state: the state.
-        args: what else the body takes.
-        halt: whether the step is refused whatever its batch.
+        args: the other arguments of the body.
+        halt: whether the step is refused regardless of its batch.
     """
 
     def __init__(self, owner: Any, state: Any, args: Sequence[Any], halt: Any):
@@ -44,7 +44,7 @@ class StepTrace:
         self.metrics = {i for i, v in enumerate(self.variables) if id(v) in metrics}
 
     def complete(self) -> tuple[Any, ...]:
-        """Return what the step gives: the first five fields of `step.StepResult`."""
+        """Return the first five fields of `step.StepResult`."""
         raise NotImplementedError
 
     def counts(self) -> tuple[Any, tuple[tuple[str, str, int], ...]]:
@@ -52,7 +52,7 @@ class StepTrace:
         raise NotImplementedError
 
     def _call(self, leaves: Any, args: Any, holders: Any, trace: Any) -> tuple[Any, Any, Any]:
-        """Run the body; returns what was seen, its outputs, and the flat new state."""
+        """Run the body; return its records, its outputs, and the flat new state."""
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
         kind = self.owner.outputs
         optimizers = self.train_state.optimizers
@@ -66,7 +66,7 @@ class StepTrace:
     # What the body computed
 
     def _note(self, outputs: Any, seen: Any, gradients: Any, changed: Any, new: Any) -> None:
-        """Compute the sums of the verdict, and whether the step may commit."""
+        """Compute the sums of the verdict, and the decision."""
         apart = self.weights_and_slots | self.metrics
         self.written = [i for i in changed if i not in apart and self._watched(i)]
         self.loss = reductions.add(seen or self.owner.outputs.losses(outputs), self.dtype)
@@ -104,7 +104,7 @@ class StepTrace:
         )
 
     def _learned(self) -> dict[int, Any]:
-        """Return what a refusal writes to loss scales, by place."""
+        """Return the values that a refusal writes to loss scales, by place."""
         learned = {}
         for optimizer in filter(keras_optimizers.scales_of, self.train_state.optimizers):
             found = (self.place.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
@@ -138,12 +138,12 @@ class StepTrace:
         return reductions.counts([array for _, _, array in places]), known
 
     def _chosen(self, new: list[Any], changed: Iterable[int], done: Any = ()) -> list[Any]:
-        """Return the new state of a step that commits, the old one of a step that does not.
+        """Return the new state if the step commits, else the old one.
 
         Args:
             new: the new state.
             changed: places that the step writes.
-            done: those of which `new` holds the right one already.
+            done: places at which `new` already has the right value.
         """
         learned, chosen = self._learned(), list(new)
         for i in sorted({*changed, *learned} - set(done)):
@@ -166,9 +166,9 @@ class StepTrace:
 
 
 class DeferredUpdates(StepTrace):
-    """The updates run after the verdict, and each of their writes takes effect if it is good.
+    """The updates run after the verdict, and their writes take effect only if it is good.
 
-    The body runs with placeholders for what its optimizers would return.
+    The body runs with placeholders for the results of its optimizers.
     """
 
     def complete(self) -> tuple[Any, ...]:
@@ -186,8 +186,8 @@ class DeferredUpdates(StepTrace):
         return self._counted(self._places(self.named, self.records, new))
 
     def _run(self) -> tuple[Any, list[Any]]:
-        """Run the body and compute the verdict; returns the outputs, and the flat new state without
-        the updates.
+        """Run the body and compute the verdict; return the outputs, and the flat new state without
+        updates.
         """
         self._trace()
         dummies = [jnp.zeros(s.shape, s.dtype) for s in self.flat_held]  # nothing reads them
@@ -230,7 +230,8 @@ class DeferredUpdates(StepTrace):
         self._inspect(known)
 
     def _inspect(self, first: int) -> None:
-        """Find which arrays of the new state an update gives; they must not be used before."""
+        """Find the arrays of the new state that come from an update; they must not be used before.
+        """
         jaxpr = self.program.jaxpr
         number = {id(var): i for i, var in enumerate(jaxpr.invars[first:])}
         used = {id(var) for equation in jaxpr.eqns for var in equation.invars}
@@ -243,10 +244,10 @@ class DeferredUpdates(StepTrace):
             raise Retrace
 
     def _update(self, new: list[Any]) -> tuple[set[int], Any]:
-        """Run the updates, and put what they give into the state.
+        """Run the updates, and write their results into the state.
 
         Returns:
-            the places of the arrays that are the old ones if the step is refused, and the sums over
+            The places of the arrays that are the old ones if the step is refused, and the sums over
             weights and slots.
         """
         results: dict[int, Any] = {}
@@ -268,9 +269,9 @@ class DeferredUpdates(StepTrace):
 
 
 class ImmediateUpdates(StepTrace):
-    """The updates run at once, and old or new state is selected at the end.
+    """The updates run at once, and the old or the new state is selected at the end.
 
-    What they gave is part of the verdict.
+    The verdict includes their results.
     """
 
     def complete(self) -> tuple[Any, ...]:
@@ -293,7 +294,7 @@ class ImmediateUpdates(StepTrace):
         return self._counted(places)
 
     def _run(self) -> list[Any]:
-        """Run the body and compute the verdict; returns the flat new state."""
+        """Run the body and compute the verdict; return the flat new state."""
         new: list[Any]
         self.seen, self.outputs, new = self._call(self.old, self.args, None, _trace_of(self.old))
         self.changed = [i for i in range(len(new)) if new[i] is not self.old[i]]
@@ -319,7 +320,7 @@ class ImmediateUpdates(StepTrace):
 
 
 def _trace_of(arrays: Sequence[Any]) -> Any:
-    """Return the trace that runs, `None` in an eager step."""
+    """Return the running trace, or `None` in an eager step."""
     return next((a._trace for a in arrays if isinstance(a, jax.core.Tracer)), None)
 
 

@@ -1,8 +1,9 @@
-"""Fault injection on JAX: what `keras_nanguard.testing.inject` does around and inside of the compiled step.
+"""Fault injection on JAX: `keras_nanguard.testing.inject` around and inside of the compiled step.
 
-A step on JAX is a pure function, so state and batch are spoiled on the host, before it runs. Loss and gradients are
-spoiled inside, by a factor that the step asks the host for; the host waits for each step, so that it knows which one
-asks. The hook stands around the transaction where there is one: no refusal gives back what it writes.
+A step on JAX is a pure function, so faults in state and batch are written on the host before it
+runs. Loss and gradients are multiplied inside by a factor that the step requests from the host. The
+host waits for each step, so the request can be assigned to it. The hook wraps the transaction, so a
+refusal does not restore its writes.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ __all__ = ["Hook"]
 
 
 class Hook(FaultHook):
-    """One fault, put around every train step of one model."""
+    """One fault, injected into every train step of one model."""
 
     seen = 0
     """Steps so far."""
 
     def install(self) -> None:
-        """Put it in place, on the instance only."""
+        """Install the fault, on the instance only."""
         keras_fitting.on_making(self.model, self._making, self._overrides, default=over_lists)  # on Keras 3.6 in guarded steps only
         for name in ("make_test_function", "make_predict_function"):
             self._override(name, self._without(getattr(self.model, name)))
@@ -94,7 +95,7 @@ class Hook(FaultHook):
     # The state
 
     def _written(self, state: Any, now: bool) -> Any:
-        """Return the state as if something else had written to it."""
+        """Return the state with the fault, as if other code had written it."""
         wanted = {id(v) for v in self._in_state()}
         if not now:
             return state
@@ -112,7 +113,7 @@ class Hook(FaultHook):
         return self._inside > 0 and not self.paused
 
     def _factor(self, loss: Any) -> Any:
-        """Ask the host for the factor of the step that runs; a replay of it is healthy."""
+        """Request the factor of the running step from the host; in a replay it is 1."""
         dtype = loss.dtype
         bad = np.asarray(self.fault.factor(np.dtype(dtype)), dtype)
 
@@ -172,7 +173,8 @@ _with_gradient.defvjp(_forward, _backward)
 
 @jax.custom_vjp  # type: ignore[untyped-decorator]
 def _zero(value: Any, factor: Any, mask: Any) -> Any:
-    """Return 0, whose gradient by the masked entries of `value` is `factor` where that is not 1, else 0."""
+    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1, else 0.
+    """
     return jnp.zeros((), value.dtype)
 
 

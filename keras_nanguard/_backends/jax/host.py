@@ -1,4 +1,4 @@
-"""What the host's side asks of JAX: its processes, its generator of random numbers, a pass without gradients."""
+"""Process functions of JAX: its processes, its random generator, a pass without gradients."""
 
 from __future__ import annotations
 
@@ -26,37 +26,40 @@ __all__ = [
 ]
 
 LIMIT = 300
-"""Seconds that one process waits for another: a step of it, a validation, or a diagnosis."""
+"""Maximum seconds that one process waits for another: for a step, a validation, or a diagnosis."""
 
 _NUMBERS = itertools.count()
 """The number of the next exchange, the same in all processes."""
 
 SPREADS_ARRAYS = True
-"""Whether one array may be spread over several processes, so that none of them can compute with it alone."""
+"""Whether one array may be distributed over several processes, so that no process can compute with
+it alone.
+"""
 
 
 def place() -> tuple[int, int]:
-    """Return the number of this process among those that train together, from 0, and how many there are."""
+    """Return the rank of this process, from 0, and the number of processes that train together."""
     return jax.process_index(), jax.process_count()
 
 
 def trains_together(model: Any, loop: bool) -> bool:
-    """Return whether this process trains the model together with others."""
+    """Return whether this process trains the model with others."""
     return place()[1] > 1
 
 
 def gathered(payload: bytes, what: str) -> list[bytes]:
-    """Return what each process hands in, by rank.
+    """Return the values of all processes, by rank.
 
-    The messages go through the coordination service that JAX starts for its processes, on the host, so they need no device and
-    cannot be mixed up with the arrays of a step.
+    The messages use the coordination service that JAX starts for its processes, on the host. So
+    they need no device and cannot be confused with arrays of a step.
 
     Args:
-        payload: what this process hands in.
-        what: what is exchanged, in words.
+        payload: the value of this process.
+        what: a description of it.
 
     Raises:
-        GuardError: if a process does not answer within `LIMIT` seconds; names it, and what was waited for.
+        GuardError: if a process does not answer within `LIMIT` seconds, with its rank and the
+            description.
     """
     rank, count = place()
     client, number = distributed.global_state.client, next(_NUMBERS)
@@ -75,12 +78,12 @@ def gathered(payload: bytes, what: str) -> list[bytes]:
 
 
 def generator_state() -> np.ndarray[Any, Any] | None:
-    """Return the state of the generator that layers draw from and that belongs to no variable, `None` where there is none."""
+    """Return the state of the generator that belongs to no variable, or `None`."""
     return None
 
 
 def set_generator_state(state: np.ndarray[Any, Any]) -> None:
-    """Put it back; a state of another backend says nothing here."""
+    """Restore this state. A state of another backend is ignored."""
 
 
 def advance_generator() -> None:
@@ -88,5 +91,5 @@ def advance_generator() -> None:
 
 
 def without_gradients() -> AbstractContextManager[Any]:
-    """Return a context in which nothing is kept for a backward pass that will not come."""
+    """Return a context without recording for a backward pass."""
     return contextlib.nullcontext()

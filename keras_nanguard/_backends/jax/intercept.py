@@ -1,7 +1,7 @@
-"""While the body of a JAX step is traced: what it hands to its optimizers, and the loss it computes.
+"""Intercepts the optimizer calls and the loss of a JAX step while its body is traced.
 
-Every train step ends in `Optimizer.stateless_apply`. Overriding that on the instance sees the gradients of any train
-step and leaves the optimizer's class, config and variables as they were.
+Every train step ends in `Optimizer.stateless_apply`. Overriding it on the instance gives the
+gradients of any train step, without changes to the optimizer's class, config and variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Gate", "Intercept", "Retrace", "Update", "calls_host", "primal"]
 
 
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
-"""What an optimizer of Keras writes its variables with."""
+"""Methods with which an optimizer of Keras writes its variables."""
 
 
 class Retrace(Exception):
@@ -35,7 +35,7 @@ class Update:
     Attributes:
         slots, grads, weights: its arguments.
         real: the method itself.
-        holders: what the body was given for the results, `None` where it was given the results.
+        holders: the placeholders that the body received for the results, or `None`.
     """
 
     def __init__(self, optimizer: Any, real: Callable[..., Any], slots: Any, grads: Any, weights: Any):
@@ -50,13 +50,14 @@ class Update:
 
 
 class Gate(Overrides):
-    """Context in which what an optimizer writes takes effect only if the step commits.
+    """Context in which the writes of an optimizer take effect only if the step commits.
 
-    Old or new is selected where a variable is assigned, and what the optimizer reads of it later is
-    the selected array. So each update is one pass over memory and in place, as without a guard.
-    To select when all updates have run takes the old and the new arrays side by side.
+    The old or the new value is selected at each assignment to a variable, and later reads of the
+    optimizer get the selected array. So each update is one pass over memory and in place, as
+    without a guard. Selecting after all updates would need the old and the new arrays at the same
+    time.
 
-    A `LossScaleOptimizer` has a conditional around its update already, which takes the verdict as
+    A `LossScaleOptimizer` already has a conditional around its update, which uses the verdict as
     its condition.
 
     Args:
@@ -102,19 +103,20 @@ class Gate(Overrides):
 
 
 class Intercept:
-    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+    """Context that records the calls of optimizers instead of (or besides) updating, and the
+    model's loss.
 
     Args:
-        model: the model whose `compute_loss` is noted, or `None`.
-        optimizers: the optimizers to stand in for.
-        holders: what stands for the results of an update that is deferred, `(weights, slots)` by `id` of the optimizer;
-            `None` lets each update run at once.
+        model: the model whose `compute_loss` is recorded, or `None`.
+        optimizers: the intercepted optimizers.
+        holders: placeholders for the results of a deferred update, `(weights, slots)` by `id` of
+            the optimizer; `None` lets each update run at once.
         trace: the trace in which the body runs; `None` for eager execution.
 
     Attributes:
         records: the calls of `stateless_apply`, in order.
-        losses: what `compute_loss` returned.
-        outputs: `(name, array)` of the model's outputs that `compute_loss` was given.
+        losses: the results of `compute_loss`.
+        outputs: `(name, array)` of the model's outputs that `compute_loss` received.
     """
 
     def __init__(self, model: Any, optimizers: Iterable[Any], holders: dict[int, Any] | None, trace: Any):
@@ -170,17 +172,17 @@ class Intercept:
 
 
 def _alike(record: Update) -> bool:
-    """Whether the arguments of an update are of the shapes that its results are expected to have."""
+    """Whether the arguments of an update have the expected shapes of its results."""
     assert record.holders is not None
     pairs = ((record.weights, record.holders[0]), (record.slots, record.holders[1]))
     return all([a.shape for a in given] == [a.shape for a in held] for given, held in pairs)
 
 
 def primal(value: Any, trace: Any) -> Any:
-    """Return the value below all transformations that stand between it and this trace; `None` where it is out of reach.
+    """Return the value below all transformations between it and this trace, or `None`.
 
-    Within `jax.grad` every value is a pair of itself and its derivative; `primal` is the name under which JAX keeps the
-    first of the two.
+    Within `jax.grad` every value is a pair of itself and its derivative; JAX stores the first of
+    the two as `primal`.
     """
     while isinstance(value, jax.core.Tracer):
         if trace is not None and getattr(value, "_trace", None) is trace:

@@ -1,10 +1,12 @@
-"""Where NaN and Inf occur first, on JAX: watches every primitive of an eager run, and follows each bad value.
+"""Finds the origin of NaN and Inf on JAX: records every primitive of an eager run, and follows each
+bad value.
 
-The same as `origins` does on TensorFlow. With compilation turned off, every primitive runs by itself on arrays, those of
-the backward pass included, also below `jax.grad`. Values are known by the array object that holds them.
+It does the same as `origins` on TensorFlow. Without compilation every primitive runs separately on
+arrays, including those of the backward pass, also below `jax.grad`. Values are identified by their
+array object.
 
-JAX evaluates a primitive in `jax._src.core.EvalTrace.process_primitive`. It has no public name. Where it is gone the
-layer table alone has to show it.
+JAX evaluates a primitive in `jax._src.core.EvalTrace.process_primitive`. It has no public name.
+Without it, only the layer table is available.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ NAMES = {
     "svd": "Svd",
     "tan": "Tan",
 }
-"""Words of JAX for operations that `causes` knows by TensorFlow's; any other is called as JAX calls it."""
+"""JAX's names of operations that `causes` knows by TensorFlow's names. All others keep JAX's name.
+"""
 
 _MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
@@ -65,7 +68,9 @@ FILLING = ("broadcast_in_dim", "full", "copy")
 
 
 class Origins(OriginTracker):
-    """Context in which every primitive that runs eagerly is watched. Variables are known by the id of the array that they hold."""
+    """Context that records every eager primitive. Variables are identified by the id of their
+    array.
+    """
 
     available = EvalTrace is not None
 
@@ -86,14 +91,14 @@ class Origins(OriginTracker):
         self._still.__exit__(*details)
 
     def of(self, tensor: Any) -> Origin | None:
-        """Return the origin behind an array, `None` where it is finite or nothing is known of it."""
+        """Return the origin behind an array, or `None` if it is finite or unknown."""
         found = self._lineage.get(id(tensor))
         if found is None and id(tensor) in self._variables and not _is_finite(tensor):
             found = self._stored(tensor)
         return self._completed(found)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the origin of the bad value that was last written into this variable, if any was."""
+        """Return the origin of the bad value that was last written into this variable, if any."""
         return self.of(variable.value)
 
     def _begin_with(self, tensor: Any, origin: Origin) -> None:
@@ -109,7 +114,7 @@ class Origins(OriginTracker):
         self._lineage[id(tensor)] = origin
 
     def see(self, primitive: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note one primitive that has run."""
+        """Record one primitive."""
         self.count += 1
         name = NAMES.get(primitive, primitive)
         if name in _MAY_BE_STEEP:
@@ -141,7 +146,7 @@ class Origins(OriginTracker):
         return CONSTANT
 
     def _stored(self, tensor: Any) -> Origin:
-        """Return the origin of what a variable held from the start."""
+        """Return the origin of the initial value of a variable."""
         origin = self._from(self._variables[id(tensor)], (), tensor, stored=True)
         self._keep(tensor, origin)
         return origin

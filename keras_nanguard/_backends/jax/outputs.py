@@ -1,4 +1,4 @@
-"""What a JAX step returns beside its state, and what a refused one hands back in its place."""
+"""The outputs of a JAX step besides its state, and their replacement after a refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _scalars(tree: Any) -> list[Any]:
 
 
 class PlainOutputs:
-    """For a step with no trainer: its outputs are returned as they are, and each scalar among them
+    """For a step without a trainer: its outputs are returned unchanged, and each scalar among them
     counts as its loss.
     """
 
@@ -33,7 +33,7 @@ class PlainOutputs:
     """Whether every log of a refused step is that of the restored metrics."""
 
     def split_outputs(self, result: Any) -> tuple[Any, Any]:
-        """Return outputs and state of what the body returned."""
+        """Return outputs and state from the result of the body."""
         if not isinstance(result, tuple) or len(result) != 2:
             remedy = "Write a step as `def step(state, *batch): ...; return loss, state`."
             found = type(result).__name__
@@ -41,7 +41,7 @@ class PlainOutputs:
         return result
 
     def check(self, found: Any, wanted: Any) -> None:
-        """Raise if the new state is not of the structure of the old one."""
+        """Raise if the structure of the new state differs from the old one."""
         if found != wanted:
             remedy = "Return the new state in the structure of the state that the step is given."
             what = f"a step that returns a state of the structure {wanted}"
@@ -56,10 +56,10 @@ class PlainOutputs:
         return nullcontext()
 
     def note(self, outputs: Any) -> None:
-        """Note what the body returned."""
+        """Store the outputs of the body."""
 
     def results(self, outputs: Any, metrics: Any) -> Any:
-        """Return the outputs of a step that leaves these values in the metrics."""
+        """Return the outputs for these values of the metrics."""
         return outputs
 
 
@@ -76,19 +76,19 @@ class LogOutputs(PlainOutputs):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the results of metrics while the body runs: a log that is one of them is known again."""
+        """Record the results of metrics while the body runs, to recognize them among the logs."""
         with self._results.noted():
             yield
         self._results.forget()
 
     def note(self, outputs: Any) -> None:
-        """Find the logs among the results that were noted."""
+        """Find the logs among the recorded results."""
         leaves = jax.tree_util.tree_leaves(outputs)
         self._held = [self._results.source(leaf) for leaf in leaves]
         self.lasting = None not in self._held
 
     def results(self, outputs: Any, metrics: Any) -> Any:
-        """Return the logs; results of metrics are taken from these values of the metrics."""
+        """Return the logs, with results of metrics computed from these values of the metrics."""
         leaves, tree = jax.tree_util.tree_flatten(outputs)
         with keras.StatelessScope(state_mapping=metrics):
             now = self._results.now(self._held)

@@ -37,16 +37,17 @@ __all__ = [
 ]
 
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
-"""What the rules of the transaction need."""
+"""The operations for the rules of the transaction."""
 
 LARGE = 1 << 16
-"""Elements from which an array is read by itself rather than joined with others."""
+"""Elements above which an array is summed separately rather than joined with others."""
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """Return the result of one of two functions, of which only that one runs.
+    """Return the result of one of two functions; only this one runs.
 
-    In an eager step that is plain Python: `jax.lax.cond` would compile both branches in each step.
+    In an eager step this is plain Python, because `jax.lax.cond` would compile both branches in
+    each step.
     """
     if isinstance(condition, jax.core.Tracer):
         return jax.lax.cond(condition, then, otherwise)
@@ -54,7 +55,7 @@ def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) 
 
 
 def select(condition: Any, one: Any, other: Any) -> Any:
-    """Return one of two arrays of the same dtype; in an eager step no array is computed for it."""
+    """Return one of two arrays of the same dtype; in an eager step without computing a new one."""
     if isinstance(condition, jax.core.Tracer):
         return jnp.where(condition, one, other)
     return one if bool(condition) else other
@@ -67,13 +68,13 @@ def can_be_bad(array: Any) -> bool:
 
 
 def kind(arrays: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 if the state has some, else float32."""
+    """Return the dtype of the sums: float64 if the state has float64, else float32."""
     wide = any(getattr(a, "dtype", None) == jnp.float64 for a in arrays)
     return jnp.float64 if wide else jnp.float32
 
 
 def _real(array: Any) -> Any:
-    """Return the numbers of an array, none of less than 32 bit, none complex."""
+    """Return the numbers of an array as real numbers of at least 32 bits."""
     array = jnp.abs(array) if jnp.issubdtype(array.dtype, jnp.complexfloating) else array
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.float32)
 
@@ -111,8 +112,8 @@ def _grouped(arrays: Iterable[Any]) -> list[Any]:
 def squares(arrays: Sequence[Any], dtype: Any) -> Any:
     """Return half the sum of the squares of all entries, at most `rules.MOST`.
 
-    A sum that is not finite is followed by a test of each entry: the square of 1e20 overflows in
-    float32, though 1e20 does not.
+    If a sum is not finite, each entry is tested: the square of 1e20 overflows in float32, although
+    1e20 does not.
     """
     found = 0.5 * _sum([jnp.square(array) for array in _grouped(arrays)], dtype)
     bounded = jnp.minimum(found, MOST)  # NaN passes through

@@ -1,7 +1,7 @@
-"""What a diagnosis needs of JAX: observers of a run, and tensor helpers.
+"""Functions for a diagnosis on JAX: recording of a run, and tensor helpers.
 
-A step on JAX is a function from state to state; here it runs eagerly as one that reads and writes the variables
-(`Transaction.replayed`), so that what was seen of it can be asked of the variables afterwards.
+A step on JAX is a function from state to state. Here it runs eagerly as one that reads and writes
+the variables (`Transaction.replayed`), so that the variables have its results.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ __all__ = [
 
 
 class Instrument(instrument.Instrument):
-    """Layers and losses under observation in an eager run.
+    """Records layers and losses in an eager run.
 
-    Below `jax.grad` every value is a pair of itself and its derivative; what is looked at is the value. The backward
-    pass begins where a probe first sees a gradient, and ends where a layer or a loss is called again.
+    Below `jax.grad` every value is a pair of itself and its derivative; the value is recorded. The
+    backward pass begins when a probe first receives a gradient, and ends when a layer or a loss is
+    called again.
     """
 
     def _begin(self) -> None:
@@ -85,7 +86,7 @@ class Instrument(instrument.Instrument):
 
 
 class _ReplayedUpdate(intercept.Update):
-    """One update, whose results go into the variables."""
+    """One update, whose results are written into the variables."""
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -93,7 +94,7 @@ class _ReplayedUpdate(intercept.Update):
         return list(zip(self.grads, keras_optimizers.trained_by(self.optimizer)))
 
     def run(self) -> None:
-        """Make the update that was deferred."""
+        """Run the deferred update."""
         weights, slots = self.real(self.slots, self.grads, self.weights)
         for variable, value in zip(keras_optimizers.trained_by(self.optimizer), weights):
             variable.assign(value)
@@ -102,7 +103,7 @@ class _ReplayedUpdate(intercept.Update):
 
 
 class _Intercept(intercept.Intercept):
-    """Notes losses and updates of an eager run; hands back the old state unless updates go through."""
+    """Records losses and updates of an eager run; returns the old state unless updates run."""
 
     def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
         super().__init__(model, optimizers, None, None)
@@ -134,18 +135,20 @@ def body_of(model: Any) -> Any:
 
 
 def losses_of(model: Any) -> Any:
-    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    """Return a function that finds the losses in the logs of a step that never calls
+    `compute_loss`.
+    """
     return LogOutputs(model).losses
 
 
 def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
-    """Return a context that notes losses and updates; `immediate` lets the updates be made at once."""
+    """Return a context that records losses and updates; `immediate`: updates run at once."""
     return _Intercept(model, optimizers, immediate)
 
 
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Put these variables back at the end."""
+    """Restore these variables at the end."""
     old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
     try:
         yield
@@ -155,20 +158,21 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number `Origins` knows a variable: that of the array it holds when the run begins."""
+    """Return the number of a variable in `Origins`: that of its array at the beginning."""
     return id(variable.value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a dense array."""
+    """Whether an object is a dense array."""
     return isinstance(value, (np.ndarray, jax.Array))
 
 
 def slope(origin: Any) -> Any:
-    """Return the origin behind a gradient whose loss is finite as one of the backward pass.
+    """Return the origin of a gradient as one of the backward pass if the loss is finite.
 
-    JAX computes the slope of an operation (1 / x of a logarithm) where it runs the operation forward, for the backward pass
-    to multiply with. A bad value that begins there and spoils no loss is such a slope, or a value that is masked away afterwards.
+    JAX computes the slope of an operation (1 / x of a logarithm) in its forward pass, for a
+    multiplication in the backward pass. A bad value that begins there and does not reach the loss
+    is such a slope, or a value that is masked away.
     """
     if origin is None or origin.source != "operation":
         return origin
@@ -176,17 +180,19 @@ def slope(origin: Any) -> Any:
 
 
 def tensor(value: Any) -> Any:
-    """Return an array of NumPy's as one of JAX's."""
+    """Return a NumPy array as a JAX array."""
     return jnp.asarray(value)
 
 
 def like(array: Any, value: Any) -> Any:
-    """Return an array in the dtype of another one."""
+    """Return an array in the dtype of another array."""
     return jnp.asarray(np.asarray(array).astype(value.dtype))
 
 
 def without_rows(value: Any, kept: Any) -> Any:
-    """Return an array of the same shape with rows that are kept in place of the others: for another shape all is compiled anew."""
+    """Return an array of the same shape in which kept rows replace the others, because another
+    shape would be compiled again.
+    """
     rows = np.resize(np.asarray(kept), value.shape[0]) if len(kept) else np.zeros(0, int)
     if hasattr(value, "todense"):
         if not sparse_arrays.has_coordinates(value):
@@ -197,6 +203,6 @@ def without_rows(value: Any, kept: Any) -> Any:
 
 
 def twin(variable: Any) -> Any:
-    """Return the variable's array in float32, `None` where there is none."""
+    """Return the variable's array in float32, or `None`."""
     value = getattr(variable, "value", None)
     return value.astype(jnp.float32) if isinstance(value, jax.Array) else None

@@ -13,7 +13,7 @@ __all__ = ["ReportQueue"]
 
 
 class ReportQueue:
-    """Hands out the report of the last step, if it was bad."""
+    """Stores the report of the last step, if it was bad."""
 
     places: tuple[tuple[Any, ...], ...] = ()
 
@@ -21,7 +21,7 @@ class ReportQueue:
         self._last: tuple[Verdict, Callable[[], Any], Any] | None = None
 
     def put(self, verdict: Verdict, counts: Callable[[], Any], args: tuple[Any, ...]) -> None:
-        """File the last step.
+        """Store the last step.
 
         Args:
             verdict: its verdict.
@@ -35,7 +35,7 @@ class ReportQueue:
         self._last = None
 
     def take(self) -> list[Report]:
-        """Return and forget what was filed, if the step was bad."""
+        """Return and remove the report, if the step was bad."""
         last, self._last = self._last, None
         if last is None:
             return []

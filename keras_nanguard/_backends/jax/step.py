@@ -42,17 +42,17 @@ __all__ = ["StepResult", "Transaction"]
 
 @dataclass(slots=True)
 class StepResult:
-    """What a guarded step returns. Its arrays may not be computed yet.
+    """The result of a guarded step. Its arrays may not be computed yet.
 
     Attributes:
         state: the state to continue with.
-        outputs: what the body returns beside it.
+        outputs: the other outputs of the body.
         vector: the numbers of the verdict, in the order of `core.verdict.FIELDS`.
         halt: whether the next step has to be refused because of this one, on the device.
-        scales: the loss scales that the step ran with.
-        given: the state that it was given; `None` if that was donated.
-        factors: the factors that it was given.
-        args: its other arguments, as they were.
+        scales: the loss scales of the step.
+        given: its initial state; `None` if that was donated.
+        factors: its factors.
+        args: its other arguments.
         verdict: its verdict, once the host has read it.
     """
 
@@ -73,21 +73,20 @@ class Transaction:
     Args:
         body: the step.
         train_state: callable that returns the `TrainState` at the time of tracing.
-        variables: callable that returns the Keras variable of each array of the flattened state
-            (`None` for one that has none).
-        outputs: what the outputs tell of the loss, and what replaces them on a refusal.
+        variables: callable that returns the Keras variable of each array of the flattened state (or
+            `None`).
+        outputs: finds the loss in the outputs, and replaces them on a refusal.
         model: the model whose `compute_loss` returns the loss, or `None`.
-        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are
-            reported all the same.
-        jit: compile the step.
-        owns_state: whether nobody else holds the state. So it may be overwritten.
-        shardings: where the arrays of the state are; `None` if they are on one device.
+        refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
+        jit: whether to compile the step.
+        owns_state: whether nobody else uses the state, so that it may be overwritten.
+        shardings: shardings of the arrays of the state; `None` if they are on one device.
         scaling: context in which learning rates are scaled by `factors`.
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
-        unpublished: what the program has returned, until the caller holds the new state. A signal
-            handler that raises finds it here.
+        unpublished: the result of the program, until the caller has the new state. A signal handler
+            that raises finds it here.
     """
 
     counted = False
@@ -126,7 +125,7 @@ class Transaction:
         self._compile(ImmediateUpdates if not (jit and refuse) else DeferredUpdates)
 
     def _compile(self, updates: type[StepTrace]) -> None:
-        """Make the programs, which are compiled when they are called first."""
+        """Create the programs, which are compiled when they are first called."""
         first = next(iter(jax.tree_util.tree_leaves(self.shardings)), None)
         options: dict[str, Any] = {"donate_argnums": 1} if self.donates else {}
         everywhere = None
@@ -160,10 +159,10 @@ class Transaction:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether a step may be started before the verdict on the one before is read.
+        """Whether a step may be started before the verdict of the previous one is read.
 
-        Not if its logs are those of a refused step, and not if it calls the host, which would
-        notice a step that runs in vain.
+        Not if its logs are those of a refused step, and not if it calls the host, because a halted
+        step would then have a visible effect.
         """
         return self.donates and self.outputs.lasting and self._calls_host is False
 
@@ -183,10 +182,10 @@ class Transaction:
 
         Args:
             state: a pytree of arrays.
-            factors: the numbers that the guard changes and a step reads, and that are no variables;
-                see `Session.adjustments`.
-            *args: what else the body takes.
-            after: the step before, whose verdict has not been read yet.
+            factors: the changed numbers that a step reads and that are not variables; see
+                `Session.adjustments`.
+            *args: the other arguments of the body.
+            after: the previous step, whose verdict has not been read yet.
         """
         self.adopt(state)
         halt = self._go if after is None else after.halt
@@ -196,17 +195,16 @@ class Transaction:
         return StepResult(new, outputs, vector, halt, scales, given, factors, own)
 
     def finish(self, result: StepResult, state: Any) -> bool:
-        """Wait for the verdict on a step that was started.
+        """Wait for the verdict of a started step.
 
         Args:
             result: the step.
-            state: the state of this moment: the one that the step left, or the same as it left a
-                step that it has halted.
+            state: the present state: that of the step, or the same state after a halted step.
 
         Returns:
-            whether it has a verdict now. If not, run it again, from the state of this moment: its
-            numbers are finite, but so large that only its update can show what comes of them. From
-            then on steps read their updates before they commit.
+            Whether it has a verdict now. If not, run it again from the present state: its numbers
+                are finite, but so large that only its update can show the result. From then on
+                steps read their updates before they commit.
         """
         verdict = Verdict.of(np.asarray(result.vector).tolist())
         undecided = verdict.refused and verdict.finite and not verdict.halted
@@ -219,19 +217,19 @@ class Transaction:
         return True
 
     def adopt(self, state: Any) -> None:
-        """Have a state to replay, if there was no step yet."""
+        """Use this state for a replay, if there was no step yet."""
         if self._last is None:
             self._last = state
 
     def published(self) -> None:
-        """Take note that the caller holds the new state."""
+        """Record that the caller has the new state."""
         self.unpublished.clear()
 
     def _run(self, *args: Any) -> Any:
-        """Call the program; once more if its trace shows that the updates cannot be deferred.
+        """Call the program; a second time if its trace shows that the updates cannot be deferred.
 
-        No byte code runs between the program, which donates the state, and the list that takes
-        the new one: a signal handler that raises cannot come in between.
+        No byte code runs between the program, which donates the state, and the list that receives
+        the new one, so a signal handler that raises cannot run in between.
         """
         self.unpublished.clear()
         each = [[argument] for argument in args]
@@ -257,10 +255,10 @@ class Transaction:
         return counts
 
     def _rows(self, result: StepResult, state: Any) -> list[tuple[Any, ...]]:
-        """Return `(site, path, nan, inf, size)` of what a bad step computed.
+        """Return `(site, path, nan, inf, size)` of a bad step.
 
-        It runs once more, from the state that it was given, and nothing of it is kept. A step that
-        has committed is not run again if its state was donated.
+        The step runs again from its initial state, without side effects. A step that has committed
+        is not run again if its state was donated.
         """
         if result.given is None and not result.verdict.refused:
             return []
@@ -277,7 +275,7 @@ class Transaction:
     # What a diagnosis asks of it
 
     def _of_variables(self) -> tuple[Any, list[Any]]:
-        """Return the state of this moment as the variables hold it, and the variables."""
+        """Return the present state from the variables, and the variables."""
         leaves, tree = jax.tree_util.tree_flatten(self._last)
         owners = list(self.variables())
         pairs = zip(owners, leaves)
@@ -293,10 +291,10 @@ class Transaction:
         return outputs
 
     def judged(self, *args: Any) -> Verdict:
-        """Run the step as it is compiled, from what the variables hold, and forget it.
+        """Run the compiled step from the values of the variables, without side effects.
 
         Returns:
-            the verdict.
+            The verdict.
         """
         state, _ = self._of_variables()
         if self.donates:
@@ -308,11 +306,11 @@ class Transaction:
     # What the session asks of it
 
     def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step, which nobody can have changed."""
+        """Return the arguments of an earlier step, which cannot have changed."""
         return given
 
     def release_run(self) -> None:
-        """Release the run that is over, its state and its last batch."""
+        """Release everything of the finished run, its state and its last batch."""
         self.train_state = lambda: TrainState.of(self.model)
         self.scaling = lambda factors: contextlib.nullcontext()
         self._last = self.given = None
@@ -324,28 +322,28 @@ class Transaction:
         train_state: Callable[[], TrainState],
         scaling: Callable[[dict[int, Any]], Any],
     ) -> None:
-        """Work for another run on the same model, as if made for it."""
+        """Use the transaction for another run on the same model."""
         self.train_state, self.scaling, self.reused = train_state, scaling, True
 
     def inherit(self, other: Transaction) -> None:
-        """Start with what another transaction around the same body has found out."""
+        """Start with the findings of another transaction for the same body."""
         self.tolerated = other.tolerated
         if other.keeps_undo and not self.keeps_undo:
             self._compile(ImmediateUpdates)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Let these variables be infinite."""
+        """Allow these variables to be infinite."""
         self.tolerated |= {id(v) for v in variables}
 
     def resume(self) -> None:
-        """Continue after the host has healed the state; here no step runs on a bad one."""
+        """Do nothing: here no step runs on a bad state."""
 
     def recount(self, step: int) -> None:
-        """Let the next step be this number; here none is counted."""
+        """Do nothing: here steps are not counted."""
 
 
 def _signature(args: Any) -> tuple[Any, ...]:
-    """Return the shapes of a batch, by which its trace is known again."""
+    """Return the shapes of a batch, which identify its trace."""
     return tuple(np.shape(leaf) for leaf in jax.tree_util.tree_leaves(args))
 
 

@@ -1,4 +1,6 @@
-"""The transaction around a train step on TensorFlow: of a Keras trainer, and of a loop without."""
+"""Attaches the transaction to a train step on TensorFlow: of a Keras trainer, and of a loop without
+one.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ class ModelAttachment(attach.Attachment):
     def _body(self) -> Any:
         """Return the step to trace.
 
-        If Keras has traced it since `compile`, the weights are trainable that were so then.
+        If Keras has traced it since `compile`, the trainable weights are those of that time.
         """
         model, body = self.model, self.body
         if self._cached[0] is None or self._eager:
@@ -89,9 +91,9 @@ class ModelAttachment(attach.Attachment):
         return as_traced
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer as Keras' own step would while it is traced.
+        """Build the optimizer as Keras' own step would during tracing.
 
-        `tf.function` traces twice what makes variables.
+        `tf.function` traces a step twice if it creates variables.
         """
         model, optimizer = self.model, self.model.optimizer
         in_graph = self._stock and model.built and not (self._eager or self._spread_out())
@@ -99,13 +101,13 @@ class ModelAttachment(attach.Attachment):
             build(optimizer, model.trainable_weights, eagerly=False)
 
     def _is_keras_own(self) -> bool:
-        """Whether what Keras makes of the step only calls it, once for each batch."""
+        """Whether Keras' train function only calls the step, once for each batch."""
         make = self._make
         own = getattr(make, "__func__", None) is keras.Model.make_train_function
         return own or hasattr(make, "hooks")
 
     def _place(self, transaction: Any) -> None:
-        """Put the transaction where the session finds it, and Keras whenever it traces."""
+        """Set the transaction on the session, and on the model for Keras to trace."""
         transaction.recount(self.session.step)
         self.session.attach(self, transaction)
         instance_overrides.set_instance(self.model, "train_step", transaction)
@@ -121,27 +123,27 @@ class ModelAttachment(attach.Attachment):
     def _spread_out(self) -> bool:
         """Whether the model trains under a `tf.distribute` strategy.
 
-        Under all of them but `MirroredStrategy` steps are watched, not refused.
+        Under all of them but `MirroredStrategy` steps are checked, but not refused.
         """
         default = tf.distribute.get_strategy()
         return self.model.distribute_strategy is not default or tf.distribute.has_strategy()
 
     def _before_step(self, data: Any) -> None:
-        """Let the host do what is due.
+        """Run the tasks of the host that are due.
 
-        If it is about to restore a saved state, every variable that the step makes is made first.
+        If it is about to restore a saved state, all variables of the step are created first.
         """
         if self.session.resuming is not None:
             self._trace(getattr(data, "element_spec", None))
         super()._before_step(data)
 
     def prepare(self) -> None:
-        """Make every variable that the first step would make."""
+        """Create every variable that the first step would create."""
         if not self._spread_out():
             self._trace(keras_fitting.running_spec())
 
     def _trace(self, spec: Any) -> None:
-        """Trace the step for data like this without running it, which makes its variables."""
+        """Trace the step for data like this without running it, which creates its variables."""
         while spec is not None:
             try:
                 self.session.transaction.trace(spec)
@@ -150,7 +152,7 @@ class ModelAttachment(attach.Attachment):
                 self._retrace(found)
 
     def _retrace(self, found: Retrace) -> None:
-        """Make the step anew, with what its trace has found."""
+        """Create the step again, with the findings of its trace."""
         self.session.transaction.learn(found)
         self._build()
 
@@ -169,7 +171,7 @@ class ModelAttachment(attach.Attachment):
 
     @property
     def can_run_again(self) -> bool:  # type: ignore[override]
-        """Whether one execution is one step on one batch that the host has taken."""
+        """Whether one execution is one step on one batch that the host has."""
         return self._takes
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
@@ -180,7 +182,7 @@ class ModelAttachment(attach.Attachment):
         )[1]
 
     def _run(self, inner: Callable[[], Any], args: Any = None) -> tuple[Any, Verdict]:
-        """Run one execution, and trace its step in another mode if its trace asks for that."""
+        """Run one execution, and trace its step in another mode if its trace requires it."""
         while True:
             transaction = self.session.transaction
             transaction.give(args)
@@ -216,7 +218,7 @@ class LoopStep(attach.LoopStep):
         return self._execute(*args)[1]
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        """Run one step; returns its outputs and its verdict."""
+        """Run one step; return its outputs and its verdict."""
         given = held((args, kwargs))
         while True:
             transaction = self.session.transaction

@@ -1,7 +1,7 @@
-"""The same step in the mode it was compiled in, with the layers under observation.
+"""Replays a step in its compiled mode and records its layers.
 
-What an eager replay does not show (a square root at 0 under XLA) shows here, layer by layer instead of operation by
-operation.
+This finds faults that an eager replay does not show (a square root at 0 under XLA), by layer
+instead of by operation.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager", "graph", "xla")
-"""The modes in which a step can be run again."""
+"""The modes in which a step can be replayed."""
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
-    """Run a step once, compiled, and forget it; see what it came to.
+    """Compile a step, run it once, and return the result.
 
     Args:
         step: the step.
         args: its arguments.
-        jit: compile with XLA.
+        jit: whether to compile with XLA.
     """
     with step.preserved():
         return _Traced(step).run(args, jit)
 
 
 class _Traced:
-    """One trace of a step that returns what its layers saw."""
+    """One trace of a step that returns the tensors of its layers."""
 
     def __init__(self, step: ReplayableStep):
         self.step = step
@@ -100,7 +100,9 @@ class _Traced:
         return "", "", None
 
     def _forward(self, layer: str) -> Origin | None:
-        """Return where the forward pass goes bad: in a call, else in the statistics of this layer, else in the loss."""
+        """Return the first bad place in the forward pass: a call, else the statistics of this
+        layer, else the loss.
+        """
         for call in self.calls:
             if not _finite(call.outputs) and _finite(call.inputs):
                 return _origin(call, call.phase, call.outputs, call.inputs, self.count)
@@ -112,7 +114,9 @@ class _Traced:
         return Origin(0, "operation", "", "loss", culprit="loss")
 
     def _backward(self, bad: Sequence[str]) -> Origin | None:
-        """Return the layer where the gradient goes bad: what comes back to it is finite, what it passes on is not."""
+        """Return the first bad layer in the backward pass: its incoming gradient is finite, its
+        outgoing one is not.
+        """
         for call in reversed(self.calls):
             if call.gradients_in and not _finite(call.gradients_in) and _finite(call.gradients_out):
                 return _origin(call, "backward", call.gradients_in, call.inputs, self.count)
@@ -143,7 +147,9 @@ def _origin(call: Call, phase: str, results: Sequence[Any], inputs: Sequence[Any
 
 
 def _rows(arrays: Sequence[np.ndarray[Any, Any]], count: int) -> tuple[int, ...]:
-    """Return the bad rows of the first array that has one for each row of the batch, none if all are bad."""
+    """Return the bad rows of the first array with one entry per row of the batch, none if all are
+    bad.
+    """
     for array in arrays:
         if array.ndim and count > 1 and array.shape[0] == count:
             wrong = ~np.isfinite(array).reshape(array.shape[0], -1).all(axis=1)

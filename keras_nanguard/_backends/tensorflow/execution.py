@@ -19,11 +19,12 @@ __all__ = ["Retrace", "StepResult", "StepSetup", "StepTrace"]
 
 
 class Retrace(Exception):
-    """Tracing found that the step has to be traced anew in another mode. Never leaves the library.
+    """Raised during tracing if the step has to be traced again in another mode. Never leaves the
+    library.
 
     Attributes:
-        untracked: a variable that the step writes and that no list of Keras names; `None` if
-            updates have to run where the body asks for them instead.
+        untracked: a variable that the step writes and that Keras does not track; `None` if updates
+            must run where the body calls them.
     """
 
     def __init__(self, untracked: graph.Untracked | None = None):
@@ -40,11 +41,11 @@ class StepSetup:
         model: the model whose `compute_loss` returns the loss, or `None`.
         train_state: returns the `TrainState` at the time of tracing.
         note_created: called with each variable that is created inside the step, and its value.
-        outputs: what stands for the outputs of a refused step.
-        refuse: refuse bad steps; otherwise they run as they are, and only their verdict is told.
-        immediate: updates run where the body asks for them.
-        jit: the step is compiled with XLA.
-        untracked: variables that the step writes and that no list of Keras names, by key.
+        outputs: replaces the outputs of a refused step.
+        refuse: whether bad steps are refused; otherwise only their verdict is computed.
+        immediate: whether updates run where the body calls them.
+        jit: whether the step is compiled with XLA.
+        untracked: variables that the step writes and that Keras does not track, by key.
         tolerated: keys of the variables that may be infinite or NaN.
     """
 
@@ -61,14 +62,14 @@ class StepSetup:
 
 
 class StepResult(NamedTuple):
-    """What one step came to.
+    """The result of one step.
 
     Attributes:
-        outputs: what it returned, or what stands for that after a refusal.
+        outputs: its outputs, or their replacement after a refusal.
         row: the numbers of its verdict, shape `(len(FIELDS),)`.
-        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if
-            all of its sums were finite.
-        bad: scalar bool, whether it is to be reported: refused, and not because it was halted.
+        counts: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
+            of its sums were finite.
+        bad: scalar bool, whether to report it: refused, and not because it was halted.
     """
 
     outputs: Any
@@ -82,7 +83,7 @@ class StepTrace:
 
     Args:
         setup: how it is traced.
-        halted: scalar bool, whether the step is refused whatever it computes.
+        halted: scalar bool, whether the step is refused regardless of its numbers.
         step: its number, a scalar int64.
 
     Attributes:
@@ -117,7 +118,7 @@ class StepTrace:
         return self.result(*self._decide(outputs))
 
     def _decide(self, outputs: Any) -> tuple[Any, Sequence[Any]]:
-        """Commit or refuse; returns the outputs, and the sums over weights and slots."""
+        """Commit or refuse; return the outputs, and the sums over weights and slots."""
 
         def commit() -> list[Any]:
             return self.commit(outputs)
@@ -136,7 +137,7 @@ class StepTrace:
     # The body, and what it may write
 
     def observed(self, args: Sequence[Any]) -> Any:
-        """Run the body and note what it hands to its optimizers; returns its outputs."""
+        """Run the body and record the calls of its optimizers; return its outputs."""
         setup, optimizers = self.setup, self.train_state.optimizers
         intercept = Intercept(
             setup.model, optimizers, setup.immediate, self.note_created, asked=self.asked
@@ -147,7 +148,7 @@ class StepTrace:
         return outputs
 
     def keep(self) -> None:
-        """Keep what the body may write and what a refusal restores."""
+        """Keep the values that the body may write and a refusal restores."""
         self.hold([*self.train_state.other, *self.train_state.metrics, *self.train_state.rates])
         if self.graph is None:  # a graph shows them
             self.hold(self.train_state.unlisted)
@@ -158,9 +159,9 @@ class StepTrace:
             self.note_scale(*pair)
 
     def asked(self, record: Update) -> None:
-        """Note what was unknown until the body asked for this update, which has not run yet.
+        """Store what is unknown before the body calls this update, which has not run yet.
 
-        Weights that no known model holds, and the scale of an optimizer that the body builds.
+        These are weights of no known model, and the scale of an optimizer that the body builds.
         """
         known = self.keys(self.train_state.trainable) | self.created
         found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
@@ -179,17 +180,19 @@ class StepTrace:
                 self.note_scale(scale, record.optimizer.step_counter)
 
     def note_scale(self, scale: Any, counter: Any) -> None:
-        """Note a loss scale: value and counter at this point of the program, and the variables."""
+        """Store a loss scale: value and counter at this point of the program, and the variables."""
         values = scale.value.read_value(), counter.value.read_value()
         self.scales.append((*values, scale, counter))
 
     def hold(self, variables: Sequence[Any]) -> None:
-        """Keep the values that variables (Keras' or TensorFlow's) have at this point."""
+        """Keep the present values of variables (of Keras or TensorFlow)."""
         for variable in map(self.local, variables):
             self.kept.append((variable, variable.read_value()))
 
     def local(self, variable: Any) -> Any:
-        """Return TensorFlow's own variable behind one of Keras', and any other one as it is."""
+        """Return the TensorFlow variable behind a Keras one; any other variable is returned
+        unchanged.
+        """
         return variable if isinstance(variable, tf.Variable) else variable.value
 
     def keys(self, variables: Iterable[Any]) -> set[int]:
@@ -197,7 +200,7 @@ class StepTrace:
         return {id(self.local(v).handle) for v in variables}
 
     def note_created(self, variable: Any) -> None:
-        """Keep a variable that is created inside the step."""
+        """Store a variable that is created inside the step."""
         self.hold([variable])
         self.created |= self.keys([variable])
         with tf.init_scope():
@@ -206,12 +209,12 @@ class StepTrace:
     # What the graph shows
 
     def inspect(self, start: int, foreign: Set[int] = frozenset()) -> None:
-        """Keep only what the body writes; ask for another trace if this mode does not suit it.
+        """Keep only what the body writes; raise `Retrace` if this mode does not suit it.
 
         Args:
             start: mark of the graph at which the body begins.
-            foreign: keys of the variables that another replica looks after. Its body is in the
-                graph after this one.
+            foreign: keys of the variables of another replica, whose body is in the graph after this
+                one.
         """
         known = {id(v.handle) for v, _ in self.kept} | foreign
         large = self.keys([*self.train_state.trainable, *self.train_state.slots])
@@ -233,9 +236,9 @@ class StepTrace:
         self.kept = [(v, old) for v, old in self.kept if id(v.handle) in written]
 
     def check_deferred(self) -> None:
-        """Ask for another trace if the rest of the body depends on updates that were deferred.
+        """Raise `Retrace` if the rest of the body depends on updates that were deferred.
 
-        They are the whole of the graph that is being made.
+        The graph so far has nothing else after the mark.
         """
         if self.graph is None or not self.after_update:
             return
@@ -247,7 +250,9 @@ class StepTrace:
     # The verdict
 
     def measure(self, outputs: Any) -> None:
-        """Sum up loss, gradients and written statistics, and weights and slots if written, too."""
+        """Sum up loss, gradients and written statistics, and weights and slots if they were
+        written, too.
+        """
         state, seen, setup = self.train_state, self.seen, self.setup
         self.kind = kind = reductions.kind([*state.trainable, *state.slots])
         others = self.keys([*state.metrics, *state.trainable, *state.slots]) | setup.tolerated
@@ -274,7 +279,7 @@ class StepTrace:
         self.places = tuple((site, path) for site, path, _ in self.counted)
 
     def _places(self) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that is counted for a report."""
+        """Return `(site, path, tensor)` of everything that a report counts."""
         state, paths = self.train_state, {}
         for variable in (*state.other, *state.trainable, *state.rates):
             paths[id(self.local(variable).handle)] = variable.path
@@ -288,25 +293,25 @@ class StepTrace:
 
     @property
     def sums(self) -> list[Any]:
-        """The sums that decide."""
+        """The sums of the decision."""
         return [self.loss, self.gradients, self.statistics, *self.update_sums]
 
     def judge(self) -> None:
-        """Decide whether the step may commit; each entry is looked at if a sum is not finite."""
+        """Decide whether the step may commit; check each entry if a sum is not finite."""
         nothing = tf.zeros((len(self.places), 3), tf.int64)
         trusted = tf.math.is_finite(reductions.add(self.sums, self.kind))
         finite, self.counts = tf.cond(trusted, lambda: (tf.constant(True), nothing), self.look)
         self.settle(finite)
 
     def look(self) -> tuple[Any, Any]:
-        """Return whether all entries of what decides are finite, and the counts of each place."""
+        """Return whether all entries are finite, and the counts of each place."""
         counts = reductions.counts([tensor for _, _, tensor in self.counted])
         decide = tf.constant([site != "outputs" for site, _ in self.places], tf.int64)
         bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
         return reductions.all_finite(self.losses) & (bad == 0), counts
 
     def settle(self, finite: Any) -> None:
-        """Note the decision, given whether all entries are finite."""
+        """Store the decision, given whether all entries are finite."""
         settled = [reductions.settled(s, finite) for s in self.sums]
         self.loss, self.gradients, self.statistics, *self.update_sums = settled
         self.may_commit = finite & ~self.halted
@@ -323,7 +328,7 @@ class StepTrace:
     # What comes of it
 
     def commit(self, outputs: Any) -> list[Any]:
-        """Run the deferred updates; returns the sums over what they wrote, and the outputs."""
+        """Run the deferred updates; return the sums over the written values, and the outputs."""
         committed = self.setup.outputs.committed
         if self.setup.immediate:
             return [*self.update_sums, *committed(outputs)]
@@ -335,7 +340,7 @@ class StepTrace:
         return [*sums, *committed(outputs)]
 
     def refuse(self, outputs: Any) -> list[Any]:
-        """Restore what was kept; returns the same as `commit`."""
+        """Restore the kept values; return the same as `commit`."""
         if not self.setup.refuse:
             return [*self.update_sums, *self.setup.outputs.committed(outputs)]
         for variable, old in self.kept:
@@ -344,7 +349,7 @@ class StepTrace:
         return [*self.update_sums, *self.setup.outputs.refused(outputs)]
 
     def _learn_scale(self) -> None:
-        """Let each loss scale learn from the refusal."""
+        """Update each loss scale after a refusal."""
         scaled = filter(keras_optimizers.is_loss_scaled, self.train_state.optimizers)
         first = {id(o.dynamic_scale): o.initial_scale for o in scaled if o.built}
         operations, seen = reductions.OPERATIONS, (self.loss, self.gradients)

@@ -1,7 +1,7 @@
-"""Fault injection on TensorFlow: what `keras_nanguard.testing.inject` does inside the compiled program.
+"""Fault injection on TensorFlow: `keras_nanguard.testing.inject` inside the compiled program.
 
-The hook stands around the step that Keras is about to compile, so around the transaction where there is one: the count
-of steps and what is written to the state belong to no step, and no refusal gives them back.
+The hook wraps the step that Keras is about to compile, including the transaction. So a refusal
+restores neither the step counter of the hook nor its writes to the state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _installed: list[Hook] = []
 
 @contextlib.contextmanager
 def in_batches(model: Any, batches: list[Any]) -> Iterator[list[Any]]:
-    """Put the faults of this model into the batches that the host is about to give to its steps, and leave them out of the steps."""
+    """Inject the faults of this model into the batches on the host instead of into its steps."""
     hooks = [h for h in _installed if h.model is model and h.fault.site in ("inputs", "targets")]
     for hook in hooks:
         batches, hook.beforehand = [hook.spoiled(batch) for batch in batches], True
@@ -35,17 +35,18 @@ def in_batches(model: Any, batches: list[Any]) -> Iterator[list[Any]]:
 
 
 def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a train step of this model with the faults around it that are installed and not around it yet."""
+    """Return a train step of this model with its installed faults, unless they are in it already.
+    """
     for hook in reversed([h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]):
         step = hook.around(step)
     return step
 
 
 class Hook(FaultHook):
-    """One fault, put around every train step of one model.
+    """One fault, injected into every train step of one model.
 
     Attributes:
-        beforehand: whether the batch of the step that runs (or is traced) has the fault already.
+        beforehand: whether the batch of the running (or traced) step already has the fault.
     """
 
     beforehand = False
@@ -57,11 +58,11 @@ class Hook(FaultHook):
 
     @property
     def seen(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return int(self.counter.numpy()) + 1
 
     def install(self) -> None:
-        """Put it in place, on the instance only."""
+        """Install the fault, on the instance only."""
         if not keras_fitting.on_making(self.model, self._making, self._overrides):
             self._override("make_train_function", self._making_train(self.model.make_train_function))
         if self.fault.site in ("loss", "gradients"):
@@ -101,7 +102,7 @@ class Hook(FaultHook):
         return make
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a train step with the fault around it."""
+        """Return a train step with the fault."""
 
         def train_step(data: Any) -> Any:
             if self.beforehand:
@@ -121,13 +122,13 @@ class Hook(FaultHook):
         return train_step
 
     def _now(self) -> Any:
-        """Return whether the step that runs is one of the fault's."""
+        """Return whether the fault is due in the running step."""
         return tf.reduce_any(tf.equal(self.counter.read_value(), tf.constant(self.fault.steps, tf.int64)))
 
     # The batch
 
     def spoiled(self, data: Any) -> Any:
-        """Return the batch of the next step as it is with the fault."""
+        """Return the batch of the next step with the fault."""
         self.counter.assign_add(1)
         data = keras.tree.map_structure(lambda value: tf.convert_to_tensor(value) if hasattr(value, "__array__") else value, data)
         return self._spoiled(data, self._now())
@@ -150,7 +151,7 @@ class Hook(FaultHook):
     # The state
 
     def _write(self, now: Any) -> None:
-        """Write to the state ahead of the step."""
+        """Write to the state before the step."""
         chosen = self._in_state()
 
         def write() -> Any:
@@ -181,7 +182,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _build(model: Any) -> None:
-    """Build the model's only optimizer, as its first step would, so that there is something to spoil."""
+    """Build the model's only optimizer, as its first step would, so that its slots exist."""
     optimizers = keras_optimizers.find_optimizers(model)
     if len(optimizers) == 1 and not optimizers[0].built and model.trainable_variables:
         with tf.init_scope(), keras.name_scope(optimizers[0].name, caller=optimizers[0]):
@@ -218,7 +219,8 @@ def _with_gradient(loss: Any, factor: Any) -> Any:
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _zero(value: Any, factor: Any, mask: Any) -> Any:
-    """Return 0, whose gradient by the masked entries of `value` is `factor` where that is not 1, else 0."""
+    """Return 0 with a gradient by the masked entries of `value`: `factor` if that is not 1, else 0.
+    """
 
     def gradient(upstream: Any) -> Any:
         bad = tf.cast(upstream * factor, value.dtype)

@@ -1,8 +1,8 @@
-"""Which variables a traced TensorFlow step reads and writes, read off its graph.
+"""Finds the variables that a traced TensorFlow step reads and writes, from its graph.
 
-A graph says exactly what will run. So instead of guessing what a user's `train_step` touches, the transaction traces it
-and looks: variables it writes must be given back on a refusal, whether or not Keras lists them, and an update that
-nothing reads afterwards can be deferred to the end of the step, when the verdict is known.
+The graph shows exactly which operations will run. The transaction traces the user's `train_step`
+and inspects the graph: the variables it writes must be restored on a refusal, even if Keras does
+not track them, and an update can be deferred to the end of the step if nothing reads its result.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Var
 
 
 class Access:
-    """One operation's touch of one resource that lives outside of all graphs.
+    """One access of an operation to a resource outside of all graphs.
 
     Attributes:
         handle: the resource as an eager tensor.
         key: identifies the resource.
-        writes: False where the operation only reads it.
-        after_mark: whether the operation was made after the mark given to `accesses`.
+        writes: False if the operation only reads it.
+        after_mark: whether the operation was created after the mark given to `accesses`.
     """
 
     __slots__ = ("after_mark", "handle", "key", "writes")
@@ -34,21 +34,21 @@ class Access:
 
 
 def mark(graph: Any) -> int:
-    """Return a mark: operations made from now on are after it. Without a graph it is of no use to anyone."""
+    """Return a mark: operations created later are after it. Without a graph it has no meaning."""
     return len(graph.get_operations()) if graph is not None else 0
 
 
 def capture(graph: Any, variable: Any) -> Any:
-    """Return the tensor by which the graph knows this `tf.Variable`."""
+    """Return the tensor of this `tf.Variable` in the graph."""
     return graph.capture(variable.handle) if hasattr(graph, "capture") else variable.handle
 
 
 def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Iterable[Access]:
-    """Yield every touch of an outside resource by the operations made since `start`.
+    """Yield every access to an outside resource by operations created since `start`.
 
-    Calls of functions, loops and conditionals carry the attribute `_read_only_resource_inputs`, which TensorFlow's
-    automatic control dependencies set (tensorflow/python/framework/auto_control_deps.py): inputs that it does not name
-    count as written.
+    Calls of functions, loops and conditionals have the attribute `_read_only_resource_inputs`,
+    which TensorFlow's automatic control dependencies set
+    (tensorflow/python/framework/auto_control_deps.py). All other inputs count as written.
     """
     outside = _Outside()
     for position, op in enumerate(graph.get_operations()[start:], start):
@@ -63,9 +63,11 @@ def accesses(graph: Any, start: int = 0, after_mark: int | None = None) -> Itera
 
 
 def draws(graph: Any) -> bool:
-    """Return whether an operation draws random numbers by a state of its own, which nobody can give back (`tf.random.normal`).
+    """Return whether an operation draws random numbers from hidden state that cannot be restored
+    (`tf.random.normal`).
 
-    Such ones have two seeds as attributes. `tf.random.Generator` and Keras' `SeedGenerator` keep their states in variables.
+    Such operations have two seeds as attributes. `tf.random.Generator` and Keras' `SeedGenerator`
+    keep their states in variables.
     """
     whole = graph.as_graph_def()
     return any("seed2" in node.attr for nodes in (whole.node, *(f.node_def for f in whole.library.function)) for node in nodes)
@@ -79,13 +81,13 @@ def _read_only(op: Any) -> set[int]:
 
 
 class _Outside:
-    """Finds what tensors of nested graphs stand for outside of all of them."""
+    """Finds the outer tensors behind tensors of nested graphs."""
 
     def __init__(self) -> None:
         self._captures: dict[int, dict[int, Any]] = {}
 
     def of(self, tensor: Any) -> Any:
-        """Return the eager tensor behind one of a graph, `None` where there is none."""
+        """Return the eager tensor behind one of a graph, or `None`."""
         while tensor is not None and not hasattr(tensor, "numpy"):
             graph = tensor.graph
             known = self._captures.get(id(graph))
@@ -100,14 +102,14 @@ def _captures(graph: Any) -> Any:
 
 
 class Untracked:
-    """A variable that the step writes although Keras lists it nowhere, known by its handle alone."""
+    """A variable that the step writes and Keras does not track, known by its handle only."""
 
     def __init__(self, handle: Any, dtype: Any):
         self.handle, self.dtype, self.name = handle, dtype, "untracked variable"
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of the value that it has at this moment."""
+        """The shape of its present value."""
         with tf.init_scope():
             return self.read_value().shape
 
@@ -116,15 +118,17 @@ class Untracked:
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
     def assign(self, value: Any) -> None:
-        """Give it a value."""
+        """Set its value."""
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
 
 def untracked(handle: Any) -> Untracked | None:
-    """Return the variable behind this eager handle, `None` for a resource that is none: a table, a queue, a summary writer.
+    """Return the variable behind this eager handle, or `None` for another resource: a table, a
+    queue, a summary writer.
 
-    `Tensor._handle_data` is private to TensorFlow. It holds the dtype of a variable that is written inside of a function, a
-    loop or a conditional only: the operations that pass it on do not know it, and the `tf.Variable` is not known here.
+    `Tensor._handle_data` is private to TensorFlow. It has the dtype of a variable that is only
+    written inside of a function, a loop or a conditional. The operations that pass on the handle do
+    not have the dtype.
     """
     with tf.init_scope():
         if not tf.raw_ops.VarIsInitializedOp(resource=handle):

@@ -1,4 +1,5 @@
-"""What the host's side asks of TensorFlow: its processes, its generator of random numbers, a pass without gradients."""
+"""Process functions of TensorFlow: its processes, its random generator, a pass without gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +20,33 @@ __all__ = [
     "without_gradients",
 ]
 SPREADS_ARRAYS = False
-"""Whether one array may be spread over several processes, so that none of them can compute with it alone."""
+"""Whether one array may be distributed over several processes, so that no process can compute with
+it alone.
+"""
 
 
 def place() -> tuple[int, int]:
-    """Return the number of this process among those that train together, from 0, and how many there are."""
+    """Return the rank of this process, from 0, and the number of processes that train together."""
     return 0, 1
 
 
 def trains_together(model: Any, loop: bool) -> bool:
-    """Return whether this process trains the model together with others."""
+    """Return whether this process trains the model with others."""
     return False
 
 
 def gathered(payload: bytes, what: str) -> list[bytes]:
-    """Return what each process hands in, by rank."""
+    """Return the values of all processes, by rank."""
     return [payload]
 
 
 def generator_state() -> np.ndarray[Any, Any] | None:
-    """Return the state of the generator that layers draw from and that belongs to no variable, `None` where there is none."""
+    """Return the state of the generator that belongs to no variable, or `None`."""
     return None
 
 
 def set_generator_state(state: np.ndarray[Any, Any]) -> None:
-    """Put it back; a state of another backend says nothing here."""
+    """Restore this state. A state of another backend is ignored."""
 
 
 
@@ -52,6 +55,6 @@ def advance_generator() -> None:
 
 
 def without_gradients() -> AbstractContextManager[Any]:
-    """Return a context in which nothing is kept for a backward pass that will not come."""
+    """Return a context without recording for a backward pass."""
     return contextlib.nullcontext()
 

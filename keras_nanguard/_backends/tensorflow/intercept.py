@@ -1,7 +1,8 @@
-"""While the body of a step runs: what it hands to its optimizers, and the loss it computes.
+"""Intercepts the optimizer calls and the loss of a step while its body runs.
 
-Every train step, the user's own included, ends in `Optimizer.apply`. Overriding that on the instance sees the gradients
-of any train step and leaves the optimizer's class, config and variables as they were.
+Every train step, including the user's own, ends in `Optimizer.apply`. Overriding it on the instance
+gives the gradients of any train step, without changes to the optimizer's class, config and
+variables.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class Update:
         self.variables = [v for g, v in self.pairs if g is not None]
 
     def run(self) -> None:
-        """Make the call that was deferred."""
+        """Run the deferred call."""
         self.real(self.grads) if self.given is None else self.real(self.grads, self.given)
 
 
 @dataclass(slots=True)
 class Seen:
-    """What one run of the body was seen to do.
+    """The recorded actions of one run of the body.
 
     Attributes:
         records: the calls of `apply`, in order.
         gradients: every gradient that is not `None`.
-        losses: what `compute_loss` returned.
-        outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
+        losses: the results of `compute_loss`.
+        outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
         boundary: mark of the graph at the first update, or `None`.
     """
 
@@ -57,16 +58,19 @@ class Seen:
 
 
 class Intercept:
-    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+    """Context that records the calls of optimizers instead of (or besides) updating, and the
+    model's loss.
 
     Args:
-        model: the model whose `compute_loss` is noted, or `None`.
-        optimizers: the optimizers to stand in for.
-        immediate: let each update run at once (its effect can be undone) instead of deferring it.
-        note_created: called with each variable that is created while the body runs, before anything writes it.
+        model: the model whose `compute_loss` is recorded, or `None`.
+        optimizers: the intercepted optimizers.
+        immediate: whether each update runs at once (its effect can be undone) instead of being
+            deferred.
+        note_created: called with each variable that is created while the body runs, before its
+            first write.
         asked: called with each record, before its update runs.
-        seen: returns the notes for the replica that asks, where there are several; else there are the notes that
-            entering the context returns.
+        seen: returns the records of the calling replica if there are several; otherwise the records
+            that entering the context returns are used.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class Intercept:
         return self.notes
 
     def creating(self) -> Any:
-        """Return a context in which variables are made outside of the graph; each replica's thread enters its own."""
+        """Return a context in which variables are created outside of the graph; each replica's
+        thread enters its own.
+        """
         return tf.variable_creator_scope(self._create)
 
     def __exit__(self, *details: Any) -> None:
@@ -127,9 +133,10 @@ class Intercept:
         return apply
 
     def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make a variable that is created inside the step (metrics, lazily built layers) outside of its graph.
+        """Create a variable of the step (metrics, lazily built layers) outside of its graph.
 
-        Its first value then is at hand before anything writes it, and `tf.function` has no reason to trace twice.
+        Its first value is then available before anything writes it, and `tf.function` need not
+        trace twice.
         """
         if self._creating:  # the scope follows into `init_scope`
             return create(**kwargs)
@@ -157,11 +164,13 @@ class Intercept:
 
 
 def build(optimizer: Any, variables: Sequence[Any], eagerly: bool) -> None:
-    """Build an optimizer as Keras' own step does: its variables outside of every graph, under the names that Keras gives.
+    """Build an optimizer as Keras' own step does: variables outside of every graph, with Keras'
+    names.
 
-    What it writes to them is part of the graph in which that is done, and `tf.function` throws away the first trace of a step, in
-    which variables are created. So in graph mode stock `ScheduleFreeAdamW` starts with momenta of 0 and not with the
-    weights, as it does in eager execution, and a guarded one has to do the same.
+    The values that it writes to them are part of the graph. `tf.function` discards the first trace
+    of a step, in which variables are created. So in graph mode stock `ScheduleFreeAdamW` starts
+    with momenta of 0 and not with the weights, as it does in eager execution, and a guarded one has
+    to do the same.
     """
 
     def built() -> None:

@@ -1,16 +1,16 @@
 """The transaction under `tf.distribute.MirroredStrategy`: one verdict for all replicas.
 
-In words::
+In outline::
 
-    each replica   keeps its small state, runs the user's step with the updates deferred, sums up
+    each replica   keeps its small state, runs the user's step with deferred updates, computes sums
     all together   add up the sums: one verdict
-    yes            the updates run on each replica, which is where Keras adds up the gradients
-    no             each replica restores its own copy of the small state; the batch is filed
+    yes            the updates run on each replica, where Keras sums the gradients no
+    each replica restores its own copy of the small state; the batch is reported
 
-A conditional around code that merges replicas must itself be outside of any replica. So each
-replica calls `merge_call`, as `LossScaleOptimizer` does, and the decision is made there. All
-replicas are traced into one graph, one after the other. What a replica writes is told from what
-the others write by the handle of its own copy of each variable.
+A conditional around code that merges replicas must be outside of any replica. So each replica calls
+`merge_call`, like `LossScaleOptimizer`, and the decision is made there. All replicas are traced
+into one graph, one after the other. The handle of each variable's copy shows which replica writes
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["MirroredTransaction"]
 
 
 class MirroredTransaction(Transaction):
-    """A `Transaction` that every replica of a strategy calls within `Strategy.run`."""
+    """A `Transaction` that every replica of a strategy calls inside `Strategy.run`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -40,7 +40,7 @@ class MirroredTransaction(Transaction):
     def _on_one_replica(self, *args: Any) -> Any:
         """Run the body outside of the strategy, on the whole batch.
 
-        If a replica was given no row, what it computes of nothing is what is looked for.
+        If a replica received no rows, the result for an empty batch is the one to find.
         """
         dealt, rows = self.report_queue.dealt, batches.row_count(args)
         if 0 in dealt and sum(dealt) == rows:
@@ -60,7 +60,7 @@ class MirroredTransaction(Transaction):
         return (share.outputs, step.result.row) if joined is None else joined
 
     def _leave(self, step: _Step) -> Any:
-        """File the step; returns what leaves it if that is the same for all replicas."""
+        """Report the step; return its outputs if they are the same for all replicas."""
         batch = tf.nest.map_structure(_whole, *(share.args for share in step.shares))
         self.file(step.result, step.places, batch, step.replicas)
         means = step.mean_outputs()
@@ -77,7 +77,7 @@ class MirroredTransaction(Transaction):
 
 
 class _Share(StepTrace):
-    """One replica's part of a step.
+    """The part of one replica in a step.
 
     Args:
         setup, halted, step: see `StepTrace`.
@@ -96,46 +96,45 @@ class _Share(StepTrace):
         self.flat: list[Any] = []
 
     def local(self, variable: Any) -> Any:
-        """Return this replica's copy of a variable, or the only one there is."""
+        """Return this replica's copy of a variable, or its only copy."""
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
     def check_deferred(self) -> None:
-        """Wait until the updates of all replicas are in the graph."""
+        """Do nothing until the updates of all replicas are in the graph."""
 
     def check_all_deferred(self) -> None:
-        """Do the same once they are."""
+        """Check the deferred updates of all replicas."""
         super().check_deferred()
 
     def owned_keys(self) -> set[int]:
-        """Return the keys of the variables that this replica looks after."""
+        """Return the keys of the variables of this replica."""
         train_state = self.train_state
         scales = [v for pair in train_state.scales for v in pair]
         keys = self.keys([*train_state.trainable, *train_state.slots, *scales])
         return keys | {id(v.handle) for v, _ in self.kept}
 
     def given_bad(self) -> Any:
-        """Return whether this replica was given bad data, a scalar bool."""
+        """Return whether the data of this replica are bad, a scalar bool."""
         given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if t is not None]
         return ~reductions.all_finite(given)
 
 
     def rows(self) -> Any:
-        """Return how many rows it was given, a scalar int64; -1 if that is not known."""
+        """Return the number of its rows, a scalar int64; -1 if unknown."""
         leaves = tf.nest.flatten(self.args)
         dense = [t for t in leaves if isinstance(t, tf.Tensor) and t.shape.rank]
         return tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
 
 
 class _Step:
-    """One trace (or one eager run) of a step of all replicas; made, and used, outside of them.
+    """One trace (or one eager run) of a step of all replicas; created and used outside of them.
 
     Attributes:
-        result: what the step came to; its outputs stay with the shares.
+        result: the result of the step, without its outputs.
         places: site and path of each line of the counts.
-        replicas: for each of several replicas whether it is to blame, and its rows of the batch, as
-            `ReportQueue.put` takes it. Those are to blame that were given bad data, else those
-            that saw something bad.
+        replicas: for each replica whether it is to blame, and its rows of the batch, as for
+            `ReportQueue.put`. Replicas with bad data are to blame, else those with a bad number.
     """
 
     result: Any
@@ -158,7 +157,7 @@ class _Step:
         self.watched.enter_context(intercept)
 
     def share(self) -> _Share:
-        """Return the part of the replica that this is called on."""
+        """Return the part of the calling replica."""
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.shares[int(tf.get_static_value(number))]
 
@@ -182,7 +181,7 @@ class _Step:
             share.hold([variable])
 
     def inspect(self, strategy: Any) -> None:
-        """Read the trace once all replicas are in it."""
+        """Inspect the trace once all replicas are in it."""
         self.watched.close()
         for share in self.shares:
             share.train_state = self.setup.train_state()
@@ -194,7 +193,7 @@ class _Step:
             share.inspect(self.start, set().union(*others))
 
     def decide(self, strategy: Any) -> None:
-        """Come to one verdict, and have every replica act on it."""
+        """Compute one verdict, and let every replica commit or refuse."""
         shares, first = self.shares, self.first
         self.places = tuple(dict.fromkeys(place for share in shares for place in share.places))
         trusted = tf.math.is_finite(tf.add_n([s for share in shares for s in share.sums]))
@@ -227,7 +226,9 @@ class _Step:
         return ~none, none, tf.zeros((lines, 3), tf.int64)
 
     def _look(self) -> tuple[Any, Any, Any]:
-        """Return whether all each replica saw is finite, whether its data are bad, and counts."""
+        """Return for each replica whether everything is finite, whether its data are bad, and
+        counts.
+        """
 
         def look(share: _Share) -> tuple[Any, Any, Any]:
             finite, found = share.look()
@@ -239,7 +240,7 @@ class _Step:
         return tf.stack(finite), tf.stack(given_bad), tf.add_n(counts)
 
     def _join_sums(self, finite: Any) -> None:
-        """Give each replica the sums of all, and with them the verdict."""
+        """Give each replica the sums of all, and so the verdict."""
         shares, number = self.shares, len(self.shares)
         loss, gradients, statistics, *update_sums = map(_total, zip(*(s.sums for s in shares)))
         if not self.first.seen.losses:  # logs, which Keras averages; losses are made to be added up
@@ -251,7 +252,7 @@ class _Step:
             share.settle(finite)
 
     def _each(self, function: Callable[[_Share], Any]) -> list[Any]:
-        """Call a function on each replica; returns the results in their order."""
+        """Call a function on each replica; return the results in their order."""
         results: dict[int, Any] = {}
 
         def call() -> None:
@@ -262,12 +263,12 @@ class _Step:
         return [results[share.number] for share in self.shares]
 
     def _flat(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """Add up the sums over weights and slots, which come first; the rest stays apart."""
+        """Add up the sums over weights and slots, which come first; the rest stays separate."""
         sums = [_total(update_sums) for update_sums in zip(*(p[:2] for p in parts))]
         return [*sums, *(t for p in parts for t in p[2:])]
 
     def mean_outputs(self) -> Any:
-        """Return the logs averaged as Keras does it; `None` if Keras has to do it."""
+        """Return the logs averaged like in Keras; `None` if Keras has to do it."""
         leaves = [tf.nest.flatten(share.outputs) for share in self.shares]
         if not all(_is_scalar(t) for part in leaves for t in part):
             return None
@@ -293,9 +294,9 @@ def _parted(items: Sequence[Any], parts: int) -> Iterator[list[Any]]:
 
 
 def _whole(*parts: Any) -> Any:
-    """Put the batch together again from what each replica was given.
+    """Join the parts of the batch of all replicas.
 
-    What has no rows is the same on all replicas, and so is what is not dealt out.
+    Data without rows are the same on all replicas, and so are data that are not distributed.
     """
     if all(part is parts[0] for part in parts):
         return parts[0]

@@ -1,12 +1,15 @@
-"""Where NaN and Inf occur first: watches every operation of an eager run, and follows each bad value.
+"""Finds the origin of NaN and Inf: records every operation of an eager run, and follows each bad
+value.
 
-An operation whose inputs are finite and whose result is not is an *origin*; its descendants carry its number. So the
-origin behind a bad loss or gradient is read off the loss or gradient itself: a bad value that something masks away on
-the way (`where`, `max`, a metric nobody trains on) is never blamed. Infinite constants of the program (a mask of -Inf)
-are deliberate and pass; the operation that makes NaN of them (a softmax over a row that is all masked) is the origin.
+An operation with finite inputs and a result that is not finite is an *origin*. Its number is passed
+on to all results derived from it. The origin of a bad loss or gradient is read from the loss or
+gradient itself, so a bad value that is masked away (`where`, `max`, a metric that is not trained
+on) is never blamed. Infinite constants of the program (a mask of -Inf) are deliberate and are
+ignored; the operation that turns them into NaN (a softmax over a fully masked row) is the origin.
 
-TensorFlow reports each operation by `tensorflow.python.framework.op_callbacks`, on which `tf.debugging` is built. It
-has no public name. Where it is gone the layer table alone has to show it (`keras_nanguard._backends.shared.instrument`).
+TensorFlow reports each operation through `tensorflow.python.framework.op_callbacks`, on which
+`tf.debugging` is built. It has no public name. Without it, only the layer table is available
+(`keras_nanguard._backends.shared.instrument`).
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ _MAY_BE_STEEP = frozenset((*STEEP, "Pow"))
 
 
 class Origins(OriginTracker):
-    """Context in which every operation that runs eagerly on this thread is watched. Variables are known by the id of their handles."""
+    """Context that records every eager operation of this thread. Variables are known by the id of
+    their handles.
+    """
 
     available = op_callbacks is not None
 
@@ -56,7 +61,7 @@ class Origins(OriginTracker):
             op_callbacks.remove_op_callback(self._seen)
 
     def written(self, variable: Any) -> Origin | None:
-        """Return the origin behind the bad value that was last written into this variable, if any was."""
+        """Return the origin of the bad value that was last written into this variable, if any."""
         handle = getattr(getattr(variable, "value", variable), "handle", None)
         return self._completed(self._written.get(getattr(handle, "_id", -1)))
 
@@ -95,8 +100,8 @@ class Origins(OriginTracker):
     def _note_frames(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Frames:
         """Return the layers that an operation belongs to.
 
-        The tape of TensorFlow runs the backward passes of several branches in turns, so what runs
-        there belongs where the values of the forward pass that it takes were made.
+        TensorFlow's tape interleaves the backward passes of several branches. An operation there
+        belongs to the layers whose forward values it uses.
         """
         if self.phase != "backward":
             self._forward.update((t._id, list(self.frames)) for t in outputs)

@@ -1,8 +1,8 @@
-"""What a refused step hands back in place of its outputs.
+"""Replaces the outputs of a refused step.
 
-A step that commits returns what it returned. The logs of a refused step are those of the restored metrics: the running means
-without it, so that no other callback sees a NaN. Where a user's own step logs something that no metric holds, the value of
-the last committed step stands in.
+The logs of a refused step are those of the restored metrics: the running means without it, so that
+no other callback receives NaN. A log of the user's own step that is not the result of a metric gets
+the value of the last committed step.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ def _is_tensor(value: Any) -> bool:
 
 
 class PlainOutputs:
-    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss."""
+    """For a step without a trainer: its outputs are returned unchanged, and each scalar among them
+    counts as its loss.
+    """
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the scalars among the outputs."""
         return _scalars([t for t in tf.nest.flatten(outputs, expand_composites=True) if t is not None])
 
     def watched(self) -> AbstractContextManager[None]:
-        """Nothing has to be known of how they come about."""
+        """Do nothing while the body runs."""
         return nullcontext()
 
     def committed(self, outputs: Any) -> list[Any]:
-        """Nothing has to pass through the conditional."""
+        """Pass nothing through the conditional."""
         return []
 
     refused = committed
@@ -57,7 +59,7 @@ class PlainOutputs:
         return outputs
 
     def join(self, outputs: Any, row: Any) -> Any:
-        """Return what leaves the compiled step."""
+        """Return the outputs of the compiled step."""
         return outputs, row
 
     def split(self, result: Any) -> tuple[Any, list[float]]:
@@ -70,7 +72,8 @@ class LogOutputs:
     """For a Keras train step: a dict of logs.
 
     Attributes:
-        last: what the last committed step logged of what no metric holds; in a graph two variables for each of those logs.
+        last: the logs of the last committed step that are not results of metrics; in a graph two
+            variables for each of them.
     """
 
     def __init__(self, model: Any):
@@ -83,11 +86,11 @@ class LogOutputs:
         return _scalars([tf.convert_to_tensor(v) for v in tf.nest.flatten(logged_losses(outputs))])
 
     def watched(self) -> AbstractContextManager[None]:
-        """Note the results of metrics while the body of a step runs."""
+        """Record the results of metrics while the body runs."""
         return self._results.noted()
 
     def committed(self, outputs: Any) -> list[Any]:
-        """Remember the logs that no metric holds, and return all as they are."""
+        """Store the logs that are not results of metrics, and return all logs."""
         for place, leaf in enumerate(_leaves(outputs)):
             if self._results.source(leaf) is not None:
                 continue
@@ -100,7 +103,9 @@ class LogOutputs:
         return [tf.identity(leaf) for leaf in _leaves(outputs)]
 
     def refused(self, outputs: Any) -> list[Any]:
-        """Return the results of the restored metrics, and of what none holds the logs of the last committed step."""
+        """Return the results of the restored metrics, and the last committed values of all other
+        logs.
+        """
         leaves = _leaves(outputs)
         now = self._results.now([self._results.source(leaf) for leaf in leaves])
         return [
@@ -109,12 +114,14 @@ class LogOutputs:
         ]
 
     def pack(self, flat: list[Any], outputs: Any) -> Any:
-        """Return the logs that came through the conditional."""
+        """Return the logs after the conditional."""
         rest = iter(flat)
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), outputs, expand_composites=True)
 
     def _last(self, place: int, leaf: Any) -> Any:
-        """Return one log of the last committed step, this step's own where none has committed; the host replaces that."""
+        """Return one log of the last committed step, or of this step if none has committed; the
+        host replaces that.
+        """
         value = tf.convert_to_tensor(leaf)
         if tf.executing_eagerly():
             return self.last.get(place, value)
@@ -122,7 +129,9 @@ class LogOutputs:
         return tf.cond(is_known, kept.read_value, lambda: value)
 
     def _remembered(self, place: int, value: Any) -> tuple[Any, Any]:
-        """Return the variable for one log, and one that says whether it holds something, made outside of the graph on first use."""
+        """Return the variable for one log, and one for whether it is set, created outside of the
+        graph on first use.
+        """
         known = self.last.get(place)
         if known is None or known[0].dtype != value.dtype or not known[0].shape.is_compatible_with(value.shape):
             with tf.init_scope():
@@ -132,10 +141,11 @@ class LogOutputs:
         return known
 
     def join(self, outputs: Any, row: Any) -> Any:
-        """Return what leaves the compiled step: one vector, where every log is a scalar of the row's dtype.
+        """Return the outputs of the compiled step: one vector, if every log is a scalar of the
+        row's dtype.
 
-        What Keras does on the host for each tensor that a step returns costs more than everything else here does for a
-        small model; one vector for all logs pays for the row, too.
+        For a small model, Keras' handling of each returned tensor on the host costs more than all
+        checks. One vector for all logs compensates for the row, too.
         """
         flat = _flat(outputs)
         plain = isinstance(outputs, dict) and all(map(_is_tensor, outputs.values()))

@@ -1,9 +1,8 @@
 """The sums of `keras_nanguard._core.finiteness` in TensorFlow: one pass over each tensor.
 
 `tf.nn.l2_loss` and `tf.reduce_sum` run near memory bandwidth (17 and 22 GB/s on two cores;
-comparing each entry with `tf.math.is_finite` reaches 13). A sum may overflow although every
-entry is finite. So a sum that is not finite decides nothing: the entries are then counted one by
-one (`counts`, `confirmed`).
+comparing each entry with `tf.math.is_finite` reaches 13). A sum may overflow although every entry
+is finite. So if a sum is not finite, the entries are counted one by one (`counts`, `confirmed`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ __all__ = [
 ]
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
-"""What the rules of the transaction need."""
+"""The operations for the rules of the transaction."""
 
 LARGE = 1 << 16
-"""Elements from which a tensor is read in place rather than added up with others of its shape."""
+"""Elements above which a tensor is summed separately rather than with others of its shape."""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -38,7 +37,7 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(variables: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 if the state has some, else float32."""
+    """Return the dtype of the sums: float64 if the state has float64, else float32."""
     return tf.float64 if any(str(v.dtype) == "float64" for v in variables) else tf.float32
 
 
@@ -54,7 +53,7 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _wide(tensor: Any) -> Any:
-    """Return the same, real and of at least 32 bit."""
+    """Return the same entries, real and with at least 32 bits."""
     tensor = _numbers(tensor)
     if tensor.dtype.is_complex:
         return tf.abs(tensor)
@@ -77,8 +76,8 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return the sum of all entries; it is not finite if one entry is not.
 
-    Small tensors of one shape (the moments of weights) are added up first: one operation fewer
-    for each is what a step of under a millisecond can feel.
+    Small tensors of one shape (the moments of weights) are added first. This saves one operation
+    for each, which is measurable in a step of less than a millisecond.
     """
     sums = []
     small: dict[Any, list[Any]] = {}
@@ -95,16 +94,17 @@ def total(tensors: Iterable[Any], dtype: Any) -> Any:
 
 
 def settled(sum_: Any, finite: Any) -> Any:
-    """Return a sum, or a sixteenth of its dtype's largest number if it overflowed though `finite`.
+    """Return a sum, or a sixteenth of its dtype's largest number if it overflowed although
+    `finite`.
 
-    The sums of one verdict are added up on the host, which a sixteenth of each cannot overflow.
+    The host adds the sums of one verdict, which cannot overflow with a sixteenth of each.
     """
     overflowed = finite & ~tf.math.is_finite(sum_)
     return tf.where(overflowed, tf.constant(sum_.dtype.max / 16, sum_.dtype), sum_)
 
 
 def confirmed(sums: Sequence[Any], tensors: Callable[[], Iterable[Any]]) -> list[Any]:
-    """Return sums over tensors, settled; each entry is looked at only if a sum is not finite."""
+    """Return sums over tensors, settled; entries are only checked if a sum is not finite."""
 
     def looked() -> list[Any]:
         finite = all_finite(tensors())

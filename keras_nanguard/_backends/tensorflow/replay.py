@@ -1,4 +1,4 @@
-"""What a diagnosis needs of TensorFlow: observers of a run, and tensor helpers."""
+"""Functions for a diagnosis on TensorFlow: recording of a run, and tensor helpers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Instrument(instrument.Instrument):
-    """Layers and losses under observation in eager execution, or in the graph that is being made."""
+    """Records layers and losses in eager execution, or in the graph that is being built."""
 
     def _begin(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -66,13 +66,15 @@ def body_of(model: Any) -> Any:
 
 
 def losses_of(model: Any) -> Any:
-    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    """Return a function that finds the losses in the logs of a step that never calls
+    `compute_loss`.
+    """
     return LogOutputs(model).losses
 
 
 @contextlib.contextmanager
 def intercepted(model: Any, optimizers: Sequence[Any], immediate: bool) -> Iterator[Seen]:
-    """Note losses and updates; `immediate` lets the updates be made at once, on one replica."""
+    """Record losses and updates on one replica; `immediate`: updates run at once."""
     alone = replicas.without_strategy(optimizers, tf.distribute.get_strategy())
     with alone, Intercept(model, optimizers, immediate, lambda variable: None) as seen:
         yield seen
@@ -82,8 +84,8 @@ def intercepted(model: Any, optimizers: Sequence[Any], immediate: bool) -> Itera
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Restore these variables, and the generator of eager operations without a seed, at the end.
 
-    Until then a variable of which each replica has a copy is that of the first one. So nothing in the
-    context needs, or reaches, another replica.
+    Inside the context a variable with a copy per replica is that of the first replica, so no other
+    replica is needed or changed.
     """
     natives = [part for v in map(keras_variables.native, variables) for part in _copies(v)]
     natives = [v for v in natives if hasattr(v, "assign")]
@@ -105,17 +107,17 @@ def _copies(variable: Any) -> Sequence[Any]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number `Origins` knows a variable, `None` where it does not."""
+    """Return the number of a variable in `Origins`, or `None`."""
     return variable.value.handle._id if hasattr(variable.value, "handle") else None
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a dense tensor, or an array that the step converts to one."""
+    """Whether an object is a dense tensor, or an array that the step converts to one."""
     return isinstance(value, (tf.Tensor, np.ndarray))
 
 
 def slope(origin: Any) -> Any:
-    """Return the origin behind a gradient as it is: the backward pass computes its own slopes."""
+    """Return the origin of a gradient unchanged: the backward pass computes its own slopes."""
     return origin
 
 
@@ -130,14 +132,14 @@ def like(array: Any, value: Any) -> Any:
 
 
 def without_rows(value: Any, kept: Any) -> Any:
-    """Return the rows of a tensor that are kept."""
+    """Return the given rows of a tensor."""
     if isinstance(value, tf.SparseTensor):
         return tf.SparseTensor(*sparse_arrays.gathered(value, np.asarray(kept)))
     return tf.gather(value, kept)
 
 
 def twin(variable: Any) -> Any:
-    """Return a variable of TensorFlow's own with the same values in float32, `None` where there is none behind it."""
+    """Return a TensorFlow variable with the same values in float32, or `None`."""
     native = getattr(variable, "value", None)
     if not isinstance(native, tf.Variable):
         return None

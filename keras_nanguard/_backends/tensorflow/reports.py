@@ -1,8 +1,8 @@
-"""What steps leave for the host from inside the compiled step.
+"""Reports of steps to the host from inside the compiled step.
 
-A report of each refused step and, if several steps run between two looks of the host, the row of
-numbers of each. Both wait in queues on the host's side of the graph. Neither side ever waits for
-the other: a step files no report if the queue is full, and the host takes what is there.
+There is a report of each refused step and, if an execution has several steps, the row of numbers of
+each. Both wait in queues on the host. Neither side ever waits for the other: a step adds no report
+if the queue is full, and the host takes what is there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from keras_nanguard._core.verdict import FIELDS, Report, Verdict
 __all__ = ["ReportQueue", "RowQueue"]
 
 CAPACITY = 256
-"""Reports that wait for the host, at most. A later refused step has its row, and no report."""
+"""Maximum number of waiting reports. A later refused step has only its row."""
 
 Places = tuple[tuple[str, str], ...]
 """`(site, path)` of each line of counts."""
 
 
 class ReportQueue:
-    """Files and hands out the reports of refused steps.
+    """Stores the reports of refused steps until the host takes them.
 
-    The batches that wait take at most `batch_memory.MAX_BYTES`; the first one is filed whatever
-    its size. A healthy step files nothing.
+    Waiting batches take at most `batch_memory.MAX_BYTES`; the first one is always stored. A healthy
+    step stores nothing.
 
     Args:
-        batch: returns the batch of the last step, if the host has it; `None` files each batch
-            with its report.
+        batch: returns the batch of the last step, if the host has it; `None` stores each batch with
+            its report.
 
     Attributes:
-        dealt: how many rows each replica was given of the batch that was taken last; none without
-            replicas.
+        dealt: number of rows of each replica in the last taken batch; none without replicas.
     """
 
     def __init__(self, batch: Callable[[], Any] | None):
@@ -47,15 +46,15 @@ class ReportQueue:
         self._queues: dict[tuple[Any, ...], Any] = {}
 
     def put(self, row: Any, places: Places, counts: Any, args: Any, replicas: Any) -> Any:
-        """File one report; returns a scalar bool, so that it can be a branch of a conditional.
+        """Store one report; return a scalar bool, so that it can be a branch of a conditional.
 
         Args:
             row: the numbers of the step, shape `(len(FIELDS),)`.
             places: site and path of each line of `counts`.
             counts: int64 of shape `(len(places), 3)`: NaN, infinite and all entries.
-            args: what the step was called with.
-            replicas: int64 of shape `(n, 2)`: for each of several replicas whether it is to blame,
-                and its rows of the batch.
+            args: the arguments of the step.
+            replicas: int64 of shape `(n, 2)`: for each replica whether it is to blame, and its rows
+                of the batch.
         """
         args = args if self._batch is None else ()
         leaves = [tf.convert_to_tensor(t) for t in _leaves(args)]
@@ -82,7 +81,7 @@ class ReportQueue:
         return self._queues[dtypes]
 
     def take(self) -> list[Report]:
-        """Return and forget what was filed, in the order of the steps."""
+        """Return and remove the reports, in the order of the steps."""
         reports = []
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
@@ -98,19 +97,19 @@ class ReportQueue:
 
 
 class RowQueue:
-    """The rows of steps of which any number may run between two looks of the host."""
+    """The rows of several steps of one execution."""
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
             self._queue = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
 
     def put(self, row: Any) -> None:
-        """Keep the row of a step, in the order of the steps."""
+        """Store the row of a step, in the order of the steps."""
         with tf.device("CPU:0"):
             self._queue.enqueue([tf.cast(row, tf.float64)])
 
     def take(self) -> list[Verdict]:
-        """Return and forget the verdicts of the steps that ran since the last call."""
+        """Return and remove the verdicts of the steps since the last call."""
         with tf.device("CPU:0"):
             rows = self._queue.dequeue_many(self._queue.size())
         return [Verdict.of(row) for row in rows.numpy().tolist()]
@@ -132,7 +131,7 @@ def _leaves(args: Any) -> list[Any]:
 
 
 def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
-    """Put component tensors back into the structure they came from."""
+    """Put component tensors back into their structure."""
     rest = iter(leaves)
 
     def fill(spec: Any) -> Any:
@@ -147,13 +146,13 @@ def _packed(specs: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _nbytes(leaves: Sequence[Any]) -> Any:
-    """Return how many bytes component tensors take, as a scalar int64; 16 for each string."""
+    """Return the bytes of component tensors as a scalar int64; 16 for each string."""
     sizes = [tf.size(leaf, tf.int64) * (leaf.dtype.size or 16) for leaf in leaves]
     return tf.add_n(sizes) if sizes else tf.constant(0, tf.int64)
 
 
 def _if_kept(kept: Any, leaf: Any) -> Any:
-    """Return a tensor, without its entries if it is not kept; one that may be a scalar as it is."""
+    """Return a tensor, without its entries if it is not kept; a scalar unchanged."""
     if not leaf.shape.rank:
         return leaf
     return leaf[: tf.where(kept, tf.shape(leaf, tf.int64)[0], 0)]

@@ -129,7 +129,7 @@ class Transaction:
         )
 
     def count(self) -> tuple[Any, Any]:
-        """Count the step that begins; returns whether it has to be refused, and its number."""
+        """Count the new step; return whether it has to be refused, and its number."""
         if not self.counted:
             return tf.constant(False), tf.constant(0, tf.int64)
         step = self._counter.read_value() + 1
@@ -143,12 +143,12 @@ class Transaction:
         args: Sequence[Any],
         replicas: Any = None,
     ) -> None:
-        """File what a step leaves for the host.
+        """Store the report of a step for the host.
 
         Args:
-            result: what it came to.
+            result: its result.
             places: site and path of each line of its counts.
-            args: what it was called with.
+            args: its arguments.
             replicas: see `ReportQueue.put`; `None` for a single one.
         """
         row = result.row
@@ -169,22 +169,22 @@ class Transaction:
         return outputs, Verdict.of(row)
 
     def give(self, args: Any) -> None:
-        """Note the arguments of the step to come, which the host has."""
+        """Store the arguments of the next step, which the host has."""
         self.given = args
 
     def batch(self, step: int, given: Any) -> Any:
-        """Return the arguments of an earlier step, given what it was given."""
+        """Return the arguments of an earlier step."""
         return given
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` up to `end`, of the last execution."""
+        """Return the verdicts of the steps from `start` to before `end`, of the last execution."""
         known = {verdict.step: verdict for verdict in self._rows.take()}
         return [known[step % PERIOD] for step in range(start, end)]
 
     # Between two runs, and two traces
 
     def release_run(self) -> None:
-        """Release the run that is over."""
+        """Release everything of the finished run."""
         self.train_state = lambda: TrainState.of(self.model)
         self.note_created = lambda variable, value: None
         self.report_queue.take()
@@ -197,33 +197,33 @@ class Transaction:
     def rebind(
         self, train_state: Callable[[], TrainState], note_created: Callable[[Any, Any], None]
     ) -> None:
-        """Work for another run on the same model, as if made for it; the arguments are as above."""
+        """Use the transaction for another run on the same model; the arguments are as above."""
         self.train_state, self.note_created, self.reused = train_state, note_created, True
         self.resume()
 
     def inherit(self, other: Transaction) -> None:
-        """Start with what another transaction around the same body has found out."""
+        """Start with the findings of another transaction for the same body."""
         self.keeps_undo, self.untracked = other.keeps_undo, other.untracked
         self.tolerated = other.tolerated
 
     def learn(self, found: Retrace) -> None:
-        """Take over what tracing has found, for the next trace."""
+        """Store the findings of tracing for the next trace."""
         if found.untracked is None:
             self.keeps_undo = True
         else:
             self.untracked[id(found.untracked.handle)] = found.untracked
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Let these variables be infinite."""
+        """Allow these variables to be infinite."""
         self.tolerated |= {id(v.value.handle) for v in variables}
 
     def resume(self) -> None:
-        """Let steps commit again after the host has healed the state."""
+        """Allow steps to commit again after the host has repaired the state."""
         if self.counted:
             self._halted.assign(False)
 
     def recount(self, step: int) -> None:
-        """Let the next step be this number."""
+        """Set the number of the next step."""
         if self.counted:
             self._counter.assign(step - 1)
             self._rows.take()

@@ -42,12 +42,14 @@ from keras_nanguard._keras.overrides import Overrides
 __all__ = ["read_apart", "run", "same_bits", "unread_products"]
 
 LARGE = 1 << 20
-"""Entries from which one update keeps all cores busy, so that it may wait for the one before."""
+"""Entries above which one update keeps all cores busy, so that it may wait for the previous one."""
 
 _NAMES = ("assign_add", "assign_sub")
 
 _REORDERED = ("Mul", "RealDiv")
-"""What TensorFlow's graph optimizer may join with another product, for other bits: a * 2 * 3."""
+"""Operations that TensorFlow's graph optimizer may combine with another product, giving other bits:
+a * 2 * 3.
+"""
 
 
 def run(
@@ -57,8 +59,8 @@ def run(
 
     Args:
         records: the updates.
-        optimizers: those whose updates are ordered and fused: none if XLA compiles the step.
-        products: gradients to multiply once more, as `unread_products` has returned them.
+        optimizers: those whose updates are ordered and fused; none if XLA compiles the step.
+        products: gradients to multiply again, from `unread_products`.
     """
     last: list[Any] = []
     with Overrides() as overrides:
@@ -77,10 +79,10 @@ def run(
 
 
 def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any]:
-    """Return what replaces `update_step`; `last` holds what the update before has written.
+    """Return the replacement of `update_step`; `last` has the value that the previous update wrote.
 
-    Keras sums gradients up over replicas first. With one replica that is an operation that hands on
-    all of them, and which the graph optimizer removes from a step, but not from a conditional.
+    Keras first sums gradients over replicas. With one replica this is an operation that passes on
+    all of them. The graph optimizer removes it from a step, but not from a conditional.
     """
 
     def update_step(gradient: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,14 +106,14 @@ def _update_step(real: Callable[..., Any], last: list[Any]) -> Callable[..., Any
 
 
 def unread_products(gradients: Iterable[Any]) -> dict[int, Any]:
-    """Return the gradients, by `id`, that are products and that nothing has read so far."""
+    """Return the gradients, by `id`, that are products and have not been read yet."""
     return {id(g): g for g in gradients if _is_product(g) and not g.consumers()}
 
 
 def read_apart(gradient: Any) -> Any:
-    """Return a gradient for the guard to read beside an update.
+    """Return a gradient for the guard to read besides an update.
 
-    A product is multiplied once more, out of sight of the graph optimizer.
+    A product is multiplied again, hidden from the graph optimizer.
     """
     if not _is_product(gradient):
         return gradient
@@ -120,14 +122,14 @@ def read_apart(gradient: Any) -> Any:
 
 
 def _own(gradient: Any, products: Mapping[int, Any]) -> Any:
-    """Return a gradient as the graph that is being made has it."""
+    """Return a gradient as a tensor of the graph that is being built."""
     if id(gradient) in products:
         return _multiplied(gradient, lambda factor: factor)
     return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _multiplied(product: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Multiply the factors of a product, and theirs, as far as nothing else reads those."""
+    """Multiply the factors of a product, and theirs, unless something else reads those."""
 
     def factor(f: Any) -> Any:
         inner = _is_product(f) and len(set(map(id, f.consumers()))) == 1
@@ -153,7 +155,7 @@ def _assigns_as_keras(optimizer: Any) -> bool:
 def _assigning(
     real: Callable[[Any, Any], Any], add: bool, divides: bool
 ) -> Callable[[Any, Any], None]:
-    """Return what replaces `assign_add` or `assign_sub`.
+    """Return the replacement of `assign_add` or `assign_sub`.
 
     `divides`: a moment is not written between being read for a quotient and the assignment, so the
     kernel may read it then.
@@ -167,9 +169,10 @@ def _assigning(
 
 
 def _by_kernel(variable: Any, value: Any, add: bool, divides: bool) -> bool:
-    """Make `variable += value`, or `-=`, with a kernel that computes the last part of `value`, too.
+    """Compute `variable += value`, or `-=`, with a kernel that also computes the last part of
+    `value`.
 
-    Returns whether one does.
+    Return whether there is such a kernel.
     """
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor):
         return False
@@ -190,7 +193,7 @@ def _by_kernel(variable: Any, value: Any, add: bool, divides: bool) -> bool:
 
 
 def _origin(tensor: Any) -> Any:
-    """Return the tensor of this graph that is handed on as this one."""
+    """Return the tensor of this graph that is passed on as this one."""
     while tensor.op.type in ("Identity", "IdentityN"):
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor
@@ -219,22 +222,22 @@ def _quotient(value: Any) -> tuple[Any, Any, Any, Any] | None:
 
 
 def _descend(handle: Any, rate: Any, delta: Any) -> None:
-    """Make `var -= rate * delta`."""
+    """Compute `var -= rate * delta`."""
     tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=delta)
 
 
 def _divide(handle: Any, accumulator: Any, rate: Any, epsilon: Any, gradient: Any) -> None:
-    """Make `var -= gradient * rate / (sqrt(accumulator) + epsilon)`."""
+    """Compute `var -= gradient * rate / (sqrt(accumulator) + epsilon)`."""
     numbers = {"lr": rate, "epsilon": epsilon, "grad": gradient}
     tf.raw_ops.ResourceApplyAdagradV2(var=handle, accum=accumulator, **numbers, update_slots=False)
 
 
 @functools.cache
 def same_bits() -> bool:
-    """Whether both kernels come to the bits of the operations one by one.
+    """Whether both kernels give the same bits as the separate operations.
 
-    Tried on numbers of all sizes, NaN and infinity; `False` if `tf.debugging.enable_check_numerics`
-    forbids those.
+    Tested with numbers of all sizes, NaN and infinity; `False` if
+    `tf.debugging.enable_check_numerics` forbids those.
     """
     try:
         return _tried()
@@ -268,7 +271,7 @@ def _tried() -> bool:
 
 
 def _resource(numbers: Any, name: str) -> Any:
-    """Return a variable that no strategy and no scope around variables takes notice of."""
+    """Return a variable that strategies and variable scopes ignore."""
     name, dtype = f"keras_nanguard/{name}", tf.float32
     resource = tf.raw_ops.VarHandleOp(dtype=dtype, shape=numbers.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=resource, value=tf.constant(numbers))
