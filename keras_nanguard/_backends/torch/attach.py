@@ -1,4 +1,6 @@
-"""The transaction around a train step on PyTorch: of a Keras trainer, and of a loop that has none."""
+"""Attaches the transaction to a train step on PyTorch: of a Keras trainer, and of a loop without
+one.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,15 @@ __all__ = ["STATE_PASSES_THROUGH_STEP", "LoopStep", "ModelAttachment", "adapted"
 
 
 class ModelAttachment(attach.Attachment):
-    """Stands in for the train function of a Keras trainer."""
+    """Replaces the train function of a Keras trainer."""
 
     def __init__(self, model: Any, session: GuardedSession):
         super().__init__(model, session)
         self._overrides = Overrides()
 
     def attach(self) -> None:
-        """Stand in for the train function, and let evaluation report a bad number instead of raising."""
+        """Replace the train function, and make evaluation report a bad number instead of raising.
+        """
         real = self.model.test_step
         super().attach()
         WRITES.hold()
@@ -87,7 +90,9 @@ class ModelAttachment(attach.Attachment):
 
     @contextlib.contextmanager
     def _guarded_step(self) -> Iterator[None]:
-        """Be the `train_step` of the model: Keras takes it as it makes its train function, before Keras 3.16 at each execution."""
+        """The `train_step` of the model. Keras reads it when it creates its train function, before
+        Keras 3.16 at each execution.
+        """
         with Overrides() as overrides:
             overrides.set(self.model, "train_step", self.session.transaction)
             yield

@@ -1,4 +1,4 @@
-"""What a step on torch was given, held until something goes wrong: references, checked for changes made in place."""
+"""The arguments of a step on torch, kept as references and checked for changes in place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["Given", "as_tensors"]
 class Given:
     """The arguments of one step.
 
-    A tensor that shares its memory with a NumPy array, or with another process, is copied: its owner may write the next
-    batch over it, and nothing would show it. Any other tensor counts the writes to it, so that a change is seen.
+    A tensor that shares its memory with a NumPy array, or with another process, is copied, because
+    its owner may overwrite it unnoticed. Any other tensor counts the writes to it, so changes are
+    detected.
     """
 
     __slots__ = ("_args", "_versions")
@@ -42,17 +43,17 @@ class Given:
 
     @property
     def tensors(self) -> Any:
-        """The arguments as they are now."""
+        """The present arguments."""
         return self._args
 
     @property
     def args(self) -> Any:
-        """The arguments, `None` where someone has written to one of them since."""
+        """The arguments, or `None` if one of them was written since."""
         return self._args if all(value._version == version for value, version in self._versions) else None
 
 
 def as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments of a step with tensors in the place of arrays."""
+    """Return the arguments of a step with arrays converted to tensors."""
     converted: tuple[Any, ...] = keras.tree.map_structure(_as_tensor, tuple(args))
     return converted
 

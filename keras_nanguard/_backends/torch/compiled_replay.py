@@ -1,4 +1,4 @@
-"""On PyTorch a guarded step is diagnosed as it runs: eagerly, operation by operation."""
+"""Replays on PyTorch, where a diagnosis always runs eagerly, operation by operation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 __all__ = ["MODES", "run_compiled"]
 
 MODES = ("eager",)
-"""The modes in which a step can be run again."""
+"""The modes in which a step can be replayed."""
 
 
 def run_compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayResult:
-    """Run a step once and forget it; see what it came to."""
+    """Run a step once, without side effects, and return the result."""
     return step.run(args)

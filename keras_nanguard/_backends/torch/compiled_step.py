@@ -1,10 +1,12 @@
-"""A step that `torch.compile` has compiled, as Keras does with `jit_compile=True`.
+"""A step compiled by `torch.compile`, as Keras does with `jit_compile=True`.
 
-Torch traces the Python of a step, runs what it cannot trace as it is, and compiles anew wherever something that it has
-traced is another. So what stands in for optimizers and loss is made once, not for each step, and what only the host can
-do (note a loss, compute the verdict) is kept out of the trace: it falls between the backward pass and the update,
-where torch parts the step anyway. The update of a Keras optimizer is compiled by itself. One of torch's runs as it is, and
-so does Keras' `LossScaleOptimizer`, which gives an operation a new name in each step and would be compiled for each.
+Torch traces the Python code of a step, runs untraceable parts eagerly, and compiles again whenever
+a traced value has changed. So the replacements of optimizers and loss are created once, not in each
+step, and work for the host (storing a loss, computing the verdict) is excluded from the trace. It
+runs between the backward pass and the update, where torch splits the step anyway. The update of a
+Keras optimizer is compiled separately. Updates of torch optimizers run eagerly, and so does Keras'
+`LossScaleOptimizer`, which names an operation differently in each step and would be compiled each
+time.
 """
 
 from __future__ import annotations
@@ -21,21 +23,23 @@ __all__ = ["Compiled", "uncompiled"]
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what `torch.compile` was given to make this function, the function itself where it did not.
+    """Return the function that `torch.compile` received, or the function itself if it is not
+    compiled.
 
-    Only a name private to torch holds it: a compiled function cannot be seen into while it runs, so it is compiled anew.
+    Only a private attribute of torch has it. A compiled function cannot be inspected while it runs,
+    so it is compiled again.
     """
     given: Callable[..., Any] = getattr(function, "_torchdynamo_orig_callable", function)
     return given
 
 
 class Compiled:
-    """The body of a step, compiled, with its stand-ins.
+    """The compiled body of a step, with its replacements.
 
     Args:
         body: the step.
         model: the model whose `compute_loss` returns the loss, or `None`.
-        optimizers: the optimizers to stand in for.
+        optimizers: the intercepted optimizers.
     """
 
     def __init__(self, body: Callable[..., Any], model: Any, optimizers: Iterable[Any]):

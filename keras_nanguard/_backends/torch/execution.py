@@ -23,14 +23,18 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["FRESH", "Parts", "StepRun"]
 
 FRESH = 2
-"""Steps for which the train state is read anew each time, and everything is kept: what they write is then known.
+"""Number of first steps for which the train state is read each time and everything is kept, to find
+what they write.
 
-The gradients that the second one finds are among it: a loop that adds to them, as one that accumulates over steps does, shows it there.
+The second step shows whether the loop adds to existing gradients, as one that accumulates over
+steps does.
 """
 
 
 REFUSED, UNDOABLE, COMMITTED = range(3)
-"""What is to become of a step, the most careful first. `UNDOABLE`: it is updated with the old values kept, and judged once more."""
+"""Decisions about a step, the most careful first. `UNDOABLE`: it is updated with the old values
+kept, and checked again.
+"""
 
 
 class Parts:
@@ -62,7 +66,9 @@ class Parts:
         self._tensors = [(held, name) for held, name, value in attributes if isinstance(value, torch.Tensor)]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return the attributes of layers that are tensors, or every one, as it may become one, with the values of now."""
+        """Return the attributes of layers that are tensors, or all attributes (each may become
+        one), with present values.
+        """
         if every:
             return keras_layers.attributes_of(self.train_state.layers)
         return [(held, name, held.get(name)) for held, name in self._tensors]
@@ -131,11 +137,15 @@ class StepRun:
         return self._conclude(outputs, args, before)
 
     def close(self) -> None:
-        """Release the gradients: a run and what stands around its body refer to each other, and would wait for the garbage collector."""
+        """Release the gradients. A run and the replacements of its body refer to each other and
+        would wait for the garbage collector.
+        """
         vars(self).clear()
 
     def _asked(self, record: Update) -> str:
-        """Say when an update is to be made, and build its optimizer now, as Keras would: what it creates is then noted as the body's is."""
+        """Return when an update runs, and build its optimizer now, as Keras would, so that its
+        variables are noted.
+        """
         if record.build():
             self.owner.stale = True
         if not self.owner.refuse:
@@ -153,18 +163,20 @@ class StepRun:
             self.owner.note_created(tensor, keras_variables.read(variable))
 
     def _abandon(self) -> None:
-        """Undo a step that ends in an exception, but one whose update is made already, of which nothing is kept."""
+        """Undo a step that ends in an exception. After its update nothing is kept and nothing can
+        be undone.
+        """
         if self.owner.refuse and not self.may_commit:
             self._undo()
 
     def _undo(self) -> None:
-        """Undo every write, and whatever tensor the step has put in the place of another in an attribute of a layer."""
+        """Undo every write, and every replacement of a tensor in an attribute of a layer."""
         self.seen.give_back()
         self.undo_log.give_back()
         keras_layers.give_back_tensors(self.attributes)
 
     def _judge(self, outputs: Any) -> None:
-        """Compute the verdict, and look at it: the one place where the host waits for the device."""
+        """Compute and read the verdict: the only place where the host waits for the device."""
         owner, seen = self.owner, self.seen
         if self.created_count:
             self._read_anew()
@@ -201,13 +213,15 @@ class StepRun:
         self._agree(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
 
     def _agree(self, outcome: int) -> None:
-        """Let all processes do the same: what the most careful of them does."""
+        """Return the common decision of all processes: the most careful one."""
         if self.is_shared:
             outcome = self._agreed(outcome)
         self.may_commit, self.undoable = outcome > REFUSED, outcome == UNDOABLE
 
     def _agreed(self, outcome: int) -> int:
-        """Return what all processes do; the numbers of the verdict become the means over all of them. One message."""
+        """Return the common decision; the numbers of the verdict become the means over all
+        processes. One message.
+        """
         agreement = self.owner.agreement
         flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
         numbers = [self.loss, self.gradients, self.statistic, self.scale]
@@ -218,16 +232,19 @@ class StepRun:
         return REFUSED if flags[0] else UNDOABLE if flags[1] else COMMITTED
 
     def _gradients(self) -> list[Any]:
-        """Return the gradients of this step: of its updates, or those that an exception before the first update has left."""
+        """Return the gradients of this step: of its updates, or those left by an exception before
+        the first update.
+        """
         if self.error is None or self.seen.records:
             return [gradient for record in self.seen.records for gradient in record.gradients]
         trained = [v.value for v in self.train_state.trainable]
         return [t.grad for t in trained if t.grad is not None]
 
     def _tolerate_constants(self) -> bool:
-        """Exclude buffers that nobody has written and that are infinite on purpose; returns whether there are some.
+        """Exclude unwritten buffers that are infinite on purpose; return whether there are any.
 
-        What an earlier call has left in a layer may be NaN, too: of a running statistic that would hide the fault.
+        Values that an earlier call has left in a layer may be NaN, too. For a running statistic
+        this would hide the fault.
         """
         old, uncounted, results = self.undo_log.old, self.undo_log.uncounted, self.parts.results
         found = [t for t in self.statistics if id(t) in uncounted]
@@ -242,7 +259,7 @@ class StepRun:
         return tensor.detach() if kept is None else kept[1]
 
     def _updated(self, gradients: float) -> tuple[list[Any], list[Any]]:
-        """Return the weights and slots to be read after the updates; see `reductions.updated`."""
+        """Return the weights and slots to read after the updates; see `reductions.updated`."""
         known, steps = self.parts.slots, self.owner.steps
         return reductions.updated(self.train_state, self.seen.records, known, gradients, steps)
 
@@ -251,7 +268,7 @@ class StepRun:
         return reductions.update_sums(self._updated(gradients), self.parts.kind, self.parts.update_rows)
 
     def _read_anew(self) -> None:
-        """Read the train state of which the step has created a part."""
+        """Read the train state, of which the step has created a part."""
         self.parts = Parts(self.owner.read_train_state())
         self.train_state = self.parts.train_state
 
@@ -285,7 +302,9 @@ class StepRun:
         return outputs
 
     def _note_slots(self) -> bool:
-        """Note what the updates have created past Keras; returns whether there is some."""
+        """Store variables that the updates have created outside of Keras; return whether there are
+        any.
+        """
         created = [found for record in self.seen.records for found in record.created()]
         for tensor, value in created:
             self.owner.note_created(tensor, value)
@@ -293,7 +312,7 @@ class StepRun:
         return bool(created)
 
     def _read_update_sums(self, numbers: Sequence[float] = ()) -> bool:
-        """Read the sums over the updated state at once; returns whether all of its entries are finite.
+        """Read the sums over the updated state now; return whether all of its entries are finite.
 
         Args:
             numbers: the sums, if they have been read.
@@ -309,8 +328,8 @@ class StepRun:
     def _read_later(self) -> None:
         """Read the sums over the updated state.
 
-        At once, or with the verdict of the next step: if the host would have to wait for a device once more, and if other
-        processes have to hear of it.
+        They are read with the verdict of the next step if the host would otherwise wait for the
+        device again, or if other processes need them.
         """
         update_sums = self._update_sums(self.gradients)
         if self.is_shared or reductions.is_away(update_sums[0]):
@@ -323,7 +342,9 @@ class StepRun:
         return Verdict(refused, self.loss, self.gradients, self.statistic, weights, slots, self.scale)
 
     def _find_untracked(self, before: list[tuple[Any, int]]) -> None:
-        """Note what was written in place past Keras, to be kept before each step from now on."""
+        """Store tensors that were written in place outside of Keras, which are kept before each
+        later step.
+        """
         known = self.undo_log.owner if self.compiled is None else self.undo_log.old
         changed = [t for t, version in before if t._version != version and id(t) not in known]
         if changed:
@@ -335,14 +356,14 @@ class StepRun:
         self.owner.untracked.update({id(t): t for t in changed})
 
     def _clear_gradients(self) -> None:
-        """Leave no gradient of a refused step behind, for a body that adds to what it finds."""
+        """Remove the gradients of a refused step, for a body that accumulates them."""
         for tensor in self.parts.weights_and_slots:
             tensor.grad = None
         for tensor, grad, _ in self.grads:
             tensor.grad = grad
 
     def _learn_scale(self) -> None:
-        """Let each loss scale learn from the refusal."""
+        """Update each loss scale after a refusal."""
         for optimizer in self.train_state.optimizers:
             if not (keras_optimizers.is_loss_scaled(optimizer) and optimizer.built):
                 continue

@@ -1,7 +1,7 @@
-"""Fault injection on PyTorch: what `keras_nanguard.testing.inject` does around an eager step.
+"""Fault injection on PyTorch: `keras_nanguard.testing.inject` around an eager step.
 
-The hook stands around the train function, so around the transaction where there is one: the count of steps and what is
-written to the state belong to no step, and no refusal gives them back.
+The hook wraps the train function, including the transaction. So a refusal restores neither the step
+counter of the hook nor its writes to the state.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Hook"]
 
 
 class Hook(FaultHook):
-    """One fault, put around every train step of one model."""
+    """One fault, injected into every train step of one model."""
 
     seen = 0
     """Steps so far."""
 
     def install(self) -> None:
-        """Put it in place, on the instance only."""
+        """Install the fault, on the instance only."""
         self._override("make_train_function", self._making(self.model.make_train_function))
         if self.fault.site in ("loss", "gradients"):
             self._override("compute_loss", self._computing(self.model.compute_loss))
@@ -56,7 +56,7 @@ class Hook(FaultHook):
 
     @property
     def _now(self) -> bool:
-        """Whether the step that runs is one of the fault's."""
+        """Whether the fault is due in the running step."""
         return self.seen - 1 in self.fault.steps
 
     # The batch
@@ -79,7 +79,7 @@ class Hook(FaultHook):
     # The state
 
     def _write(self) -> None:
-        """Write to the state ahead of the step."""
+        """Write to the state before the step."""
         chosen = self._in_state()
         if self._now:
             with torch.no_grad():
@@ -105,7 +105,7 @@ class Hook(FaultHook):
 
 
 class _Zero(torch.autograd.Function):  # type: ignore[misc]
-    """0, whose gradient by the masked entries of a value is `factor`, else 0."""
+    """0 with a gradient by the masked entries of a value: `factor`, else 0."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, factor: float, mask: Any) -> Any:

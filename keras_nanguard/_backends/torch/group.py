@@ -1,8 +1,8 @@
-"""The processes that train together on PyTorch, and how they exchange what has to be decided once for all of them.
+"""The processes that train together on PyTorch, and their exchange of facts for common decisions.
 
-Everything goes through a process group of the guard's own, on the CPU. So a message of the guard is never taken for one
-of the training (a bucket of gradients), and it has a time limit of its own: that of the default process group. A process
-that waits in vain finds out through the store of the default group which process is missing.
+All messages use the guard's own process group on the CPU. So they cannot be confused with messages
+of the training (a bucket of gradients), and have their own time limit: that of the default process
+group. After a timeout the store of the default group shows which process is missing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from keras_nanguard._core.errors import GuardError, expected
 __all__ = ["gathered", "leave", "place", "summed"]
 
 SIZE = 1 << 14
-"""Bytes of the message of one process: the same in each exchange, whatever there is to say."""
+"""Bytes of the message of one process, the same in each exchange."""
 
 GRACE = 5.0
-"""Seconds that a process whose exchange has failed waits for the others to notice that, too."""
+"""Seconds that a process waits after a failed exchange for the others to notice it."""
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (?:reset|closed)|Broken pipe|[Tt]imed out")
-"""What the messages of torch contain if an exchange has failed."""
+"""Words in torch's messages about a failed exchange."""
 
 _GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The guard's group by the default group that it was made from."""
+"""The guard's group for each default group."""
 
 
 def place() -> tuple[int, int]:
-    """Return the rank of this process, from 0, and how many processes there are."""
+    """Return the rank of this process, from 0, and the number of processes."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -44,10 +44,11 @@ def place() -> tuple[int, int]:
 
 
 def summed(numbers: Sequence[float], what: str) -> list[float]:
-    """Return the sums of these numbers over all processes: one message.
+    """Return the sums of these numbers over all processes, with one message.
 
     Raises:
-        GuardError: if a process has ended or does not answer within the limit; names it, and `what` was waited for.
+        GuardError: if a process has ended or does not answer within the time limit, with its rank
+            and `what`.
     """
     total = torch.tensor(numbers, dtype=torch.float64)
     with _waiting_for(what):
@@ -56,14 +57,14 @@ def summed(numbers: Sequence[float], what: str) -> list[float]:
 
 
 def gathered(payload: bytes, what: str) -> list[bytes]:
-    """Return what each process hands in, by rank.
+    """Return the values of all processes, by rank.
 
     Args:
         payload: at most `SIZE - 4` bytes.
-        what: what is exchanged, in words.
+        what: a description of it.
 
     Raises:
-        GuardError: as `summed` does.
+        GuardError: as for `summed`.
     """
     message = (len(payload).to_bytes(4, "big") + payload).ljust(SIZE, b"\0")
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -75,10 +76,12 @@ def gathered(payload: bytes, what: str) -> list[bytes]:
 
 
 def leave(error: BaseException) -> None:
-    """Let the other processes know why this one ends, or name the one that has ended before; never raises.
+    """Tell the other processes why this one ends, or find the one that has ended before; never
+    raises.
 
     Args:
-        error: the exception of a step. If it is that of a lost connection, it gets a note that names the other process.
+        error: the exception of a step. If it is a lost connection, it gets a note with the other
+            process.
     """
     with contextlib.suppress(Exception):
         if not (isinstance(error, RuntimeError) and LOST.search(str(error))):
@@ -88,7 +91,9 @@ def leave(error: BaseException) -> None:
 
 
 def _group() -> Any:
-    """Return the guard's own process group, made by all processes together at the first exchange."""
+    """Return the guard's own process group, which all processes create together at the first
+    exchange.
+    """
     world = torch.distributed.group.WORLD
     if world not in _GROUPS:
         _GROUPS[world] = torch.distributed.new_group(backend="gloo", timeout=_limit())
@@ -96,7 +101,7 @@ def _group() -> Any:
 
 
 def _limit() -> datetime.timedelta | None:
-    """Return the time limit of the default group, `None` if it is not known."""
+    """Return the time limit of the default group, or `None` if unknown."""
     try:
         return torch.distributed.distributed_c10d._get_default_store().timeout  # type: ignore[no-any-return]
     except Exception:  # noqa: BLE001  a name private to torch
@@ -104,7 +109,7 @@ def _limit() -> datetime.timedelta | None:
 
 
 def _store() -> Any:
-    """Return the part of the store of the default group that belongs to the guard."""
+    """Return the guard's part of the store of the default group."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return torch.distributed.PrefixStore("keras_nanguard", store)
 
@@ -123,7 +128,9 @@ def _waiting_for(what: str) -> Iterator[None]:
 
 
 def _missing() -> str:
-    """Return in words which processes do not respond: those that do not notice, as this one has, that an exchange has failed."""
+    """Return in words which processes do not respond, because they did not notice that an exchange
+    has failed.
+    """
     rank, count = place()
     try:
         store = _store()

@@ -1,8 +1,9 @@
-"""While the body of a step runs on torch: what it asks its optimizers for, and the loss it computes.
+"""Intercepts the optimizer calls and the loss of a step on torch while its body runs.
 
-Where an update can be deferred it is; but an eager step may look at its weights after the update (a GAN, a metric of the
-learning rate, a slow copy of the weights). `Watch` sees the first operation that touches anything which a waiting
-update reads or writes, and has the update made before it, with the old values kept.
+Updates are deferred if possible. An eager step may read its weights after the update (a GAN, a
+metric of the learning rate, a slow copy of the weights). `Watch` detects the first operation on a
+tensor that a deferred update reads or writes, and runs the update before it, with the old values
+kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from keras_nanguard._keras.overrides import Overrides
 __all__ = ["Intercept", "StandIns"]
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Calls `touched` before the first operation on one of the watched tensors, whatever view of it is used."""
+    """Calls `touched` before the first operation on one of the watched tensors, or on a view of
+    one.
+    """
 
     def __init__(self, touched: Callable[[], None]):
         super().__init__()
@@ -59,16 +62,19 @@ def _storage(tensor: Any) -> int:
 
 
 class StandIns:
-    """What stands in for optimizers and for the computation of the loss, and reports to the interception of the step that runs.
+    """Replacements of optimizers and of the loss computation, which report to the interception of
+    the running step.
 
     Args:
-        model: the model whose `compute_loss` is noted, or `None`.
-        optimizers: the optimizers to stand in for.
-        reporting: wraps each function that reports to the interception, which only the host can do.
-        update: makes the update of a Keras optimizer of its `apply`.
+        model: the model whose `compute_loss` is recorded, or `None`.
+        optimizers: the intercepted optimizers.
+        reporting: wraps each function that reports to the interception, which only the host can
+            run.
+        update: creates the update of a Keras optimizer from its `apply`.
 
     Attributes:
-        running: the interception of the step that runs, alone in a list, so that no function here refers to what holds it.
+        running: the interception of the running step as the only element of a list, so that no
+            function refers to its owner.
         places: `(object, attribute, function)` of each of them.
     """
 
@@ -121,21 +127,22 @@ class StandIns:
 
 
 class Intercept:
-    """Context in which optimizers report instead of (or beside) updating, and the model's loss is noted.
+    """Context that records the calls of optimizers instead of (or besides) updating, and the
+    model's loss.
 
     Args:
-        stand_ins: what stands in for them.
-        asked: called with each record; returns `"now"` to let the update be made at once, `"kept"` to have the old values
-            kept before, `"later"` to defer it, `"never"` to leave it out.
-        paths: path of each parameter by its `id`, for optimizers of torch's.
-        tensors: the tensors of variables, by `id` of these.
+        stand_ins: their replacements.
+        asked: called with each record; returns `"now"` to run the update at once, `"kept"` to keep
+            the old values first, `"later"` to defer it, `"never"` to omit it.
+        paths: path of each parameter by its `id`, for torch optimizers.
+        tensors: the tensors of variables, by their `id`.
 
     Attributes:
-        records: what the optimizers were asked for, in order.
-        losses: what `compute_loss` returned.
-        outputs: `(name, tensor)` of the model's outputs that `compute_loss` was given.
-        waiting: records that were deferred and not made since.
-        undo: what undoes the updates that had to be made before the verdict, in order.
+        records: the calls of the optimizers, in order.
+        losses: the results of `compute_loss`.
+        outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
+        waiting: deferred records that have not run yet.
+        undo: undoes the updates that had to run before the verdict, in order.
     """
 
     def __init__(self, stand_ins: StandIns, asked: Callable[[Update], str], paths: dict[int, str], tensors: Mapping[int, Any]):
@@ -162,11 +169,11 @@ class Intercept:
         self._overrides.give_back()
 
     def take(self, optimizer: Any, real: Callable[..., Any], grads: Iterable[Any], variables: Any) -> None:
-        """Take down an update that `real(grads, variables)` would make."""
+        """Record the update `real(grads, variables)`."""
         self._take(KerasUpdate(optimizer, real, list(grads), None if variables is None else list(variables), self.tensors))
 
     def take_step(self, optimizer: Any, real: Callable[..., Any], closure: Any, kwargs: dict[str, Any]) -> Any:
-        """Take down an update that `real(closure, **kwargs)` of an optimizer of torch's would make."""
+        """Record the update `real(closure, **kwargs)` of a torch optimizer."""
         if closure is None and not kwargs:
             self._take(TorchUpdate(optimizer, real, self.paths))
             optimizer.of._opt_called = True  # what a scheduler of torch's looks for
@@ -194,7 +201,7 @@ class Intercept:
             self._watch.arm([*record.state(), *record.gradients])
 
     def make(self, keep: bool = True) -> None:
-        """Make the updates that wait, with the old values kept."""
+        """Run the deferred updates, with the old values kept."""
         waiting, self.waiting = self.waiting, []
         for record in waiting:
             if keep:
@@ -202,17 +209,19 @@ class Intercept:
             record.run()
 
     def before_write(self, tensor: Any, unread: Container[int]) -> None:
-        """Make the updates that wait before a tensor is written that they may read: a rate of the user's own. None reads `unread`."""
+        """Run the deferred updates before a write to a tensor that they may read, such as a rate.
+        None reads `unread`.
+        """
         if self.waiting and id(tensor) not in unread:
             self.make()
 
     def give_back(self) -> None:
-        """Undo the updates that were made."""
+        """Undo the updates that have run."""
         for undo in reversed(self.undo):
             undo.give_back()
 
     def note(self, loss: Any, args: Any, kwargs: Any) -> None:
-        """Take down what `compute_loss(*args, **kwargs)` has returned."""
+        """Record the result of `compute_loss(*args, **kwargs)`."""
         if loss is not None:
             self.losses.append(keras.ops.convert_to_tensor(loss))
             self.outputs += filter(_is_float, named_outputs(self.stand_ins.model, keras.tree.flatten(predicted(args, kwargs))))

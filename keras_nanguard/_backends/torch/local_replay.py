@@ -1,8 +1,8 @@
-"""Replaying a step of several processes in one of them alone: without the communication of its modules.
+"""Replays a step of several processes in one of them, without the communication of its modules.
 
-`DistributedDataParallel` is replayed as the module that it wraps: without its forward pass it exchanges no gradients in the
-backward pass, either, and no buffers. Any other communication ends the replay with an exception before a message is sent.
-A replay that sent one would be answered by a training step of another process.
+`DistributedDataParallel` is replayed as the module that it wraps, which exchanges no gradients and
+no buffers. Any other communication ends the replay with an exception before a message is sent,
+because a training step of another process would answer it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from keras_nanguard._keras.overrides import ThreadOverrides
 __all__ = ["communicates", "locally"]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
-"""Where torch registers the operations that exchange messages."""
+"""Namespaces in which torch registers operations that communicate."""
 
 
 class _Local(TorchDispatchMode):  # type: ignore[misc]
-    """Raises in the place of an operation that exchanges messages."""
+    """Raises instead of running an operation that communicates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
@@ -46,7 +46,7 @@ def _unwrapped(real: Callable[..., Any], _: Any, wrapper: Any, *inputs: Any, **k
 
 @contextlib.contextmanager
 def locally() -> Iterator[None]:
-    """Let steps in this thread run without communication, and raise a `RuntimeError` if they cannot."""
+    """Run steps in this thread without communication; raise a `RuntimeError` if they need it."""
     if place()[1] == 1:
         yield
         return
@@ -63,12 +63,14 @@ _UNWRAPPED = ThreadOverrides(torch.nn.parallel.DistributedDataParallel, {"forwar
 
 
 def communicates(model: Any) -> bool:
-    """Return whether a module of this model exchanges messages with other processes."""
+    """Return whether a module of this model communicates with other processes."""
     module = getattr(model, "of", model)
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
     return any(_is_parallel(type(part)) for part in modules)
 
 
 def _is_parallel(kind: type) -> bool:
-    """Return whether a class is one of `DistributedDataParallel`, `FullyShardedDataParallel` or what `fully_shard` makes."""
+    """Return whether a class is `DistributedDataParallel`, `FullyShardedDataParallel` or one made
+    by `fully_shard`.
+    """
     return any(base.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule") for base in kind.__mro__)

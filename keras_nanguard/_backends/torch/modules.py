@@ -1,5 +1,5 @@
-"""A `torch.nn.Module` and a `torch.optim.Optimizer` in the words of Keras, for a loop that has neither model nor
-optimizer of Keras': what the rest of the library asks of them, and no more.
+"""Adapters of `torch.nn.Module` and `torch.optim.Optimizer` to the parts of Keras' interface that
+the library uses.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted"]
 
 
 class TensorVariable:
-    """A tensor of torch's as a variable: it has a path, and can be assigned to.
+    """A torch tensor as a variable with a path and `assign`.
 
     Attributes:
         value: the tensor.
-        path, name: as the module or the optimizer calls it; a running variance is called so.
+        path, name: its name in the module or optimizer.
     """
 
     def __init__(self, tensor: Any, path: str, trainable: bool = False):
@@ -38,13 +38,13 @@ class TensorVariable:
         return tuple(self.value.shape)
 
     def assign(self, value: Any) -> None:
-        """Give it a value."""
+        """Set its value."""
         with torch.no_grad():
             self.value.copy_(keras.ops.convert_to_tensor(value))
 
 
 class TorchModule:
-    """A module as a model: its parameters are the weights, its buffers the statistics.
+    """A module as a model: its parameters are weights, its buffers are statistics.
 
     Attributes:
         of: the module.

@@ -1,4 +1,4 @@
-"""What a step on torch returns: which of it is its loss."""
+"""Finds the loss in the outputs of a step on torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def _scalars(leaves: Any) -> list[Any]:
 
 
 class PlainOutputs:
-    """For a step with no trainer: its outputs go back as they are, and each scalar among them counts as its loss."""
+    """For a step without a trainer: its outputs are returned unchanged, and each scalar among them
+    counts as its loss.
+    """
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the scalars among the outputs."""
@@ -26,7 +28,7 @@ class PlainOutputs:
 
 
 class LogOutputs(PlainOutputs):
-    """For a Keras train step: a dict of logs. What stands for those of a refused step, the host knows."""
+    """For a Keras train step: a dict of logs. The host replaces those of a refused step."""
 
     def losses(self, outputs: Any) -> list[Any]:
         """Return the logs that are losses."""

@@ -1,8 +1,10 @@
-"""The sums of `keras_nanguard._core.finiteness` as torch operations: one pass over each tensor, no look at the device.
+"""The sums of `keras_nanguard._core.finiteness` as torch operations: one pass over each tensor,
+without waiting for the device.
 
-Small tensors of one dtype are laid end to end and read at once: what a step of a millisecond feels is the number of
-calls. Large ones are read where they stand: `dot` and `sum` run near memory bandwidth (50 GB/s on two cores, where
-`torch.isfinite` reaches 3). On an accelerator the fused `_foreach_norm` takes the place of `dot`.
+Small tensors of one dtype are concatenated and read at once, because the number of calls dominates
+a step of a millisecond. Large ones are read in place: `dot` and `sum` run near memory bandwidth (50
+GB/s on two cores, where `torch.isfinite` reaches 3). On an accelerator the fused `_foreach_norm`
+replaces `dot`.
 """
 
 from __future__ import annotations
@@ -25,20 +27,24 @@ __all__ = [
 ]
 
 LARGE = 1 << 16
-"""Elements from which a tensor is read where it stands."""
+"""Elements above which a tensor is read in place."""
 
 SERIAL = 1 << 15
-"""Elements from which PyTorch sums up in several threads (`GRAIN_SIZE` in aten/src/ATen/TensorIterator.h).
+"""Elements above which PyTorch uses several threads for a sum (`GRAIN_SIZE` in
+aten/src/ATen/TensorIterator.h).
 
-On a step without any such operation they sleep. One that wakes them up takes 1.5 ms on a busy machine of two cores, and they wait for
-more work for as long as a small step takes: its processor time was two and a half times as much.
+Without such an operation in a step these threads sleep. Waking them takes 1.5 ms on a busy machine
+of two cores, and they then spin for as long as a small step takes, which makes its processor time
+two and a half times as long.
 """
 
 SERIAL_DOT = 1 << 13
-"""Elements from which `dot` does, as MKL has it."""
+"""The same limit of `dot`, in MKL."""
 
 SUM_LIMIT = 2.0**1000
-"""Bound of a sum that has overflowed over finite entries: some of them still add up to a finite number."""
+"""Replacement of a sum that has overflowed over finite entries. A few of them still add up to a
+finite number.
+"""
 
 
 def can_be_bad(tensor: Any) -> bool:
@@ -47,12 +53,12 @@ def can_be_bad(tensor: Any) -> bool:
 
 
 def kind(tensors: Iterable[Any]) -> Any:
-    """Return the dtype of the sums: float64 where the state has some, else float32."""
+    """Return the dtype of the sums: float64 if the state has float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def _dense(tensor: Any) -> Any:
-    """Return the numbers of a tensor in one row, none of less than 32 bit, complex ones as pairs."""
+    """Return the numbers of a tensor as one row of at least 32 bits, complex ones as pairs."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype is torch.float32 and tensor.layout is torch.strided:
@@ -67,7 +73,9 @@ def _dense(tensor: Any) -> Any:
 
 
 def _grouped(rows: Iterable[Any]) -> list[list[Any]]:
-    """Return rows in groups: a large one by itself, small ones of one dtype and device together, on a processor up to `SERIAL` entries."""
+    """Return groups of rows: large ones alone, small ones of one dtype and device together, on a
+    CPU up to `SERIAL` entries.
+    """
     groups: list[list[Any]] = []
     last: dict[Any, tuple[list[Any], float]] = {}
     for row in rows:
@@ -90,7 +98,7 @@ def _laid(groups: Iterable[list[Any]]) -> list[Any]:
 
 
 def _rows(tensors: Iterable[Any]) -> list[Any]:
-    """Return the numbers of all tensors in as few rows as is cheap."""
+    """Return the numbers of all tensors in few rows."""
     plain: list[Any] = []
     others: list[Any] = []
     for tensor in tensors:
@@ -102,7 +110,9 @@ def _rows(tensors: Iterable[Any]) -> list[Any]:
 
 
 class StandingRows:
-    """The rows of tensors that are the same ones in every step, made once as long as each stays where it is in memory."""
+    """Cached rows of tensors that are the same in every step, valid as long as each stays at its
+    address.
+    """
 
     def __init__(self) -> None:
         self._tensors: list[Any] = []
@@ -132,7 +142,7 @@ def added(losses: Sequence[Any], dtype: Any) -> Any:
 
 
 def _add(scalars: Sequence[Any], dtype: Any) -> Any:
-    """Return the sum of scalars as a tensor of this dtype, 0 where there is none."""
+    """Return the sum of scalars as a tensor of this dtype, 0 if there are none."""
     if not scalars:
         return torch.zeros((), dtype=dtype)
     added = scalars[0].to(dtype)
@@ -151,7 +161,7 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
 
 
 def _squares(row: Any) -> Any:
-    """Return the sum of squares, in one thread where the row is not large."""
+    """Return the sum of squares, in one thread if the row is not large."""
     if SERIAL_DOT <= row.numel() < LARGE:
         norm = torch.linalg.vector_norm(row)
         return norm * norm
@@ -159,7 +169,9 @@ def _squares(row: Any) -> Any:
 
 
 def total(tensors: list[Any], dtype: Any, standing: StandingRows | None = None) -> Any:
-    """Return a number that is not finite where one entry is not, and is finite where all are and nothing overflows."""
+    """Return a number that is not finite if one entry is not, and finite if all are and nothing
+    overflows.
+    """
     rows = _rows(tensors) if standing is None else _laid(standing.of(tensors))
     return _add([row.sum() for row in rows], dtype)
 
@@ -168,8 +180,8 @@ def confirmed(number: float, tensors: Iterable[Any], power: int = 1) -> float:
     """Return the sum over these tensors, which is finite exactly if all of their entries are.
 
     Args:
-        number: the sum as it was computed, in the dtype of the sums, in which finite entries may overflow.
-        tensors: what it is the sum of.
+        number: the computed sum, in which finite entries may overflow.
+        tensors: the summed tensors.
         power: 2 for half the sum of squares.
     """
     if math.isfinite(number):
@@ -187,7 +199,9 @@ def is_away(tensor: Any) -> bool:
 
 
 def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
-    """Return groups of scalars of one dtype as numbers, with one look at the device for all of them."""
+    """Return groups of scalars of one dtype as numbers, with one read of the device for all of
+    them.
+    """
     scalars = [scalar for group in groups for scalar in group]
     away = next((scalar.device for scalar in scalars if is_away(scalar)), None)
     if away is None:
@@ -197,7 +211,7 @@ def looked_at(*groups: Sequence[Any]) -> list[list[float]]:
 
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return how many entries of each tensor are NaN, how many infinite, and how many there are."""
+    """Return the number of NaN, of infinite, and of all entries of each tensor."""
     found = []
     for tensor in tensors:
         row = _dense(tensor) if can_be_bad(tensor) else None
@@ -215,16 +229,17 @@ def updated(
     gradients: float,
     steps: int,
 ) -> tuple[list[Any], list[Any]]:
-    """Return the tensors to be read after an update: weights, with the slots that are read with them, and other slots.
+    """Return the tensors to read after an update: weights with the slots that are read with them,
+    and other slots.
 
-    `SlotReading` has which slots are read when.
+    `SlotReading` defines which slots are read when.
 
     Args:
         train_state: the train state.
         records: the updates.
         known: the result of `slots_of` for each optimizer, by its `id`.
         gradients: half the sum of squares of the gradients.
-        steps: the number of steps so far, as optimizers of torch's count nothing.
+        steps: number of steps so far, because torch optimizers have no common counter.
     """
     together = [t for record in records for t in record.tensors]
     separate: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a diagnosis needs of PyTorch: observers of a run, and tensor helpers."""
+"""Functions for a diagnosis on PyTorch: recording of a run, and tensor helpers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ __all__ = [
 
 
 class Instrument(instrument.Instrument):
-    """Layers and losses under observation; `Tensor.backward` and `torch.autograd.grad` start the backward pass."""
+    """Records layers and losses. `Tensor.backward` and `torch.autograd.grad` start the backward
+    pass.
+    """
 
     def _targets(self) -> list[tuple[Any, str, str]]:
         if not isinstance(self.model, TorchModule):
@@ -63,7 +65,7 @@ _GRADIENTS = ThreadOverrides(torch.autograd, {"backward": _gradient, "grad": _gr
 
 
 class _Probe(torch.autograd.Function):  # type: ignore[misc]
-    """The value itself; its gradient is shown to `passed` on its way."""
+    """The identity; its gradient is passed to `passed`."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, passed: Callable[[Any], Any]) -> Any:
@@ -81,16 +83,18 @@ def body_of(model: Any) -> Any:
 
 
 def losses_of(model: Any) -> Any:
-    """Return what finds the losses in the logs of a train step that never calls `compute_loss`."""
+    """Return a function that finds the losses in the logs of a step that never calls
+    `compute_loss`.
+    """
     return LogOutputs().losses
 
 
 @contextlib.contextmanager
 def intercepted(model: Any, optimizers: Iterable[Any], immediate: bool) -> Iterator[Any]:
-    """Note losses and updates; `immediate` lets the updates be made at once.
+    """Record losses and updates; `immediate`: updates run at once.
 
-    The binary cross-entropy of torch raises if a prediction is NaN, and `clip_grad_norm_` can raise if a gradient is. A
-    replay continues there, so that the NaN can be followed back.
+    Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise if a
+    gradient is. A replay continues after them, so that the NaN can be traced.
     """
     entered = object()
     for overrides in _WITHOUT_ERROR:
@@ -127,7 +131,9 @@ if hasattr(clip_grad, "_get_total_norm"):  # torch 2.6 and later
 
 @contextlib.contextmanager
 def preserved(variables: Sequence[Any]) -> Iterator[None]:
-    """Put these variables, whatever else Keras writes, and torch's generators back at the end; leave no gradient."""
+    """Restore these variables, everything else that Keras writes, and torch's generators at the
+    end; leave no gradient.
+    """
     natives = [getattr(v, "value", v) for v in variables]
     natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
     undo_log = UndoLog(natives, lambda variable: None)
@@ -148,17 +154,17 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def key(variable: Any) -> int | None:
-    """Return by which number `Origins` knows a variable."""
+    """Return the number of a variable in `Origins`."""
     return storage(variable.value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a dense tensor, or an array that the step makes one of."""
+    """Whether an object is a dense tensor, or an array that the step converts to one."""
     return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and value.layout == torch.strided)
 
 
 def slope(origin: Any) -> Any:
-    """Return the origin behind a gradient as it is: the backward pass computes its own slopes."""
+    """Return the origin of a gradient unchanged: the backward pass computes its own slopes."""
     return origin
 
 
@@ -174,12 +180,12 @@ def like(array: Any, value: Any) -> Any:
 
 
 def without_rows(value: Any, kept: Any) -> Any:
-    """Return the rows of a tensor that are kept."""
+    """Return the given rows of a tensor."""
     return value[kept] if isinstance(value, np.ndarray) else value[torch.as_tensor(kept, device=value.device)]
 
 
 def twin(variable: Any) -> Any:
-    """Return a parameter of torch's own with the same values in float32, `None` where there is none behind it."""
+    """Return a torch parameter with the same values in float32, or `None`."""
     if not isinstance(variable, keras.Variable):
         return None
     native = variable.value

@@ -1,4 +1,6 @@
-"""What refused steps leave behind for the host: references, for nothing that a step was given is copied before the host looks."""
+"""Reports of refused steps to the host, as references: no argument of a step is copied before the
+host reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ __all__ = ["ReportQueue", "places"]
 
 
 class ReportQueue:
-    """Files and hands out the reports of refused steps.
+    """Stores the reports of refused steps.
 
     Attributes:
-        places: `(site, path)` of each row of counts in the step that runs now.
+        places: `(site, path)` of each row of counts in the running step.
     """
 
     def __init__(self) -> None:
@@ -24,17 +26,17 @@ class ReportQueue:
         self._reports: list[Report] = []
 
     def put(self, verdict: Verdict, counts: Any, args: Sequence[Any], *, left_by_previous: bool = False) -> None:
-        """File one report: the verdict on a step, its counts of bad entries, and its arguments."""
+        """Store one report: the verdict of a step, its counts of bad entries, and its arguments."""
         self._reports.append(Report(verdict, self.places, counts, as_tensors(args), left_by_previous=left_by_previous))
 
     def take(self) -> list[Report]:
-        """Return and forget what was filed."""
+        """Return and remove the reports."""
         reports, self._reports = self._reports, []
         return reports
 
 
 def places(run: Any) -> list[tuple[str, str, Any]]:
-    """Return `(site, path, tensor)` of everything in one run of a step that is counted for a report."""
+    """Return `(site, path, tensor)` of everything that a report counts."""
     train_state, seen = run.train_state, run.seen
     paths = {**{key: v.path for key, v in run.undo_log.owner.items()}, **run.parts.paths}
     found = [("outputs", name, t) for name, t in seen.outputs]

@@ -1,17 +1,18 @@
 """The transaction on PyTorch.
 
-In words::
+In outline::
 
-    keep      torch's generators and buffers; the rest of the small state is copied as the step writes it
-    run       the user's step; what it asks its optimizers for waits
-    verdict   loss, gradients and written statistics finite, loss scale valid: one row of numbers, one look at the device
-    if so:    the updates are made; weights and slots are read once
-    if not:   everything that was written is given back, the loss scale learns, batch and counts are filed
+    keep      torch's generators and buffers; the other small state is copied when the step writes
+    it run       the user's step; its optimizer updates are deferred verdict   are loss, gradients
+    and written statistics finite? is the loss scale valid? one read yes       the updates run;
+    weights and slots are read once no        everything written is restored, the loss scale learns,
+    batch and counts are reported
 
-Of Keras' own train step everything that can make it bad is known when it asks for its update, so the verdict is given
-there and nothing large is ever copied. Any other step may go on after an update in any way it likes: there an update
-waits until the step ends, or until something touches what it reads or writes. In that case it is made on the spot, and
-undone on a refusal, which costs one copy of what it writes.
+In Keras' own train step everything that can make it bad is known when it calls its update, so the
+verdict is computed there and nothing large is copied. Any other step may do anything after an
+update. There an update is deferred to the end of the step, or until an operation accesses what it
+reads or writes. In that case it runs at once and is undone on a refusal, which costs one copy of
+what it writes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["Transaction"]
 
 REFRESH = 100
-"""Steps between two readings of the train state later on."""
+"""Steps between two later readings of the train state."""
 
 
 class Transaction:
@@ -40,20 +41,24 @@ class Transaction:
         body: the step, `body(*args) -> outputs`.
         train_state: callable that returns the current `TrainState`.
         model: the model whose `compute_loss` returns the loss, or `None`.
-        logs: the body returns Keras logs.
-        stock: the body is Keras' own train step, after whose update nothing can go wrong.
-        jit: compile the body, once it is known what it writes.
-        compiled: the body as an earlier run has compiled it.
-        note_created: called with each variable that is created inside the step, and its first value.
-        refuse: refuse bad steps; without it the step runs as it is, and its verdict and batch are reported all the same.
-        agreement: what the processes that train together decide as one, with `count`, `has_news` and `news`; `None` for one process.
+        logs: whether the body returns Keras logs.
+        stock: whether the body is Keras' own train step, in which nothing can fail after the
+            update.
+        jit: whether to compile the body, once its writes are known.
+        compiled: the compiled body of an earlier run.
+        note_created: called with each variable that is created inside the step, and its first
+            value.
+        refuse: whether bad steps are refused; otherwise only verdict and batch are reported.
+        agreement: the agreement of processes that train together, with `count`, `has_news` and
+            `news`; `None` for one process.
 
     Attributes:
-        verdict: the verdict on the last step.
+        verdict: the verdict of the last step.
         given: the arguments of the last step.
-        untracked: what the body writes in place past Keras, by `id`.
-        keeps_undo: whether an update had to be made before the verdict.
-        adds_to_gradients: whether the body adds to the gradients that an earlier step has left, which are then kept before each step.
+        untracked: tensors that the body writes in place outside of Keras, by `id`.
+        keeps_undo: whether an update had to run before the verdict.
+        adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
+            kept before each step.
     """
 
     judged = None
@@ -107,25 +112,25 @@ class Transaction:
             run.close()
 
     def inherit(self, other: Transaction) -> None:
-        """Start with what another transaction around the same body has found out."""
+        """Start with the findings of another transaction for the same body."""
         self.untracked, self.tolerated, self.keeps_undo = other.untracked, other.tolerated, other.keeps_undo
         self.adds_to_gradients = other.adds_to_gradients
         self.steps = min(other.steps, 1)
 
     def batch(self, step: int, given: Given) -> Any:
-        """Return the arguments of an earlier step, `None` where someone has written over them."""
+        """Return the arguments of an earlier step, or `None` if they were overwritten."""
         return None if given.args is None else as_tensors(given.args)
 
     def tolerate(self, variables: Sequence[Any]) -> None:
-        """Let these variables be infinite."""
+        """Allow these variables to be infinite."""
         self.tolerated |= {id(v.value) for v in variables}
 
     def release_run(self) -> None:
-        """Release the run that is over."""
+        """Release everything of the finished run."""
         self.given = None
 
     def resume(self) -> None:
-        """Nothing to do: each step looks at the state anew."""
+        """Do nothing: each step checks the state again."""
 
     def recount(self, step: int) -> None:
-        """The host counts."""
+        """Do nothing: the host counts."""

@@ -1,17 +1,18 @@
-"""What one step writes on torch, with the values from before: an undo log.
+"""An undo log: the old values of everything that one step writes on torch.
 
-An eager step cannot be read beforehand, so it is watched while it runs. Every write to a Keras variable, listed
-anywhere or not, passes through `Variable._direct_assign`; while a step runs, that method first copies what it is about
-to overwrite, in the thread of that step alone. A healthy step so copies its small state (statistics, seeds, metrics),
-each once, and nothing else. What earlier steps have written so is copied at once before the next one: `Expected`.
+An eager step cannot be inspected before it runs, so its writes are recorded. Every write to a Keras
+variable, tracked or not, goes through `Variable._direct_assign`. While a step runs, this method
+first copies the old value, in the thread of that step only. A healthy step thus copies its small
+state (statistics, seeds, metrics), each once, and nothing else. Variables that earlier steps have
+written are copied before the next step, all at once: `Expected`.
 
-What does not pass through it is written in place by torch itself: the updates of optimizers, which the transaction
-calls itself; buffers of torch modules and torch's own random generators, which are kept before each step; and what a
-user's code writes in place, which shows in the version that torch counts for each tensor: from the first step on, in
-which everything is kept, whatever was written so once is kept before each step.
+Other writes are made in place by torch: updates of optimizers, which the transaction runs itself;
+buffers of torch modules and torch's generators, which are kept before each step; and in-place
+writes of the user's code, which the version counter of each tensor shows. In the first step
+everything is kept; afterwards everything that was written in place once is kept before each step.
 
-Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two places that write the
-value of a variable on this backend; there is no public hook.
+Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
+places that write the value of a variable on this backend; there is no public hook.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = ["WRITES", "Expected", "UndoLog", "generators"]
 
 
 class Expected:
-    """The variables that earlier steps have written, and the values that they had before the step that runs.
+    """The variables that earlier steps have written, with their values before the running step.
 
-    They are copied in one call, into tensors that are used again.
+    They are copied in one call, into reused tensors.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,9 @@ class Expected:
         self._copies: list[Any] = []
 
     def add(self, owner: dict[int, Any]) -> None:
-        """Expect these variables, given by the `id` of their tensors, to be written by later steps, too."""
+        """Expect these variables, given by the `id` of their tensors, to be written by later steps,
+        too.
+        """
         for key, variable in owner.items():
             if key not in self.owner:
                 self.owner[key] = self.variables[id(variable)] = variable
@@ -48,7 +51,7 @@ class Expected:
                 self._copies.append(self._tensors[-1].detach().clone())
 
     def copy(self) -> dict[int, tuple[Any, Any, Any]]:
-        """Copy the values of now; return tensor, value and version by the `id` of each tensor."""
+        """Copy the present values; return tensor, value and version by the `id` of each tensor."""
         if self._tensors:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._tensors)
@@ -56,14 +59,14 @@ class Expected:
 
 
 class UndoLog:
-    """The undo log of one step; a context in which writes are noted.
+    """The undo log of one step; a context in which writes are recorded.
 
     Args:
-        kept: tensors to be copied beforehand, as torch writes them in place.
-        uncounted: the same, where torch may not even count the write, as it does not for the running statistics of its
-            own batch normalization.
+        kept: tensors to copy beforehand, because torch writes them in place.
+        uncounted: the same, if torch may not even count the write, as for the running statistics of
+            its own batch normalization.
         note_created: called with each Keras variable that is created meanwhile.
-        watch: whether writes of Keras are noted; a compiled step makes them in its own way.
+        watch: whether writes of Keras are recorded; a compiled step makes them in another way.
         writes: called with each tensor that Keras is about to write.
         expected: the variables that the step will probably write.
     """
@@ -87,7 +90,7 @@ class UndoLog:
         self.keep([*uncounted, *kept])
 
     def keep(self, tensors: Iterable[Any]) -> None:
-        """Copy tensors as they are now, those that are not kept yet."""
+        """Copy the present values of tensors that are not kept yet."""
         with torch.no_grad():
             for tensor in tensors:
                 if id(tensor) not in self.old:
@@ -95,7 +98,7 @@ class UndoLog:
 
     @property
     def written(self) -> list[Any]:
-        """The tensors that were written since they were kept, or may have been."""
+        """The tensors that were, or may have been, written since they were kept."""
         held, uncounted = self.old.items(), self.uncounted
         return [tensor for key, (tensor, _, version) in held if tensor._version != version or key in uncounted]
 
@@ -120,7 +123,9 @@ class UndoLog:
             self.keep([tensor])
 
     def give_back(self, unseen: bool = False) -> None:
-        """Undo every write; `unseen` also such as torch does not count (fused ones, under a mode that watches them)."""
+        """Undo every write; `unseen`: also writes that torch does not count (fused ones, under a
+        dispatch mode).
+        """
         with torch.no_grad():
             for key, (tensor, value, version) in self.old.items():
                 if unseen or key in self.uncounted or tensor._version != version:
@@ -130,7 +135,8 @@ class UndoLog:
 
 
 def _without_repeats(tensor: Any, of: Any = None) -> Any:
-    """Return the part of a tensor that is in memory once: PyTorch writes into no tensor that was expanded (`Normalization(mean=0.0)`).
+    """Return the part of a tensor that is in memory once: PyTorch cannot write to an expanded
+    tensor (`Normalization(mean=0.0)`).
 
     Args:
         of: the tensor whose memory counts, itself by default.
@@ -156,13 +162,13 @@ def _initialize(real: Callable[..., Any], journals: list[UndoLog], variable: Any
 
 
 WRITES = ThreadOverrides(keras_variables.VARIABLE, {"_direct_assign": _direct_assign, "_initialize": _initialize})
-"""What the undo logs hear writes by."""
+"""The override through which the undo logs record writes."""
 
 
 def generators() -> list[tuple[Callable[[Any], None], Any]]:
-    """Return the states of torch's global generators, each with what sets it.
+    """Return the states of torch's global generators, each with its setter.
 
-    Unseeded dropout and noise draw from them. A copy takes a microsecond; no device is waited for.
+    Unseeded dropout and noise use them. A copy takes a microsecond and does not wait for a device.
     """
     held: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized():

@@ -1,7 +1,8 @@
-"""Updates that a step asks for, on torch: of a Keras optimizer or of one of torch's own, to be made now or later.
+"""Updates of a step on torch, by a Keras or a torch optimizer, to run now or later.
 
-A later update must do what it would have done then. So a record holds everything that the call depended on and that may
-change in between: the gradients, whether autograd was on, and, of an optimizer of torch's, its rates.
+A deferred update must have the same effect as an immediate one. So a record holds everything that
+the call depended on and that may change meanwhile: the gradients, whether autograd was on, and the
+rates of a torch optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["KerasUpdate", "TorchUpdate", "Undo", "Update"]
 
 
 class Undo:
-    """The values of tensors, and what an optimizer of torch's holds beside them, from before an update."""
+    """The values of tensors, and other state of a torch optimizer, before an update."""
 
     def __init__(self, tensors: Iterable[Any]):
         self._old = [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -35,19 +36,20 @@ class Undo:
 
 
 class Named(NamedTuple):
-    """A parameter that is no variable of Keras', with the path that its module gives it."""
+    """A parameter that is not a Keras variable, with its path in the module."""
 
     path: str
     value: Any
 
 
 class Update:
-    """One call that asks for an update.
+    """One call of an update.
 
     Attributes:
-        optimizer: whom it asks.
-        pairs: `(gradient, variable)` of each variable that has a gradient; the variable has a `path`.
-        tensors: the variables that it will write, apart from slots.
+        optimizer: the optimizer.
+        pairs: `(gradient, variable)` of each variable that has a gradient; the variable has a
+            `path`.
+        tensors: the variables that it will write, without slots.
     """
 
     optimizer: Any
@@ -67,20 +69,22 @@ class Update:
         raise NotImplementedError
 
     def undo(self) -> Undo:
-        """Return what undoes the update; to be asked before it is made."""
+        """Return an object that undoes the update; call this before it runs."""
         return Undo(self.state())
 
     def build(self) -> bool:
-        """Build the optimizer as the update itself would; returns whether it was not built yet."""
+        """Build the optimizer as the update itself would; return whether it was not built yet."""
         return False
 
     def run(self) -> None:
-        """Make the update."""
+        """Run the update."""
         with torch.set_grad_enabled(self._grad):
             self._call()
 
     def created(self) -> list[tuple[Any, Any]]:
-        """Return the tensors that the update has made past Keras, each with its first value."""
+        """Return the tensors that the update has created outside of Keras, each with its first
+        value.
+        """
         return []
 
     def _call(self) -> None:
@@ -92,10 +96,10 @@ class KerasUpdate(Update):
 
     Args:
         optimizer: the optimizer.
-        real: what makes the update.
+        real: runs the update.
         grads: the gradients.
-        variables: the variables, `None` where the optimizer knows them.
-        known: the tensors of variables, by `id` of these.
+        variables: the variables, or `None` for those of the optimizer.
+        known: the tensors of variables, by their `id`.
     """
 
     def __init__(
@@ -152,13 +156,13 @@ class TorchUpdate(Update):
         return [*self.tensors, *(v.value for v in self.optimizer.variables)]
 
     def undo(self) -> Undo:
-        """The parameters, and whatever the optimizer holds."""
+        """The parameters, and all state of the optimizer."""
         undo = Undo(self.tensors)
         undo.more.append(self.optimizer.held())
         return undo
 
     def created(self) -> list[tuple[Any, Any]]:
-        """Return the slots that the update has made, each with its first value."""
+        """Return the slots that the update has created, each with its first value."""
         found = []
         for p, slots in self.torch.state.items():
             known = self.slots.get(p, ())
@@ -166,7 +170,7 @@ class TorchUpdate(Update):
         return found
 
     def _call(self) -> None:
-        """Step with the gradients and rates of the call, whatever stands in their places by now."""
+        """Step with the gradients and rates of the original call."""
         self.slots = self._names()
         now = [(p, p.grad) for p, _ in self.grads]
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
