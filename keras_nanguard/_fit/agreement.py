@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from typing import Any
 
 from keras_nanguard._backends import current, processes
@@ -21,7 +22,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.data_names import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._core.verdict import Report
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.recent_batches import Rerun
 from keras_nanguard._fit.snapshots import Ring, Snapshot
 
@@ -47,6 +48,14 @@ class Agreement:
 
     count, rank = 1, 0
     has_news = news = False
+
+    def all_see(self, verdict: Verdict) -> bool:
+        """Return whether a verdict is the same in all processes.
+
+        It is not if NaN is in the copy that one process has of an array that all hold. The next
+        loss, which is computed by all of them, shows it to the others.
+        """
+        return True
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether it is set in any process."""
@@ -116,6 +125,10 @@ class Together(Agreement):
     @property
     def has_news(self) -> bool:  # type: ignore[override]
         return bool(self._kept)
+
+    def all_see(self, verdict: Verdict) -> bool:
+        shown = verdict.refused or verdict.finite or not isfinite(verdict.loss + verdict.gradients)
+        return shown or not current.host().SPREADS_ARRAYS
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         return tuple(map(any, zip(*self._exchange(flags, "what they have found in a step"))))

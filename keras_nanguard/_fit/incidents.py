@@ -12,6 +12,7 @@ from keras_nanguard._core.nonfinite_error import NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._diagnose.guarded_run import Explains
 from keras_nanguard._fit import perform, recorded, schedule_poles
+from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
@@ -57,6 +58,7 @@ class Incidents:
     ):
         self._run, self._report_now, self._explain = run, report, explain
         self._waiting: list[Incident] = []
+        self._postponed = -2  # the last step that has left NaN in the state of this process alone
         self._last_unexplained = -2  # the last step that was refused with a finite batch
         self._diverged: tuple[int, int] | None = None  # the counts of steps and rollbacks at which a step was refused for a divergence
 
@@ -65,6 +67,7 @@ class Incidents:
         run, report = self._run, reports[-1] if reports else None
         run.counts.refuse()
         left = report is not None and report.left_by_previous
+        left = left or self._postponed == run.step - 1
         left, extraordinary = run.agreement.any_of(left, not self._is_ordinary_overflow(verdict, report))
         overflow = not (left or extraordinary)
         run.recorder.push(run.step, verdict.loss, verdict.gradients, verdict.scale, OVERFLOW if overflow else REFUSED)
@@ -133,6 +136,14 @@ class Incidents:
             self.committed(verdict, findings)
         return bool(findings)
 
+    def postponed(self, verdict: Verdict) -> Verdict:
+        """Return a verdict as all other processes have it: this one alone has NaN in its state.
+
+        It acts once the others see it, too.
+        """
+        self._postponed = self._run.step
+        return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
+
     def observed(self, verdict: Verdict, reports: Sequence[Report]) -> None:
         """Handle a bad step under a policy that changes nothing: report it once until the next
         finite step.
@@ -189,7 +200,8 @@ class Incidents:
             values: additional measurements for the incident.
         """
         run, counts = self._run, self._run.counts
-        findings = run.agreement.findings(findings, report)
+        agreement = run.agreement if act else Agreement()  # a report alone needs no other process
+        findings = agreement.findings(findings, report)
         measured = measurements(verdict, run.train_state().optimizers, not refused) if verdict is not None else {}
         measured |= values or {}
         if refused and "learning_rate" in measured:
@@ -197,8 +209,9 @@ class Incidents:
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident = Incident(step, *counts.place(step), ordered, refused, measured, replicas=report.replicas if report else ())
         incident = incident.with_(committed=counts.committed)
-        incident = run.agreement.diagnosis(incident.with_(diagnosis=diagnosis or self._explain(run, incident, report)))
-        own = report if run.agreement.is_of(incident) else None
+        diagnosis = diagnosis or self._explain(run, incident, report)
+        incident = agreement.diagnosis(incident.with_(diagnosis=diagnosis))
+        own = report if agreement.is_of(incident) else None
         run.bad_rows.note(incident, own)
         if _has_onset(incident):
             incident = incident.with_(values={"onset": onset(run.history.series), **measured})
@@ -213,7 +226,7 @@ class Incidents:
         decision, run.recovery.policy_state = decide(run.policy, run.recovery.policy_state, incident)
         before = recorded.rate_factor(run)
         incident = incident.with_(decision=decision)
-        outcomes = run.agreement.outcomes(perform.perform(run, incident, report))
+        outcomes = agreement.outcomes(perform.perform(run, incident, report))
         run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
         recorded.acted(run, outcomes, before)
         outcomes = schedule_poles.passed(run, poles, self._with_result(incident, outcomes))

@@ -57,7 +57,11 @@ class Resumed:
         self.guard_state.apply(recovery, write=True)
 
     def _restore_state(self, recovery: Recovery) -> None:
-        build_optimizers(recovery.state.train_state(), self.record.optimizers)
+        before = recovery.state.train_state()
+        build_optimizers(before, self.record.optimizers)
+        for optimizer in before.optimizers if self.record.step else ():
+            if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
+                optimizer.create_state()
         train_state = recovery.state.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
             text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."

@@ -243,8 +243,10 @@ class Session(RunsAgain):
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict  # attributes of a record cost more than this
         total = loss + gradients + statistics + weights + slots
         if refused or self.checks_fully or self.agreement.news or not (isfinite(total) and 0.0 < scale < inf):
-            self._attend(verdict)
-            return False
+            if self.agreement.all_see(verdict):
+                self._attend(verdict)
+                return False
+            return self.after(self.incidents.postponed(verdict), last=last)
         counts = self.counts
         step = counts.step
         counts.committed += 1
@@ -377,7 +379,8 @@ class Session(RunsAgain):
         """Raise an incident for findings in results, or in a state that is about to be saved."""
         self.resolve_pending()
         found = [*findings, *(f for f in self.scan("weights") if f.site != "slots" or not findings)]
-        self.incidents.between_steps(found, diagnosis, act)
+        if found := self.agreement.between_steps(found) if act else found:
+            self.incidents.between_steps(found, diagnosis, act)
 
     def release(self) -> None:
         """Release the snapshots and the remembered batches."""
@@ -387,6 +390,8 @@ class Session(RunsAgain):
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""
         self.guard_state = self.guard_state or GuardState.of(self.recovery)
+        if self.agreement.has_news:  # no step has told the others since
+            self.incidents.between_steps(self.agreement.pick_up(), act=False)
         self.release()
         self.recovery.end()
         self.recorder.end("finished" if self.finished else "failed", self.step, self.counts.epoch)

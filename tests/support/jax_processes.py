@@ -54,13 +54,22 @@ class Die(keras.callbacks.Callback):
 
 
 class Spoils(keras.callbacks.Callback):
-    """Writes NaN into a weight, in the copy of the first process alone."""
+    """Writes NaN into a weight or its first moment, in the copy of the first process alone."""
+
+    def __init__(self, moment=False):
+        super().__init__()
+        self.moment = moment
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch != 9:
-            return
+        if batch == 9:
+            self.spoil()
+
+    def spoil(self):
         self.model.jax_state_sync()
         variable = self.model.layers[-1].kernel
+        if self.moment:
+            optimizer = self.model.optimizer
+            variable = optimizer._momentums[optimizer._get_variable_index(variable)]
         value = variable.value
         parts = [np.array(shard.data) for shard in value.addressable_shards]
         if RANK == 0:
@@ -70,6 +79,16 @@ class Spoils(keras.callbacks.Callback):
         placed = [jax.device_put(*pair) for pair in zip(parts, devices)]
         made = jax.make_array_from_single_device_arrays(value.shape, value.sharding, placed)
         variable._value = made
+
+
+class SpoilsEpoch(keras.callbacks.Callback):
+    """Does the same between two epochs, so that steps are started before verdicts are read."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            spoils = Spoils(moment=True)
+            spoils.set_model(self.model)
+            spoils.spoil()
 
 
 class Waits(keras.callbacks.Callback):
@@ -144,15 +163,18 @@ def reported(what):
     net, (x, y) = model(), data(what)
     on_disk = what in ("killed", "resumed", "whole")
     folder = os.path.join(DIRECTORY, "killed" if what == "resumed" else what)
-    guard = NanGuard(DISK if on_disk else "recover", directory=folder, verbose=1, resume=what == "resumed")
-    others = {"killed": Die, "waited": Waits, "weights": Spoils}
+    preset = DISK if on_disk else "observe" if what == "observed" else "recover"
+    guard = NanGuard(preset, directory=folder, verbose=1, resume=what == "resumed")
+    others = {"killed": Die, "waited": Waits, "weights": Spoils, "ahead": SpoilsEpoch}
+    others["slots"] = others["observed"] = lambda: Spoils(moment=True)
     callbacks = [] if what == "plain" else [guard, *([others[what]()] if what in others else [])]
     fault = contextlib.nullcontext()
     if what in ("rollback", "memory"):
         fault = inject(net, site="gradients", step=5, count=3)
     short = mock.patch.multiple(memory, SMALL=0, room=lambda root=None: 0.0)
     with fault, short if what == "memory" and RANK == LAST else contextlib.nullcontext():
-        history = net.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
+        options = {"batch_size": ROWS, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+        history = net.fit(x, y, epochs=2 if what == "ahead" else 1, **options)
     return {
         "loss": history.history["loss"],
         "weights": [numbers(v) for v in net.trainable_variables],

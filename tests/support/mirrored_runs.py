@@ -2,10 +2,9 @@
 
 Devices are set up once in a process; and TensorFlow 2.21 confuses the collectives of two strategies there if their models
 have other shapes, or one of them runs eagerly. `python mirrored_runs.py NAME...` runs these cases and prints a line of JSON
-for each, of which `tests/backends/tensorflow/test_mirrored.py` asserts what it has to be.
+for each, of which `tests/backends/tensorflow/test_mirrored.py` asserts what it has to be. A number before the names is that
+of the replicas, 2 by default.
 """
-
-
 
 from __future__ import annotations
 
@@ -26,9 +25,10 @@ from keras import ops
 from keras_nanguard import NanGuard, NanGuardModel
 from support import zoo
 
-REPLICAS = 2
-ROWS = {0: 1, 1: 6}
-"""A row of the batch that each replica is given."""
+REPLICAS = int(sys.argv.pop(1)) if sys.argv[1].isdigit() else 2
+LAST = REPLICAS - 1
+ROWS = {0: 1, LAST: 6}
+"""A row of the batch that the first replica is given, and one of the last."""
 
 Case = Callable[[], dict[str, Any]]
 
@@ -100,7 +100,7 @@ def reports(guard: NanGuard) -> dict[str, Any]:
     }
 
 
-BAD = {3: 0, 7: 1, 8: None}
+BAD = {3: 0, 7: LAST, 8: None}
 
 
 @case
@@ -206,7 +206,7 @@ def overflow() -> dict[str, Any]:
             states.append(dict(state_of(self.model)))
 
     data = zoo.regression(batches=4)
-    data.y[2 * zoo.BATCH + ROWS[1]] = 3e4
+    data.y[2 * zoo.BATCH + ROWS[LAST]] = 3e4
     guard = NanGuard(verbose=0)
     done = run(lambda: zoo.plain(scaled(keras.optimizers.Adam())), data, guard, epochs=1, callbacks=[Watch()])
     before, after = states[1], states[2]
@@ -228,7 +228,7 @@ def several_steps() -> dict[str, Any]:
 @case
 def observed() -> dict[str, Any]:
     """A policy that changes nothing: the run is the one that Keras makes, and the replica is named."""
-    data = zoo.poison(zoo.regression(), 4, row=ROWS[1])
+    data = zoo.poison(zoo.regression(), 4, row=ROWS[LAST])
     guard = NanGuard("observe", verbose=0)
     one, other = run(zoo.plain, data, guard), run(zoo.plain, data)
     same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
@@ -337,9 +337,9 @@ class Logarithm(keras.layers.Layer):
 
 @case
 def forward_domain() -> dict[str, Any]:
-    """A row at which a layer leaves its domain, on replica 1 in batch 3."""
+    """A row at which a layer leaves its domain, on the last replica in batch 3."""
     data = zoo.regression()
-    data.x[zoo.BATCH * 3 + ROWS[1], 0] = 100.0
+    data.x[zoo.BATCH * 3 + ROWS[LAST], 0] = 100.0
     guard = NanGuard(verbose=0)
 
     def build() -> Any:

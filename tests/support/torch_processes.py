@@ -120,8 +120,12 @@ def run(rank, world, kind, fault, folder):
         from keras_nanguard._core import memory
 
         memory.SMALL, memory.room = 0, lambda root=None: 0.0
-    kept = {"directory": folder, "resume": True} if fault in ("resume", "whole") else {}
-    guard = NanGuard(verbose=0, **(DISK if kept else POLICY), **kept)
+    kept = {}
+    if fault in ("whole", "die", "resume"):
+        kept = {"directory": f"{folder}-whole" if fault == "whole" else folder}
+        kept["resume"] = fault == "resume"
+    preset = "observe" if fault == "observed" else "recover"
+    guard = NanGuard(preset, verbose=0, **(DISK if kept else POLICY), **kept)
     data, error, done = batches(rank, fault, world), None, 0
     left_out = {"without": [BAD], "without three": [BAD, BAD + 1, BAD + 2]}.get(fault, [])
     plain = fault in ("plain", *(["without"] if fault == "without" else []), "without three")
@@ -133,14 +137,18 @@ def run(rank, world, kind, fault, folder):
         else:
             with guard.watch(*watched):
                 step = guard.step(train)
-                for done, x in enumerate(data):
-                    if fault == "kill" and rank == world - 1 and done == BAD:
+                resuming = guard.session.resuming
+                first = 0 if resuming is None else resuming.record.step
+                for done, x in enumerate(data[first:], first):
+                    if fault in ("kill", "die") and rank == world - 1 and done == BAD:
                         os.kill(os.getpid(), signal.SIGKILL)
                     if fault == "raise" and rank == world - 1 and done == BAD:
                         raise OSError("disk full")
                     if fault == "weights" and rank == 0 and done == BAD:
                         with torch.no_grad():
                             local(parameters[0]).view(-1)[0] = torch.nan
+                    if fault in ("slots", "observed") and rank == 0 and done == BAD:
+                        spoil(optimizer)
                     step(x)
                     if guard.stopped:
                         break
@@ -175,6 +183,16 @@ DISK = {"snapshot": {"every": 4, "verify_after": 1, "storage": "disk"}}
 
 def local(parameter):
     return getattr(parameter, "_local_tensor", parameter).detach()
+
+
+def spoil(optimizer):
+    """Write NaN into the first moment of a weight."""
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        moment = next(v.value for v in optimizer.variables if len(v.shape) == 2)
+    else:
+        moment = next(iter(optimizer.state.values()))["exp_avg"]
+    with torch.no_grad():
+        local(moment).view(-1)[0] = torch.nan
 
 
 def slots(optimizer):

@@ -160,7 +160,8 @@ class StepTrace:
         seen = self.loss, self.gradients, self.statistics, weights, slots, self.scale
         verdict = Verdict(refused, *seen, halted=self.halt)
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
-        bad = refused | ~reductions.all_finite(seen) | (self.scale <= 0)
+        shown = seen if jax.process_count() == 1 else seen[:2]  # to all processes
+        bad = refused | ~reductions.all_finite(shown) | (self.scale <= 0)
         state = jax.tree_util.tree_unflatten(self.tree, new)
         return state, outputs, vector, bad, self.scales
 

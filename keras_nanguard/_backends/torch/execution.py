@@ -208,7 +208,7 @@ class StepRun:
             may_commit = self._read_update_sums(now) and may_commit
         if not math.isfinite(sum(previous)) and not all(bool(torch.isfinite(t).all()) for t in self.parts.weights_and_slots):
             self.update_sums, self.left_by_previous, may_commit = previous, True, False
-        self.own = self.loss, self.gradients, self.statistic
+        self.own = self.loss, self.gradients, self.statistic, *self.update_sums
         overflown = not math.isfinite(numbers[1])  # so large that the update may overflow, too
         self._agree(REFUSED if not may_commit else UNDOABLE if overflown else COMMITTED)
 
@@ -224,12 +224,12 @@ class StepRun:
         """
         agreement = self.owner.agreement
         flags = [outcome == REFUSED, outcome == UNDOABLE, agreement.has_news]
-        numbers = [self.loss, self.gradients, self.statistic, self.scale]
-        *flags, loss, gradients, statistic, scale = group.summed([*map(float, flags), *numbers], "their verdict on a step")
-        means = (number / agreement.count for number in (loss, gradients, statistic, scale))
-        self.loss, self.gradients, self.statistic, self.scale = means
-        agreement.news = flags[2] > 0
-        return REFUSED if flags[0] else UNDOABLE if flags[1] else COMMITTED
+        numbers = [self.loss, self.gradients, self.statistic, self.scale, *self.update_sums]
+        sums = group.summed([*map(float, flags), *numbers], "their verdict on a step")
+        means = (number / agreement.count for number in sums[len(flags) :])
+        self.loss, self.gradients, self.statistic, self.scale, *self.update_sums = means
+        refused, undoable, agreement.news = (number > 0 for number in sums[: len(flags)])
+        return REFUSED if refused else UNDOABLE if undoable else COMMITTED
 
     def _gradients(self) -> list[Any]:
         """Return the gradients of this step: of its updates, or those left by an exception before
@@ -285,7 +285,8 @@ class StepRun:
             places = reports.places(self)
             owner.report_queue.places = tuple((site, path) for site, path, _ in places)
             counts = reductions.counts([tensor for _, _, tensor in places])
-            own = self._verdict(owner.refuse)._replace(loss=self.own[0], gradients=self.own[1], statistics=self.own[2])
+            loss, gradients, statistic, weights, slots = self.own
+            own = Verdict(owner.refuse, loss, gradients, statistic, weights, slots, self.scale)
             owner.report_queue.put(own, counts, args, left_by_previous=self.left_by_previous)
         if self.may_commit or not owner.refuse:
             self.seen.make(keep=False)

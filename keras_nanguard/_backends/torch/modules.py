@@ -4,6 +4,7 @@ the library uses.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -179,6 +180,27 @@ class TorchOptimizer:
                     tensor.copy_(value)
 
         return restore
+
+    def create_state(self) -> None:
+        """Create the state that the first update would create, by one at rate 0.
+
+        An optimizer whose `step` needs a closure stays as it is.
+        """
+        params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
+        if self.of.state:
+            return
+        grads, restore_rates = [p.grad for p in params], self._learning_rate.held()
+        try:
+            for group in self.of.param_groups:
+                self._learning_rate._write(group, 0.0)
+            for p in params:
+                p.grad = torch.zeros_like(p)
+            with contextlib.suppress(TypeError):
+                self.of.step()
+        finally:
+            restore_rates()
+            for p, grad in zip(params, grads):
+                p.grad = grad
 
     @property
     def epsilon(self) -> Any:

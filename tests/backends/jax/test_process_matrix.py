@@ -27,6 +27,9 @@ ENDED = (
     "three",
     "weights",
     "memory",
+    "slots",
+    "ahead",
+    "observed",
 )
 """The runs that come to their end by themselves."""
 
@@ -112,7 +115,7 @@ def test_rolled_back_by_both(way, runs):
     assert first["rate"] == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory"])
+@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory", "slots", "ahead"])
 def test_the_same_end(runs, fault):
     """All end alike, whatever happens to one process."""
     ranks, _ = runs[0][fault]
@@ -122,16 +125,26 @@ def test_the_same_end(runs, fault):
         "three": [9, 10, 11],
         "weights": [10],
         "memory": [5, 6, 7],
+        "slots": [10],
+        "ahead": [24],
     }.get(fault, [3, 7])
     if fault in ("batch", "all"):
         same(ranks[0], runs[0]["without"][0][0])
-    if fault == "weights":
+    if fault in ("weights", "slots", "ahead"):
         assert incidents[0][1] == "state_nonfinite" and "rollback" in incidents[0][3]
+    if fault == "weights":
         assert ranks[0]["findings"][0][0].startswith("state of sequential/dense/kernel")
     if fault == "memory":
         assert ranks[0]["snapshots"] == [] and incidents[2][3] == ["warn", "lower_lr"], (
             "nobody restores a snapshot"
         )
+
+
+def test_observed_by_all(runs):
+    """NaN in one process under a policy that changes nothing: reported once it has reached all."""
+    ranks, _ = runs[0]["observed"]
+    assert_same(ranks, "rate", "incidents", "findings")
+    assert [i[0] for i in ranks[0]["incidents"]] == [11]
 
 
 def test_stopped_by_both(runs):

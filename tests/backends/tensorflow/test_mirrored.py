@@ -39,9 +39,10 @@ STEPS = [3, 7, 8, 18, 22, 23]
 REPLICAS = [[0], [1], [0, 1]] * 2
 
 
-def results(process: str) -> dict[str, Any]:
-    """Run the cases of a process."""
-    done = subprocess.run([sys.executable, SCRIPT, *TOGETHER[process]], capture_output=True, text=True, timeout=600, check=False)
+def results(*arguments: str) -> dict[str, Any]:
+    """Run these cases in a process."""
+    command = [sys.executable, SCRIPT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
@@ -52,7 +53,7 @@ def result(once):
 
     def of_case(name: str) -> dict[str, Any]:
         process = next(process for process, names in TOGETHER.items() if name in names)
-        return once(f"mirrored {process}", lambda folder: results(process))[name]
+        return once(f"mirrored {process}", lambda folder: results(*TOGETHER[process]))[name]
 
     return of_case
 
@@ -149,3 +150,15 @@ def test_a_replica_that_was_given_no_row(result):
     reported = result("no_rows")
     assert reported["causes"] == ["forward_domain"] and reported["replicas"] == [[1]]
     assert "batch_normalization" in reported["culprits"][0]
+
+
+@pytest.mark.slow
+def test_four_replicas():
+    """All four replicas end alike, the one that saw it is named, and a replay names the layer."""
+    batches = results("4", "adam")["adam"]
+    domain = results("4", "forward_domain")["forward_domain"]
+    assert batches["stock"] > 0 and batches["differences"] == [] and batches["steps"] == STEPS
+    assert batches["replicas"] == [[0], [3], [0, 3]] * 2
+    assert batches["samples"] == [[1], [6], [1, 6]] * 2
+    assert domain["steps"] == [3] and domain["replicas"] == [[3]] and domain["samples"] == [[6]]
+    assert domain["causes"] == ["forward_domain"] and "logarithm" in domain["culprits"][0]

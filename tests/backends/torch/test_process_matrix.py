@@ -6,7 +6,7 @@ import pytest
 from support.several_processes import assert_same, torch_cases
 
 PROGRAMS = ("module", "own buffers", "keras", "accumulate", "reports")
-FAULTS = ("healthy", "row", "batch", "all", "three", "loss", "spike", "weights", "memory")
+FAULTS = ("healthy", "row", "batch", "all", "three", "loss", "spike", "weights", "slots", "memory")
 CASES = (
     *(f"{program}:{fault}" for program in PROGRAMS for fault in ("plain", "without", *FAULTS)),
     *(
@@ -16,6 +16,9 @@ CASES = (
         "module:three:4",
         "module:without:4",
         "module:kill:4",
+        "module:observed",
+        *("module:whole", "module:die", "module:resume"),
+        *("keras:whole", "keras:die", "keras:resume"),
     ),
 )
 
@@ -34,7 +37,10 @@ def found(once):
 def test_the_matrix(found, case):
     """All processes end alike, or all that are left with an error."""
     ranks, (program, fault, *count) = found[case], case.split(":")
-    if fault in ("kill", "raise"):
+    if fault == "observed":  # nothing is refused: NaN reaches all of them
+        assert_same(ranks, "rate", "steps", "incidents")
+        return
+    if fault in ("kill", "die", "raise"):
         *others, gone = ranks
         assert all(left["error"] for left in others) and (
             gone is None or "disk full" in gone["error"]
@@ -42,7 +48,10 @@ def test_the_matrix(found, case):
         return
     assert_same(ranks, *SAME)
     steps = [incident["step"] for incident in ranks[0]["incidents"]]
-    assert bool(steps) is (fault not in ("healthy", "spike"))
+    assert bool(steps) is (fault not in ("healthy", "spike", "whole", "resume"))
+    if fault == "resume":
+        whole = found[f"{program}:whole"][0]
+        assert all(ranks[0][name] == whole[name] for name in ("weights", "optimizer", "rate"))
     if fault in ("healthy", "row", "batch", "all"):
         plain = ":".join([program, "without" if steps else "plain", *count])
         assert ranks[0]["weights"] == found[plain][0]["weights"]
