@@ -15,27 +15,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from keras_nanguard._cli.wording import in_options
 
 __all__ = [
-    "CHECKED_POLICY",
-    "CLEAN",
-    "COMPARED_RUNS",
-    "FOUND",
-    "MISUSE",
-    "Command",
-    "check_policy",
-    "demo",
-    "diagnose",
-    "lint",
-    "print_error",
-    "recalibrate",
-    "repair",
-    "report",
-    "scan",
+    *("CHECKED_POLICY", "CLEAN", "COMPARED_RUNS", "FOUND", "MISUSE", "Command", "check_policy"),
+    *("demo", "diagnose", "lint", "print_error", "recalibrate", "repair", "report", "scan"),
     "watch",
 ]
 
@@ -52,21 +38,19 @@ def scan(given: argparse.Namespace) -> int:
     """Scan files one after the other; one that cannot be read does not end the command, but is its
     exit code."""
     from keras_nanguard._core.errors import NanGuardError
-    from keras_nanguard._files.reading import one_worker
     from keras_nanguard._files.scan import scan as scan_file
 
     codes = {CLEAN}
-    with one_worker():
-        for path in given.paths:
-            try:
-                with _progress() as progress:
-                    report = scan_file(path, progress=progress, **_limits(given))
-            except NanGuardError as error:
-                print_error(error, given.words)
-                codes.add(MISUSE)
-                continue
-            codes.add(CLEAN if report.ok else FOUND)
-            _show(report, given.json, partial(_scan_table, report=report, notes=given.notes))
+    for path in given.paths:
+        try:
+            with _progress() as progress:
+                report = scan_file(path, progress=progress, **_limits(given))
+        except NanGuardError as error:
+            print_error(error, given.words)
+            codes.add(MISUSE)
+            continue
+        codes.add(CLEAN if report.ok else FOUND)
+        _show(report, given.json, "scan", given.notes)
     return max(codes)
 
 
@@ -78,29 +62,19 @@ def print_error(error: Exception, words: Mapping[str, str]) -> None:
 def _one_line(text: str) -> str:
     """Return a text in one line, without control characters: what it quotes may come from a
     file."""
-    return "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
-    )
-
-
-def _scan_table(tables: Any, report: Any, notes: bool) -> None:
-    tables.scan(report, notes)
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
 
 
 def repair(given: argparse.Namespace) -> int:
     """Repair a file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    options = ["statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed"]
-    chosen: dict[str, Any] = {name: getattr(given, name) for name in options}
-    report = repair_file(
-        given.path, given.output, only=tuple(given.only), **chosen, **_limits(given)
-    )
-    translated = replace(
-        report,
-        changes=tuple(replace(c, detail=in_options(c.detail, given.words)) for c in report.changes),
-    )
-    _show(translated, given.json, lambda tables: tables.repair(translated))
+    names = ("statistics", "weights", "slots", "source", "in_place", "dry_run", "overwrite", "seed")
+    options: dict[str, Any] = {name: getattr(given, name) for name in (*names, "only")}
+    report = repair_file(given.path, given.output, **options, **_limits(given))
+    changes = (replace(c, detail=in_options(c.detail, given.words)) for c in report.changes)
+    _show(replace(report, changes=tuple(changes)), given.json, "repair")
     return CLEAN if report.ok else FOUND
 
 
@@ -112,9 +86,8 @@ def recalibrate(given: argparse.Namespace) -> int:
     inputs, _ = data_arrays(given.data)
     model = load_model(given.path)
     with _taking_data(given.data):
-        report = estimate(
-            model, inputs, steps=given.steps, batch_size=given.batch_size, only=tuple(given.only)
-        )
+        options = {"steps": given.steps, "batch_size": given.batch_size, "only": given.only}
+        report = estimate(model, inputs, **options)
     output = save_model(model, given.path, given.output, given.overwrite)
     if given.json:
         _print_json({**report.to_dict(), "output": output})
@@ -136,9 +109,8 @@ def _taking_data(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         received = f"{path}: {type(error).__name__}: {_one_line(str(error))[:200]}"
-        raise GuardError(
-            expected("data that the model takes", received, "Check shapes and names of its inputs.")
-        ) from error
+        remedy = "Check shapes and names of its inputs."
+        raise GuardError(expected("data that the model takes", received, remedy)) from error
 
 
 def lint(given: argparse.Namespace) -> int:
@@ -148,7 +120,7 @@ def lint(given: argparse.Namespace) -> int:
 
     data = data_arrays(given.data) if given.data else (None, None)
     report = lint_model(load_model(given.path), *data, ignore=tuple(given.ignore))
-    _show(report, given.json, lambda tables: tables.lint(report))
+    _show(report, given.json, "lint")
     return CLEAN if report.ok else FOUND
 
 
@@ -158,37 +130,23 @@ def check_policy(given: argparse.Namespace) -> int:
     from keras_nanguard._policy.policy import Policy
     from keras_nanguard._policy.warnings import warnings_about
 
+    document: dict[str, Any] = {"format": CHECKED_POLICY, "valid": True, "problems": []}
     try:
         policy = Policy.load(given.policy)
     except PolicyError as error:
         if not error.problems:
             raise
-        if given.json:
-            _print_json(
-                {
-                    "format": CHECKED_POLICY,
-                    "valid": False,
-                    "problems": list(error.problems),
-                    "warnings": [],
-                }
-            )
-        else:
-            print("\n".join(error.problems))
-        return FOUND
-    warnings = warnings_about(policy, _names_in(given.model))
-    if given.json:
-        _print_json(
-            {
-                "format": CHECKED_POLICY,
-                "valid": True,
-                "problems": [],
-                "warnings": list(warnings),
-                "policy": policy.to_dict(),
-            }
-        )
+        lines, warnings = list(error.problems), []
+        document |= {"valid": False, "problems": lines, "warnings": []}
     else:
-        print("\n".join([str(policy), *(f"warning: {warning}" for warning in warnings)]))
-    return FOUND if warnings else CLEAN
+        warnings = list(warnings_about(policy, _names_in(given.model)))
+        lines = [str(policy), *(f"warning: {warning}" for warning in warnings)]
+        document |= {"warnings": warnings, "policy": policy.to_dict()}
+    if given.json:
+        _print_json(document)
+    else:
+        print("\n".join(lines))
+    return CLEAN if document["valid"] and not warnings else FOUND
 
 
 def _names_in(path: str | None) -> Any:
@@ -210,39 +168,21 @@ def diagnose(given: argparse.Namespace) -> int:
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    if given.json:
-        print(json.dumps(_finite(found.to_dict()), allow_nan=False))
-    else:
-        print(found)
+    _show(found, given.json)
     if found.error and found.diagnosis.cause == "unknown":
         print(f"keras-nanguard: {found.error}.", file=sys.stderr)
         return MISUSE
     return CLEAN if found.healthy else FOUND
 
 
-def _finite(value: Any) -> Any:
-    """Return plain JSON values with NaN and Inf as strings, as in every record of this library."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def replay(given: argparse.Namespace) -> int:
     """Replay the step of a bundle; a step that is bad again is a finding."""
     from keras_nanguard._core.errors import BundleError, expected
 
-    if not os.path.isfile(
-        os.path.join(given.bundle, "bundle.json")
-    ):  # before loading a backend, which takes seconds
-        raise BundleError(
-            expected(
-                "the folder of an incident",
-                repr(given.bundle),
-                "It contains bundle.json; see report DIRECTORY.",
-            )
-        )
+    # Before a backend is loaded, which takes seconds.
+    if not os.path.isfile(os.path.join(given.bundle, "bundle.json")):
+        remedy = "It contains bundle.json; see report DIRECTORY."
+        raise BundleError(expected("the folder of an incident", repr(given.bundle), remedy))
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(
@@ -254,10 +194,7 @@ def replay(given: argparse.Namespace) -> int:
         counterfactuals=not given.plain,
         custom_objects=_custom_objects(given.own),
     )
-    if given.json:
-        _print_json(found.to_dict())
-    else:
-        print(found)
+    _show(found, given.json)
     return FOUND if found.result == "bad" else CLEAN
 
 
@@ -276,11 +213,8 @@ def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:
             received = f"--import {name}: {type(error).__name__}: {error}"
             remedy = "Run the command where Python finds the module."
             raise GuardError(expected("a module that can be imported", received, remedy)) from error
-        found |= {
-            key: value
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("__")
-        }
+        public = {key: value for key, value in vars(module).items() if not key.startswith("__")}
+        found |= {key: value for key, value in public.items() if callable(value)}
     return found
 
 
@@ -322,13 +256,8 @@ def _compared(given: argparse.Namespace) -> int:
     if not runs:
         raise problems[0]
     if given.output and Path(given.output).suffix != ".html":
-        raise GuardError(
-            expected(
-                "a path that ends in .html for several runs",
-                f"-o {given.output}",
-                "Write one report a run, or .html.",
-            )
-        )
+        what, remedy = "a path that ends in .html", "Write one report a run, or .html."
+        raise GuardError(expected(f"{what} for several runs", f"-o {given.output}", remedy))
     if given.output:
         print(f"Written to {files.save(compare.page(runs), Path(given.output))}.")
     elif given.json:
@@ -364,20 +293,37 @@ def _limits(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _show(report: Any, as_json: bool, tables: Callable[[Any], None]) -> None:
-    """Print a report: JSON if requested, tables on a terminal, plain lines to a pipe or file."""
+def _show(report: Any, as_json: bool, table: str = "", *options: Any) -> None:
+    """Print a report: JSON if requested, a table on a terminal, plain lines to a pipe or file.
+
+    Args:
+        report: the report.
+        as_json: whether JSON is requested.
+        table: the method of `Tables` that prints the report, `""` if there is none.
+        options: further arguments of that method.
+    """
     if as_json:
         _print_json(report.to_dict())
-    elif sys.stdout.isatty():
+    elif table and sys.stdout.isatty():
         from keras_nanguard._cli.tables import Tables
 
-        tables(Tables())
+        getattr(Tables(), table)(report, *options)
     else:
         print(report)
 
 
 def _print_json(document: Any) -> None:
-    print(json.dumps(document, allow_nan=False))
+    """Print strict JSON: NaN and Inf are strings, as in every record of this library."""
+    print(json.dumps(_finite(document), allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """Return plain JSON values with NaN and Inf as strings."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

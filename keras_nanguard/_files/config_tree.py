@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from keras_nanguard._files.stored import plain_text
 
-__all__ = [
-    "ConfigTree",
-    "class_name",
-    "optimizer_settings",
-    "own_name",
-    "settings_of",
-    "snake_case",
-]
+__all__ = ["LayerConfig", "optimizer_settings", "snake_case"]
 
 
 def snake_case(name: str) -> str:
@@ -30,43 +24,58 @@ def snake_case(name: str) -> str:
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-class ConfigTree:
-    """Finds the configuration of a layer within that of the model, by name or by the key under
-    which it is saved."""
+class LayerConfig:
+    """The configuration of a layer, empty where a file has none.
 
-    def __init__(self) -> None:
-        self._indexed: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    Args:
+        node: the configuration as Keras serializes it; anything else counts as empty.
 
-    def child(self, node: Mapping[str, Any], part: str, own: str) -> Mapping[str, Any]:
-        """Return the configuration of a layer within `node`, or an empty one."""
-        settings = settings_of(node)
-        wrapped = settings.get(part) or (settings.get("layer") if part == "forward_layer" else None)
-        if isinstance(wrapped, dict) and _is_layer(wrapped):
-            return wrapped
-        if id(node) not in self._indexed:
-            self._indexed[id(node)] = _indexed(settings)
-        index = self._indexed[id(node)]
-        return index.get(("name", own)) or ({} if own else index.get(("key", part), {}))
+    Attributes:
+        settings: its settings.
+        name: its name, or `""`.
+        class_name: its class, or `""`.
+    """
 
-    def descend(self, node: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-        """Return the configuration of the layer that a path of names leads to, or an empty one."""
-        for name in names:
-            node = self.child(node, "", name)
-        return node
+    def __init__(self, node: Any = None):
+        node = node if isinstance(node, dict) else {}
+        settings = node.get("config")
+        self.settings: Mapping[str, Any] = settings if isinstance(settings, dict) else {}
+        self.name, self.class_name = _text(self.settings.get("name")), _text(node.get("class_name"))
+
+    def child(self, key: str, name: str) -> LayerConfig:
+        """Return the configuration of a layer within this one, or an empty one.
+
+        Args:
+            key: the key under which it is saved: an attribute, or its class and number.
+            name: its name, `""` if that is not known.
+        """
+        place = ("name", name) if name else ("key", key)
+        return self._children.get(("attribute", key)) or self._children.get(place) or LayerConfig()
+
+    @cached_property
+    def _children(self) -> dict[tuple[str, str], LayerConfig]:
+        found: dict[tuple[str, str], LayerConfig] = {}
+        for attribute, value in self.settings.items():
+            if _is_layer(value):
+                found[("attribute", attribute)] = LayerConfig(value)
+            counts: Counter[str] = Counter()
+            for child in map(LayerConfig, filter(_is_layer, _listed(value))):
+                key = snake_case(child.class_name)
+                number = f"_{counts[key]}" if counts[key] else ""
+                counts[key] += 1
+                found.setdefault(("key", key + number), child)
+                found.setdefault(("name", child.name), child)
+        if inner := found.get(("attribute", "layer")):  # of a Bidirectional
+            found.setdefault(("attribute", "forward_layer"), inner)
+        return found
 
 
-def _indexed(settings: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for listed in settings.values():
-        counts: Counter[str] = Counter()
-        for child in listed if isinstance(listed, list) else ():
-            if not _is_layer(child):
-                continue
-            found.setdefault(("name", own_name(child)), child)
-            key = snake_case(class_name(child))
-            found.setdefault(("key", f"{key}_{counts[key]}" if counts[key] else key), child)
-            counts[key] += 1
-    return found
+def _text(value: Any) -> str:
+    return plain_text(value) if isinstance(value, str) else ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is_layer(node: Any) -> bool:
@@ -77,30 +86,12 @@ def _is_layer(node: Any) -> bool:
     return not str(node.get("module", "")).startswith(("keras.ops", "keras.src.ops"))
 
 
-def settings_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a layer's configuration, empty where there are none."""
-    settings = node.get("config")
-    return settings if isinstance(settings, dict) else {}
-
-
-def class_name(node: Mapping[str, Any]) -> str:
-    """Return the class of a layer, or `""`."""
-    name = node.get("class_name")
-    return plain_text(name) if isinstance(name, str) else ""
-
-
-def own_name(node: Mapping[str, Any]) -> str:
-    """Return the name of a layer, or `""`."""
-    name = settings_of(node).get("name")
-    return plain_text(name) if isinstance(name, str) else ""
-
-
 def optimizer_settings(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the optimizer's settings from a model's configuration, with `class_name`; empty where
-    there is none."""
-    node: Any = config or {}
-    for key in ("compile_config", "optimizer"):
-        node = node.get(key) if isinstance(node, dict) else None
-    inner = settings_of(node).get("inner_optimizer") if isinstance(node, dict) else None
-    node = inner if isinstance(inner, dict) else node
-    return {**settings_of(node), "class_name": class_name(node)} if isinstance(node, dict) else {}
+    """Return the optimizer's settings from a model's configuration, with `class_name`; those of a
+    `LossScaleOptimizer` are below those of its inner optimizer. Empty where there is none."""
+    compiled = (config or {}).get("compile_config")
+    node = compiled.get("optimizer") if isinstance(compiled, dict) else None
+    outer = LayerConfig(node)
+    inner = LayerConfig(outer.settings.get("inner_optimizer"))
+    name = inner.class_name or outer.class_name
+    return {**outer.settings, **inner.settings, "class_name": name} if node else {}

@@ -16,13 +16,9 @@ from numpy.typing import NDArray
 
 __all__ = ["initial_value"]
 
-_BY_NAME = {
-    **dict.fromkeys(("moving_mean", "renorm_mean", "mean", "beta", "bias"), 0.0),
-    **dict.fromkeys(
-        ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma"), 1.0
-    ),
-}
-"""Default initial values of these variables of layers."""
+_ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
+_ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
+"""Variables of layers that start with 1 or 0 if the configuration does not say otherwise."""
 
 _SCALING = {
     "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
@@ -54,18 +50,12 @@ def initial_value(
     Returns:
         An array of float64, or a reason.
     """
-    node = settings.get(
-        "depthwise_initializer" if name == "depthwise_kernel" else f"{name}_initializer"
-    )
-    if name == "moving_stddev":
-        node = None  # follows from the variance, whose default has the same square root
-    if not isinstance(node, dict):
-        value = _BY_NAME.get(name)
-        return (
-            f"its initial value is not in the file ({name})"
-            if value is None
-            else np.full(shape, value)
-        )
+    prefix = "depthwise" if name == "depthwise_kernel" else name
+    node = settings.get(f"{prefix}_initializer")
+    if name == "moving_stddev" or not isinstance(node, dict):
+        if name in _ONES or name in _ZEROS:
+            return np.full(shape, float(name in _ONES))
+        return f"its initial value is not in the file ({name})"
     kind, given = str(node.get("class_name")), node.get("config")
     try:
         return _drawn(kind, shape, given if isinstance(given, dict) else {}, draw)
@@ -83,12 +73,10 @@ def _drawn(
         return np.full(shape, number("value", 0.0) if kind == "Constant" else float(kind == "Ones"))
     if kind == "RandomUniform":
         return draw.uniform(number("minval", -0.05), number("maxval", 0.05), shape)
-    if kind in ("RandomNormal", "TruncatedNormal"):
-        units = (
-            draw.standard_normal(shape)
-            if kind == "RandomNormal"
-            else _truncated_normal(shape, draw)
-        )
+    if kind == "RandomNormal":
+        return draw.normal(number("mean", 0.0), number("stddev", 0.05), shape)
+    if kind == "TruncatedNormal":
+        units = _truncated_normal(shape, draw)
         return number("mean", 0.0) + number("stddev", 0.05) * units
     if kind not in _SCALING:
         return f"its initializer {kind!r} is not supported"
@@ -99,14 +87,14 @@ def _drawn(
     if distribution == "uniform":
         return draw.uniform(-math.sqrt(3.0) * stddev, math.sqrt(3.0) * stddev, shape)
     if distribution == "untruncated_normal":
-        return stddev * draw.standard_normal(shape)
+        return draw.normal(0.0, stddev, shape)
     return stddev / _TRUNCATED_STDDEV * _truncated_normal(shape, draw)
 
 
 def _fan(shape: tuple[int, ...], mode: str) -> float:
-    if len(shape) < 2:
-        fan_in = fan_out = float(shape[0] if shape else 1)
-    else:
+    """Return the number of inputs or outputs of a unit, or their mean, by the mode of Keras."""
+    fan_in = fan_out = float(shape[0] if shape else 1)
+    if len(shape) > 1:
         field = math.prod(shape[:-2])
         fan_in, fan_out = float(shape[-2] * field), float(shape[-1] * field)
     return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]

@@ -56,12 +56,8 @@ class LiveVariable:
 
 def is_model(thing: Any) -> bool:
     """Return whether an object is a model or a layer, by its attributes; a class is not."""
-    return (
-        not isinstance(thing, type)
-        and hasattr(thing, "variables")
-        and hasattr(thing, "trainable_variables")
-        and hasattr(thing, "name")
-    )
+    attributes = ("variables", "trainable_variables", "name")
+    return not isinstance(thing, type) and all(hasattr(thing, name) for name in attributes)
 
 
 def live_variables(model: Any) -> list[LiveVariable]:
@@ -78,43 +74,33 @@ def live_variables(model: Any) -> list[LiveVariable]:
         GuardError: if it is not a model, or has never been built.
     """
     if not is_model(model):
-        raise GuardError(
-            expected(
-                "a Keras model", f"{type(model).__name__}", "Pass a model or the path of a file."
-            )
-        )
+        remedy = "Pass a model or the path of a file."
+        raise GuardError(expected("a Keras model", type(model).__name__, remedy))
     if not getattr(model, "built", True):
-        raise GuardError(
-            expected(
-                "a built model",
-                f"model={model.name}",
-                "Call it on data once, or call build() with input shapes.",
-            )
-        )
-    metrics = list(
-        {id(variable): variable for variable in getattr(model, "metrics_variables", ())}.values()
-    )
-    seen = {id(variable) for variable in metrics}
-    found = list(_walk(model, (), seen))
+        remedy = "Call it on data once, or call build() with input shapes."
+        raise GuardError(expected("a built model", f"model={model.name}", remedy))
+    metrics = getattr(model, "metrics_variables", ())
+    of_metrics = {id(variable) for variable in metrics}
+    found = [live for live in _walk(model, ()) if id(live.variable) not in of_metrics]
     for name, optimizer in optimizers(model):
-        for variable in _unseen(optimizer.variables, seen):
+        for variable in optimizer.variables:
             path = _path(variable)
-            found.append(
-                LiveVariable(Identity(name, path, "slot", "Optimizer"), path, optimizer, variable)
-            )
+            identity = Identity(name, path, "slot", "Optimizer")
+            found.append(LiveVariable(identity, path, optimizer, variable))
     for variable in metrics:
         path = _path(variable)
-        found.append(
-            LiveVariable(Identity("metrics", path, "other", "Metric"), path, model, variable)
-        )
-    return found
+        identity = Identity("metrics", path, "other", "Metric")
+        found.append(LiveVariable(identity, path, model, variable))
+    unique: dict[int, LiveVariable] = {}
+    for live in found:
+        unique.setdefault(id(live.variable), live)
+    return list(unique.values())
 
 
 def optimizers(model: Any) -> list[tuple[str, Any]]:
     """Return the optimizers of a model with the attribute of each; a GAN has more than one."""
-    found = (
-        [("optimizer", model.optimizer)] if getattr(model, "optimizer", None) is not None else []
-    )
+    optimizer = getattr(model, "optimizer", None)
+    found = [("optimizer", optimizer)] if optimizer is not None else []
     for name, value in sorted(vars(model).items()):
         is_optimizer = hasattr(value, "stateless_apply") and hasattr(value, "learning_rate")
         if is_optimizer and all(value is not known for _, known in found):
@@ -122,39 +108,28 @@ def optimizers(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _walk(layer: Any, outer: tuple[str, ...], seen: set[int]) -> Iterator[LiveVariable]:
+def _walk(layer: Any, outer: tuple[str, ...]) -> Iterator[LiveVariable]:
     below = children(layer)
     inner = {id(variable) for child in below for variable in child.variables}
-    names = outer or (str(layer.name),)
-    kind = type(layer).__name__
-    for variable in _unseen([v for v in layer.variables if id(v) not in inner], seen):
-        name = str(variable.name)
-        identity = Identity("/".join(names), name, role_of(name, kind), kind)
-        yield LiveVariable(identity, _path(variable), layer, variable)
+    names, kind = "/".join(outer or (str(layer.name),)), type(layer).__name__
+    for variable in layer.variables:
+        if id(variable) not in inner:
+            name = str(variable.name)
+            identity = Identity(names, name, role_of(name, kind), kind)
+            yield LiveVariable(identity, _path(variable), layer, variable)
     for place, state in enumerate(_states(layer)):
-        identity = Identity("/".join(names), f"states/{place}", "other", kind)
-        if id(state) not in seen:
-            seen.add(id(state))
-            yield LiveVariable(identity, identity.path, layer, state)
+        identity = Identity(names, f"states/{place}", "other", kind)
+        yield LiveVariable(identity, identity.path, layer, state)
     for child in below:
-        yield from _walk(child, (*outer, str(child.name)), seen)
+        yield from _walk(child, (*outer, str(child.name)))
 
 
 def _states(layer: Any) -> list[Any]:
     """Return the states of a stateful recurrent layer, which no list of variables and no file
     contains."""
-    if not getattr(layer, "stateful", False):
-        return []
-    states = getattr(layer, "states", None)
+    states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
     flat = states if isinstance(states, (list, tuple)) else [states]
     return [state for state in flat if state is not None and hasattr(state, "dtype")]
-
-
-def _unseen(variables: Any, seen: set[int]) -> Iterator[Any]:
-    for variable in variables:
-        if id(variable) not in seen:
-            seen.add(id(variable))
-            yield variable
 
 
 def _path(variable: Any) -> str:

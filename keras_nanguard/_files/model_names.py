@@ -4,24 +4,25 @@ backend."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._files import reading
-from keras_nanguard._files.config_tree import own_name
+from keras_nanguard._files.config_tree import LayerConfig
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
-from keras_nanguard._files.stored import Alive, plain_text
+from keras_nanguard._files.reading import Progress
+from keras_nanguard._files.stored import plain_text
 
 if TYPE_CHECKING:
     from keras_nanguard._policy.warnings import ModelNames
 
 __all__ = ["model_names", "names_in"]
 
-COMMON_NAMES = (
+_COMMON_NAMES = (
     *("kernel", "bias", "gamma", "beta", "embeddings", "scale", "moving_mean", "moving_variance"),
 )
-"""Common names of variables of layers."""
+"""Common names of variables of layers: what only has a number in the file may have any of them."""
 
 
 def model_names(path: str | os.PathLike[str]) -> ModelNames:
@@ -41,26 +42,17 @@ def model_names(path: str | os.PathLike[str]) -> ModelNames:
     return ModelNames(name, tuple(found["paths"]))
 
 
-def names_in(path: str, alive: Alive) -> dict[str, Any]:
-    """Return the name of the model in a file, `""` if it has none, and the paths in it."""
-    with opened(path, alive) as contents:
-        root = own_name(contents.config or {}) or contents.names.get("", "")
-        roles = ("weight", "statistics", "slot")
-        found = [one for one in identities(contents) if one.role in roles]
-        return {"root": root, "paths": list(_spelled(found, root))}
+def names_in(path: str, progress: Progress) -> dict[str, Any]:
+    """Return the name of the model in a file, `""` if it has none, and the paths in it, each
+    without and with the name of the model, which only some paths of Keras contain."""
+    with opened(path) as contents:
+        root = LayerConfig(contents.config).name or contents.names.get("", "")
+        found = [path for one in identities(contents) for path in _paths(one)]
+    return {"root": root, "paths": found + ([f"{root}/{path}" for path in found] if root else [])}
 
 
-def _spelled(found: Iterable[Identity], root: str) -> Iterable[str]:
-    """Yield each path without and with the name of the model, which only some paths of Keras
-    contain.
-
-    A variable that has only a number in the file may have any of the common names.
-    """
-    for one in found:
-        paths = (
-            [f"{one.layer}/{name}" for name in COMMON_NAMES] if one.name.isdigit() else [one.path]
-        )
-        for path in paths:
-            yield path
-            if root:
-                yield f"{root}/{path}"
+def _paths(one: Identity) -> Iterator[str]:
+    if one.role == "other":
+        return
+    names = _COMMON_NAMES if one.name.isdigit() else (one.name,)
+    yield from (f"{one.layer}/{name}" if one.layer else name for name in names)

@@ -12,87 +12,18 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected, no_model
-from keras_nanguard._files.live import LiveVariable, is_model, live_variables
+from keras_nanguard._files.live import is_model, live_variables
+from keras_nanguard._files.reports import FORMAT, Recalibrated, RecalibrateReport
 from keras_nanguard._keras.overrides import Overrides
 
-__all__ = ["RecalibrateReport", "Recalibrated", "recalibrate"]
-
-FORMAT = 1
-"""Version of the JSON format of a `RecalibrateReport`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recalibrated:
-    """One layer whose statistics were re-estimated.
-
-    Attributes:
-        path: names of its outer layers and its own, joined by `/`.
-        mean_moved: largest change of a moving mean, or `None` if the old one was not finite.
-        variance_ratio: largest ratio between the new and an old variance or its inverse, or `None`
-            likewise.
-        samples: number of values per channel.
-    """
-
-    path: str
-    mean_moved: float | None
-    variance_ratio: float | None
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecalibrateReport:
-    """The result of `recalibrate`.
-
-    Attributes:
-        model: name of the model.
-        batches: number of batches.
-        layers: the layers, in the order of the model.
-    """
-
-    model: str
-    batches: int
-    layers: tuple[Recalibrated, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with a format version."""
-        return {
-            "format": FORMAT,
-            **asdict(self),
-            "layers": [asdict(layer) for layer in self.layers],
-        }
-
-    def __repr__(self) -> str:
-        return (
-            f"RecalibrateReport({self.model!r}, {len(self.layers)} layers, {self.batches} batches)"
-        )
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model}: {len(self.layers)} BatchNormalization layers from {self.batches} "
-            "batches."
-        ]
-        for layer in self.layers:
-            moved = (
-                "not finite before"
-                if layer.mean_moved is None
-                else f"mean changed by up to {layer.mean_moved:.4g}"
-            )
-            ratio = (
-                ""
-                if layer.variance_ratio is None
-                else f", variance by up to x{layer.variance_ratio:.4g}"
-            )
-            lines.append(f"  {layer.path}: {moved}{ratio}, {layer.samples} values per channel")
-        return "\n".join(lines)
+__all__ = ["FORMAT", "RecalibrateReport", "Recalibrated", "recalibrate"]
 
 
 def recalibrate(
@@ -128,36 +59,26 @@ def recalibrate(
         raise no_model(model, "recalibrate {path} --data FILE")
     for name, count in (("steps", steps), ("batch_size", batch_size)):
         if count is not None and count < 1:
-            raise GuardError(
-                expected(f"{name} above 0", f"{name}={count!r}", "Leave it out for the default.")
-            )
+            remedy = "Leave it out for the default."
+            raise GuardError(expected(f"{name} above 0", f"{name}={count!r}", remedy))
     layers = _batchnorms(model, only)
     if not layers:
-        raise GuardError(
-            expected(
-                "a model with BatchNormalization",
-                f"model={model.name}",
-                "There is nothing to estimate.",
-            )
-        )
+        what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
+        raise GuardError(expected(what, f"model={model.name}", remedy))
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
-    others = [live for live in live_variables(model) if _may_change(live, estimates.values())]
-    preserved = [(live.variable, live.read()) for live in others]
+    preserved = _others(model, estimates.values())
     done = 0
     try:
-        with ExitStack() as stack:
+        with Overrides() as overrides:
             for path, estimate in estimates.items():
-                stack.enter_context(_watched(path, estimate))
+                overrides.set(estimate.layer, "call", _watched_call(path, estimate))
             for batch in itertools.islice(_batches(x, batch_size), steps):
                 _forward(model, batch)
                 done += 1
         if not done:
-            raise GuardError(
-                expected("at least one batch", "no data", "Pass arrays or an iterable of batches.")
-            )
-        found = tuple(
-            estimate.report(path) for path, estimate in estimates.items() if estimate.count
-        )
+            remedy = "Pass arrays or an iterable of batches."
+            raise GuardError(expected("at least one batch", "no data", remedy))
+        found = tuple(one.report(path) for path, one in estimates.items() if one.count)
         for estimate in estimates.values():
             estimate.write()
     except BaseException:
@@ -180,54 +101,39 @@ class _Estimate:
     def __init__(self, layer: Any):
         self.layer = layer
         self.count = 0
-        self.mean: NDArray[Any] = np.zeros(1)
+        self._mean: NDArray[Any] = np.zeros(1)
         self._deviations: NDArray[Any] = np.zeros(1)
-        self._old = [(variable, np.array(variable.numpy())) for variable in self.variables()]
-
-    def variables(self) -> list[Any]:
-        """Return the moving statistics of the layer."""
         names = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
-        found = [getattr(self.layer, name, None) for name in names]
-        return [variable for variable in found if variable is not None]
-
-    @property
-    def variance(self) -> NDArray[Any]:
-        """Variance of all batches so far."""
-        return self._deviations / max(1, self.count)
+        found = [getattr(layer, name, None) for name in names]
+        self.variables = [variable for variable in found if variable is not None]
+        self._old = [np.array(variable.numpy()) for variable in self.variables]
 
     def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
         """Merge the statistics of one batch, with `count` values per channel."""
         total = self.count + count
-        delta = mean - self.mean
-        self.mean = self.mean + delta * (count / total)
-        self._deviations = (
-            self._deviations + variance * count + delta**2 * (self.count * count / total)
-        )
+        delta = mean - self._mean
+        self._mean = self._mean + delta * (count / total)
+        between = delta**2 * (self.count * count / total)
+        self._deviations = self._deviations + variance * count + between
         self.count = total
 
     def assign(self, mean: Any, variance: Any) -> None:
         """Assign statistics to the layer."""
-        for variable in self.variables():
-            name = str(variable.name)
-            value = (
-                mean
-                if name.endswith("mean")
-                else variance
-                if name.endswith("variance")
-                else variance**0.5
-            )
-            variable.assign(value)
+        values = {"mean": mean, "variance": variance, "stddev": variance**0.5}
+        for variable in self.variables:
+            variable.assign(values[str(variable.name).rpartition("_")[2]])
 
     def write(self) -> None:
         """Assign the estimate to the layer; a layer that was never called keeps its statistics."""
         if self.count:
-            self.assign(self.mean.astype(np.float32), self.variance.astype(np.float32))
+            variance = self._deviations / self.count
+            self.assign(self._mean.astype(np.float32), variance.astype(np.float32))
         else:
             self.restore()
 
     def restore(self) -> None:
         """Restore the old statistics of the layer."""
-        for variable, value in self._old:
+        for variable, value in zip(self.variables, self._old):
             variable.assign(value)
 
     def report(self, path: str) -> Recalibrated:
@@ -236,84 +142,64 @@ class _Estimate:
         Raises:
             GuardError: if the estimate is not finite.
         """
-        if not (np.isfinite(self.mean).all() and np.isfinite(self.variance).all()):
-            raise GuardError(
-                expected(
-                    "finite inputs to every BatchNormalization",
-                    f"NaN or Inf at {path}",
-                    "Scan the model and the data; the old statistics were restored.",
-                )
-            )
-        old = {str(variable.name): value.astype(np.float64) for variable, value in self._old}
-        mean, variance = old["moving_mean"], old["moving_variance"]
+        new_variance = self._deviations / self.count
+        if not (np.isfinite(self._mean).all() and np.isfinite(new_variance).all()):
+            what, received = "finite inputs to every BatchNormalization", f"NaN or Inf at {path}"
+            remedy = "Scan the model and the data; the old statistics were restored."
+            raise GuardError(expected(what, received, remedy))
+        mean, variance = (value.astype(np.float64) for value in self._old[:2])
         if not (np.isfinite(mean).all() and np.isfinite(variance).all()):
             return Recalibrated(path, None, None, self.count)
         smallest = float(self.layer.epsilon)
-        ratio = np.maximum(self.variance, smallest) / np.maximum(variance, smallest)
-        moved = float(np.abs(self.mean - mean).max(initial=0.0))
-        return Recalibrated(
-            path, moved, float(np.maximum(ratio, 1 / ratio).max(initial=1.0)), self.count
-        )
+        ratio = np.maximum(new_variance, smallest) / np.maximum(variance, smallest)
+        largest = float(np.maximum(ratio, 1 / ratio).max(initial=1.0))
+        moved = float(np.abs(self._mean - mean).max(initial=0.0))
+        return Recalibrated(path, moved, largest, self.count)
 
 
-@contextmanager
-def _watched(path: str, estimate: _Estimate) -> Iterator[None]:
-    """Make a layer use the statistics of each batch and add them to its estimate, inside the
-    context."""
+def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
+    """Return a `call` for a layer that uses the statistics of each batch and adds them to its
+    estimate."""
     import keras
 
     layer, original = estimate.layer, estimate.layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
         values = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-        axis = layer.axis % len(values.shape)
-        mean, variance, count = _moments(keras.ops, values, axis, mask)
+        mean, variance, count = _moments(values, layer.axis % len(values.shape), mask)
         try:
-            found = [
-                np.asarray(keras.ops.convert_to_numpy(value), np.float64)
-                for value in (mean, variance)
-            ]
+            arrays = (keras.ops.convert_to_numpy(value) for value in (mean, variance))
+            new_mean, new_variance = (np.asarray(array, np.float64) for array in arrays)
         except Exception as error:
-            message = expected(
-                "a model that runs eagerly",
-                f"{path} within a compiled function",
-                "Undo the compilation.",
-            )
-            raise GuardError(message) from error
-        estimate.merge(found[0], found[1], count)
+            received, remedy = f"{path} within a compiled function", "Undo the compilation."
+            raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
+        estimate.merge(new_mean, new_variance, count)
         estimate.assign(mean, variance)
         return original(inputs, training=False, mask=mask)
 
-    with Overrides() as overrides:
-        overrides.set(layer, "call", call)
-        yield
+    return call
 
 
-def _moments(ops: Any, values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
+def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     """Return mean and variance per channel, and the number of values per channel; masked positions
     are ignored.
 
     In two passes: `keras.ops.moments` subtracts two means on JAX and PyTorch, and loses small
     variances.
     """
+    from keras import ops
+
     axes = [place for place in range(len(values.shape)) if place != axis]
-    if mask is None:
-        mean = ops.mean(values, axis=axes, keepdims=True)
-        variance = ops.mean(ops.square(values - mean), axis=axes)
-        return (
-            ops.reshape(mean, (-1,)),
-            variance,
-            int(np.prod([int(values.shape[place]) for place in axes])),
-        )
-    weights = ops.expand_dims(ops.cast(mask, values.dtype), axis)
-    share = ops.broadcast_to(weights, values.shape)
-    total = ops.maximum(ops.sum(share, axis=axes), 1e-12)
-    mean = ops.sum(ops.where(share > 0, values, 0.0), axis=axes) / total
-    shape = [1] * len(values.shape)
-    shape[axis] = -1
-    deviations = ops.where(share > 0, ops.square(values - ops.reshape(mean, shape)), 0.0)
+    counted = ops.ones_like(values, dtype="bool")
+    if mask is not None:
+        counted = ops.logical_and(counted, ops.expand_dims(ops.cast(mask, "bool"), axis))
+    total = ops.sum(ops.cast(counted, "float32"), axis=axes, keepdims=True)
+    total = ops.cast(ops.maximum(total, 1.0), values.dtype)
+    mean = ops.sum(ops.where(counted, values, 0.0), axis=axes, keepdims=True) / total
+    deviations = ops.where(counted, ops.square(values - mean), 0.0)
+    variance = ops.sum(deviations, axis=axes, keepdims=True) / total
     count = int(np.asarray(ops.convert_to_numpy(total)).max())
-    return mean, ops.sum(deviations, axis=axes) / total, max(1, count)
+    return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
 def _forward(model: Any, batch: Any) -> None:
@@ -327,24 +213,24 @@ def _batchnorms(model: Any, only: Sequence[str]) -> dict[str, Any]:
     """Return the built BatchNormalization layers by the path of their names."""
     found: dict[str, Any] = {}
     for live in live_variables(model):
-        if live.identity.name == "moving_variance" and hasattr(live.layer, "moving_mean"):
-            found[live.identity.layer] = live.layer
-    wanted = {
-        path: layer
-        for path, layer in found.items()
-        if not only
-        or any(fnmatch.fnmatchcase(name, one) for name in (path, str(layer.name)) for one in only)
-    }
-    return wanted
+        path, layer = live.identity.layer, live.layer
+        names = (path, str(getattr(layer, "name", "")))
+        wanted = not only or any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in only)
+        if wanted and live.identity.name == "moving_variance" and hasattr(layer, "moving_mean"):
+            found[path] = layer
+    return found
 
 
-def _may_change(live: LiveVariable, estimates: Iterable[_Estimate]) -> bool:
-    """Whether running the model may change a variable that is not re-estimated: a seed, a state, a
-    counter."""
-    estimated = {id(variable) for estimate in estimates for variable in estimate.variables()}
-    if id(live.variable) in estimated or live.identity.role == "slot":
-        return False
-    return not getattr(live.variable, "trainable", False)
+def _others(model: Any, estimates: Iterable[_Estimate]) -> list[tuple[Any, NDArray[Any]]]:
+    """Return the variables that running the model may change and that are not re-estimated, such as
+    seeds, states and counters, with their values."""
+    estimated = {id(variable) for estimate in estimates for variable in estimate.variables}
+    found = []
+    for live in live_variables(model):
+        fixed = live.identity.role == "slot" or getattr(live.variable, "trainable", False)
+        if not fixed and id(live.variable) not in estimated:
+            found.append((live.variable, live.read()))
+    return found
 
 
 def _batches(data: Any, batch_size: int) -> Iterator[Any]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.judge import STATISTICS_LIMIT
+from keras_nanguard._files.problems import STATISTICS_LIMIT
 from keras_nanguard._files.repair_file import checked_output, repair_file
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import RepairReport
+from keras_nanguard._files.scan import checked_limits
 
 __all__ = ["repair"]
 
@@ -74,27 +75,25 @@ def repair(
     """
     auto = "source" if source is not None else None
     if source is None and "source" in (statistics, weights, slots):
-        raise GuardError(
-            expected("a source to take values from", "source=None", "Name a good model or file.")
-        )
+        remedy = "Name a good model or file."
+        raise GuardError(expected("a source to take values from", "source=None", remedy))
+    bound = STATISTICS_LIMIT if statistics_limit is None else statistics_limit
     options = RepairOptions(
         statistics or auto or "initial",
         weights or auto or "keep",
         slots or "reset",
-        STATISTICS_LIMIT if statistics_limit is None else statistics_limit,
-        limit,
-        tuple(only),
-        dry_run,
-        seed,
+        **checked_limits(limit, bound),
+        only=tuple(only),
+        dry_run=dry_run,
+        seed=seed,
     )
     if isinstance(model_or_path, (str, os.PathLike)):
         path, named = os.fsdecode(model_or_path), None if output is None else os.fsdecode(output)
         final = checked_output(path, named, in_place=in_place, overwrite=overwrite or dry_run)
         return repair_file(path, final, source, options)
     if output is not None or in_place:
-        raise GuardError(
-            expected("a path, to write a file", "a model", "Save the repaired model yourself.")
-        )
+        remedy = "Save the repaired model yourself."
+        raise GuardError(expected("a path, to write a file", "a model", remedy))
     from keras_nanguard._files.repair_model import repair_model
 
     return repair_model(model_or_path, source, options)

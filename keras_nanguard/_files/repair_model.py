@@ -32,10 +32,13 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     Returns:
         The report.
     """
-    before = scan(model, **options.limits)
+    limit, statistics_limit = options.limit, options.statistics_limit
+    before = scan(model, limit=limit, statistics_limit=statistics_limit)
     wanted = {entry.path for entry in options.selected(before.bad)}
     changes = _changes(model, wanted, _values_of(source, wanted), options)
-    after = None if options.dry_run else scan(model, **options.limits)
+    after = None
+    if not options.dry_run:
+        after = scan(model, limit=limit, statistics_limit=statistics_limit)
     return RepairReport(before.source, None, None, options.dry_run, tuple(changes), before, after)
 
 
@@ -50,19 +53,18 @@ def _values_of(source: Any, wanted: Iterable[str]) -> dict[str, Callable[[], Val
         reading.ask("values", os.fsdecode(source), names=sorted(wanted), output=copy)
         with closing(read_arrays(copy)) as contents:
             found = {array.location: array.read() for array in contents.arrays}
-    return {path: partial(found.get, path) for path in found}  # type: ignore[misc]
+    return {path: partial(found.__getitem__, path) for path in found}
 
 
 def _changes(
     model: Any, wanted: set[str], source: dict[str, Callable[[], Values]], options: RepairOptions
 ) -> list[Change]:
-    from keras_nanguard._keras import (
-        layers as keras_layers,
-    )  # imports Keras, which the caller has imported
+    from keras_nanguard._keras import layers as keras_layers  # imports Keras
 
     changes, reset = [], False
     for live in live_variables(model):
-        if live.identity.path not in wanted:
+        path = live.identity.path
+        if path not in wanted:
             continue
         if live.identity.role == "slot" and options.slots == "reset":
             reset = True
@@ -73,7 +75,7 @@ def _changes(
             live.read(),
             options,
             partial(keras_layers.initial_value, model, live.variable),
-            source.get(live.identity.path, lambda: "the source has no such variable"),
+            source.get(path, lambda: "the source has no such variable"),
         )
         changes.append(change)
         if values is not None and not options.dry_run:
@@ -87,7 +89,7 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
     Step counts and learning rates stay (a bad learning rate is replaced by that of the
     configuration); moving averages of the weights are reset to the weights.
     """
-    from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras, see above
+    from keras_nanguard._keras import optimizers as keras_optimizers  # imports Keras
 
     changes = []
     for name, optimizer in optimizers(model):
@@ -95,13 +97,11 @@ def _reset_slots(model: Any, wanted: set[str], dry_run: bool) -> list[Change]:
         if not wanted & set(paths):
             continue
         fresh = keras_optimizers.fresh_like(optimizer)
-        averages = {
-            id(average): weight for average, weight in keras_optimizers.averages_of(optimizer)
-        }
+        averaged = {id(mean): weight for mean, weight in keras_optimizers.averages_of(optimizer)}
         for (path, variable), start in zip(paths.items(), fresh.variables, strict=True):
             if variable.name in ("iteration", "learning_rate") and path not in wanted:
                 continue
-            first = averages.get(id(variable), start)
+            first = averaged.get(id(variable), start)
             if not dry_run:
                 variable.assign(first.numpy() if hasattr(first, "numpy") else first)
             changes.append(Change(path, variable.path, "reset", "done", "set to its initial value"))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.judge import STATISTICS_LIMIT
+from keras_nanguard._files.problems import STATISTICS_LIMIT
 from keras_nanguard._files.reports import ScannedVariable
 
-__all__ = ["CHOICES", "Limits", "RepairOptions"]
+__all__ = ["CHOICES", "RepairOptions"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "statistics": ("initial", "source", "keep"),
@@ -23,13 +22,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 
-class Limits(TypedDict):
-    """The limits beyond which a value is bad, as keyword arguments of `scan`."""
-
-    limit: float | None
-    statistics_limit: float
-
-
 @dataclass(frozen=True, slots=True)
 class RepairOptions:
     """How each role is repaired, and what is repaired at all.
@@ -39,8 +31,8 @@ class RepairOptions:
             variable comes from the good file; `"keep"`: nothing is done.
         weights: the same, or bad values are replaced by 0 (`"zeros"`) or 1 (`"ones"`).
         slots: `"reset"`: all slots of an optimizer with a bad one are reset.
-        statistics_limit: magnitude above which a moving statistic is bad.
         limit: magnitude above which any value is bad, or `None`.
+        statistics_limit: magnitude above which a moving statistic is bad.
         only: shell patterns; only variables of which path, layer or location matches one are
             repaired.
         dry_run: change nothing.
@@ -50,8 +42,8 @@ class RepairOptions:
     statistics: str = "initial"
     weights: str = "keep"
     slots: str = "reset"
-    statistics_limit: float = STATISTICS_LIMIT
     limit: float | None = None
+    statistics_limit: float = STATISTICS_LIMIT
     only: tuple[str, ...] = ()
     dry_run: bool = False
     seed: int | None = None
@@ -60,33 +52,25 @@ class RepairOptions:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise GuardError(
-                    expected(f"one of {', '.join(allowed)}", f"{name}={value!r}", "Choose one.")
-                )
+                received = f"{name}={value!r}"
+                raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
         if self.seed is not None and self.seed < 0:
-            raise GuardError(
-                expected("a seed of 0 or above", f"seed={self.seed!r}", "Choose another one.")
-            )
+            received = f"seed={self.seed!r}"
+            raise GuardError(expected("a seed of 0 or above", received, "Choose another one."))
 
-    @property
-    def limits(self) -> Limits:
-        """The limits, as `scan` takes them."""
-        return {"limit": self.limit, "statistics_limit": self.statistics_limit}
+    def method(self, role: str) -> str:
+        """Return the method for a role; a variable that is neither weight, statistic nor slot is
+        kept."""
+        return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
 
     def remedy(self, role: str) -> str:
         """Return which arguments replace the bad values of a role, `""` if none do."""
         if role not in _FIELDS:
             return ""
         field = _FIELDS[role]
-        others = [
-            f"{field}={value!r}" for value in CHOICES[field] if value not in ("keep", "source")
-        ]
-        return f"choose {' or '.join(others)}, or name a source"
-
-    def method(self, role: str) -> str:
-        """Return the method for a role; a variable that is neither weight, statistic nor slot is
-        kept."""
-        return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
+        methods = [method for method in CHOICES[field] if method not in ("keep", "source")]
+        choices = " or ".join(f"{field}={method!r}" for method in methods)
+        return f"choose {choices}, or name a source"
 
     def selected(self, bad: Iterable[ScannedVariable]) -> list[ScannedVariable]:
         """Return the bad variables that are to be repaired."""

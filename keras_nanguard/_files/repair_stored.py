@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -20,17 +21,17 @@ from keras_nanguard._files.config_tree import optimizer_settings
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
+from keras_nanguard._files.reading import Progress
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.repair_values import Values, repaired
 from keras_nanguard._files.reports import Change
 from keras_nanguard._files.rewrite import Replacements, rewrite
-from keras_nanguard._files.stored import MAX_UNBACKED, Alive, Contents, StoredArray
+from keras_nanguard._files.scanner import scan_contents, scan_stored
+from keras_nanguard._files.stored import MAX_UNBACKED, Contents, StoredArray
 
 __all__ = ["copy_values", "repair_stored", "write_values"]
 
-_ZERO_SLOTS = frozenset(
-    ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta", "LossScaleOptimizer")
-)
+_ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
 """Optimizers of Keras whose slots are all initialized with 0 (`keras.src.optimizers`; Adagrad, Ftrl
 and Nadam differ)."""
 
@@ -40,46 +41,44 @@ _INITIAL_SCALE = 2.0**15
 
 def repair_stored(
     path: str,
-    alive: Alive,
-    bad: list[str],
+    progress: Progress,
     options: dict[str, Any],
     source: str | None,
     scratch: str,
     output: str,
 ) -> dict[str, Any]:
-    """Plan the repair of a file, and write the new one if anything is to be replaced.
+    """Scan a file, plan its repair, and write and scan the new one if anything is to be replaced.
 
     Args:
         path: the file.
-        alive: called between two reads or writes.
-        bad: locations of the bad arrays that are to be repaired.
+        progress: called with the number of bytes read so far and of all bytes.
         options: a `RepairOptions` as a dict.
         source: a good file, or `None`.
         scratch: a folder that is made for the new file.
         output: final path of the new file, whose name it gets in the folder.
 
     Returns:
-        The kind of the file, the changes, and whether there is a new file.
+        The scan before, the changes, and the scan of the new file, `None` if there is none.
     """
     chosen = RepairOptions(**{**options, "only": tuple(options["only"])})
+    limits = (chosen.limit, chosen.statistics_limit)
     with ExitStack() as stack:
-        contents = stack.enter_context(opened(path, alive))
-        good = {} if source is None else _by_name(stack.enter_context(opened(source, alive)))
+        contents = stack.enter_context(opened(path))
+        before, bad = scan_contents(contents, progress, *limits)
+        good = {} if source is None else _by_name(stack.enter_context(opened(source)))
         plan = FileRepair(contents, chosen, good)
-        changes = plan.changes(bad)
+        changes = plan.changes(entry.location for entry in chosen.selected(bad))
         written = bool(plan.replacements) and not chosen.dry_run
         if written:
-            rewrite(path, scratch, output, contents.kind, plan.replacements, alive)
-    return {
-        "kind": contents.kind,
-        "changes": [asdict(change) for change in changes],
-        "written": written,
-    }
+            rewrite(path, scratch, output, contents.kind, plan.replacements)
+    new = os.path.join(scratch, os.path.basename(output))
+    after = scan_stored(new, progress, *limits) if written else None
+    return {"before": before, "changes": [asdict(change) for change in changes], "after": after}
 
 
-def copy_values(path: str, alive: Alive, names: list[str], output: str) -> dict[str, Any]:
+def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
     """Write the arrays of a file that have one of these paths or locations to an `.npz` file."""
-    with opened(path, alive) as contents:
+    with opened(path) as contents:
         found = _by_name(contents)
         write_values(output, {name: found[name].read for name in names if name in found})
     return {}
@@ -120,7 +119,8 @@ class FileRepair:
     def __init__(self, contents: Contents, options: RepairOptions, good: Mapping[str, StoredArray]):
         self._arrays = {array.location: array for array in contents.arrays}
         self._identities = dict(zip(self._arrays, identities(contents), strict=True))
-        self._config, self._options, self._good = contents.config, options, good
+        self._optimizer = optimizer_settings(contents.config)
+        self._options, self._good = options, good
         self._draw = np.random.default_rng(options.seed)
         self._unbacked = 0
         self.replacements: Replacements = {}
@@ -149,8 +149,7 @@ class FileRepair:
             lambda: self._from_source(identity.path),
         )
         if new is not None:
-            ordered = np.asfortranarray(new) if array.order == "F" else np.ascontiguousarray(new)
-            self.replacements[array.key] = lambda: ordered
+            self.replacements[array.key] = lambda: new
         return change
 
     def _from_source(self, path: str) -> Values:
@@ -159,51 +158,42 @@ class FileRepair:
     def _too_large(self, array: StoredArray) -> str:
         """Return why an array is not loaded and rewritten, if so: the file declares far more than
         it stores."""
+        if self._unbacked + array.unbacked > MAX_UNBACKED:
+            declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
+            return f"{declared}: load the model and repair that"
         self._unbacked += array.unbacked
-        if self._unbacked <= MAX_UNBACKED:
-            return ""
-        self._unbacked -= array.unbacked
-        declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
-        return f"{declared}: load the model and repair that"
+        return ""
 
     def _reset_slots(self) -> list[Change]:
+        """Return the changes that set each slot of the optimizer to its initial value."""
         changes, refusal, scale = [], self._reset_refusal(), self._initial_scale()
         for location, identity in self._identities.items():
             array, name = self._arrays[location], identity.name.rpartition("/")[2]
             if identity.role != "slot" or not array.is_float or name == "learning_rate":
                 continue
-            if reason := refusal or array.unread or self._too_large(array):
-                changes.append(Change(identity.path, location, "reset", "skipped", reason))
-                continue
+            reason = refusal or array.unread or self._too_large(array)
             value = scale if name == "dynamic_scale" else 0.0
-            new = partial(np.full, array.shape, value, named_dtype(array.dtype), array.order)
-            self.replacements[array.key] = new
-            changes.append(
-                Change(
-                    identity.path, location, "reset", "done", f"set to {value:g}, the initial value"
-                )
-            )
+            if not reason:
+                dtype = named_dtype(array.dtype)
+                self.replacements[array.key] = partial(np.full, array.shape, value, dtype)
+            status = "skipped" if reason else "done"
+            detail = reason or f"set to {value:g}, the initial value"
+            changes.append(Change(identity.path, location, "reset", status, detail))
         return changes
 
     def _reset_refusal(self) -> str:
-        settings = optimizer_settings(self._config)
-        kind = settings.get("class_name")
-        if kind not in _ZERO_SLOTS:
-            named = kind or "(which the file does not name)"
+        name = self._optimizer.get("class_name")
+        if name not in (*_ZERO_SLOTS, "LossScaleOptimizer"):
+            named = name or "(which the file does not name)"
             unknown = f"the initial slots of the optimizer {named} are not known"
             return f"{unknown}: reset those of the loaded model"
-        if settings.get("use_ema"):
+        if self._optimizer.get("use_ema"):
             averages = "the optimizer has moving averages of the weights, which must not become 0"
             return f"{averages}: reset the loaded model"
         return ""
 
     def _initial_scale(self) -> float:
-        node: Any = self._config
-        for key in ("compile_config", "optimizer", "config"):
-            node = node.get(key) if isinstance(node, Mapping) else None
-        given = node.get("initial_scale") if isinstance(node, Mapping) else None
-        return (
-            float(given)
-            if isinstance(given, (int, float)) and 0.0 < given < math.inf
-            else _INITIAL_SCALE
-        )
+        given = self._optimizer.get("initial_scale")
+        if isinstance(given, (int, float)) and 0.0 < given < math.inf:
+            return float(given)
+        return _INITIAL_SCALE

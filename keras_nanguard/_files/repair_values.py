@@ -3,6 +3,7 @@ functions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._files.names import Identity
+from keras_nanguard._files.problems import magnitude_limit
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import Change
 
@@ -18,8 +20,7 @@ __all__ = ["Values", "bad_values", "repaired"]
 Values = NDArray[Any] | str
 """The values of a variable, or the reason why there are none."""
 
-_PIECE_VALUES = 1 << 20
-"""Number of values per piece, so that no float64 copy of a large array is needed."""
+_CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
 _WORDS = {
     "initial": "set to initial values",
@@ -52,7 +53,15 @@ def repaired(
     method = options.method(identity.role)
     bad = bad_values(values, identity, options)
     count = int(bad.sum())
-    new = _replaced(values, bad, method, initial, source, options.remedy(identity.role))
+    if not count:
+        new: Values = "no single value is bad"
+    elif method == "keep":
+        new = f"unchanged: {options.remedy(identity.role)}".removesuffix(": ")
+    elif method == "source":
+        new = _whole(source(), values)
+    else:
+        found = np.full((), _CONSTANTS[method]) if method in _CONSTANTS else initial()
+        new = found if isinstance(found, str) else _filled(found, values, bad)
     if not isinstance(new, str) and bad_values(new, identity, options).any():
         new = "the new values are bad too"
     if isinstance(new, str):
@@ -61,29 +70,17 @@ def repaired(
     return Change(identity.path, location, method, "done", detail, count), new
 
 
-def _replaced(
-    values: NDArray[Any],
-    bad: NDArray[np.bool_],
-    method: str,
-    initial: Callable[[], Values],
-    source: Callable[[], Values],
-    remedy: str,
-) -> Values:
-    if not bad.any():
-        return "no single value is bad"
-    if method == "keep":
-        return f"unchanged: {remedy}" if remedy else "unchanged"
-    if method == "source":
-        good = source()
-        if not isinstance(good, str) and good.shape != values.shape:
-            return f"the source has the shape {good.shape} there"
-        return good if isinstance(good, str) else good.astype(values.dtype)
-    constants = {"zeros": 0.0, "ones": 1.0}
-    new = np.full((), constants[method]) if method in constants else initial()
-    if isinstance(new, str):
-        return new
-    result = values.copy()
-    result[bad] = np.broadcast_to(new, values.shape)[bad].astype(values.dtype)
+def _whole(good: Values, old: NDArray[Any]) -> Values:
+    """Return the whole variable of the source: its values belong together."""
+    if not isinstance(good, str) and good.shape != old.shape:
+        return f"the source has the shape {good.shape} there"
+    return good if isinstance(good, str) else good.astype(old.dtype)
+
+
+def _filled(new: NDArray[Any], old: NDArray[Any], bad: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return the old values with the bad ones replaced."""
+    result = old.copy(order="K")
+    result[bad] = np.broadcast_to(new, old.shape)[bad].astype(old.dtype)
     return result
 
 
@@ -100,25 +97,12 @@ def bad_values(
     Returns:
         Mask of the shape of `values`: non-finite, beyond a limit, or a negative variance.
     """
-    bad = np.empty(values.shape, np.bool_)
-    flat, found = values.reshape(-1), bad.reshape(-1)
-    for start in range(0, flat.size, _PIECE_VALUES):
-        part = slice(start, start + _PIECE_VALUES)
-        found[part] = _bad_values(flat[part], identity, options)
-    return bad
-
-
-def _bad_values(
-    piece: NDArray[Any], identity: Identity, options: RepairOptions
-) -> NDArray[np.bool_]:
-    values = piece if piece.dtype.kind == "c" else piece.astype(np.float64)
+    wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
+    bound = magnitude_limit(identity, options.limit, options.statistics_limit)
     with np.errstate(all="ignore"):
-        magnitude = np.abs(values)
-        bad: NDArray[np.bool_] = ~np.isfinite(values)
-        if identity.role == "statistics" and identity.layer_class != "Normalization":
-            bad |= magnitude > options.statistics_limit
-        if options.limit is not None:
-            bad |= magnitude > options.limit
+        bad = np.asarray(~np.isfinite(wide))
+        if math.isfinite(bound):
+            bad |= np.abs(wide) > np.float64(bound)
         if "variance" in identity.name or "stddev" in identity.name:
-            bad |= values.real < 0
+            bad |= wide.real < 0
     return bad

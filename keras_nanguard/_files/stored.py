@@ -1,4 +1,4 @@
-"""The common interface of all readers of model files: arrays in a file that can be read in pieces.
+"""What every reader of model files returns: arrays that can be read in pieces, and their limits.
 
 Nothing in a file is trusted: everything in it becomes an array, an array with the reason why it was
 not read, or a `FileFormatError` of one sentence. Imports no backend.
@@ -6,7 +6,6 @@ not read, or a `FileFormatError` of one sentence. Imports no backend.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import struct
@@ -16,31 +15,35 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError
-from keras_nanguard._core.plain_text import plain_text
+from keras_nanguard._core.plain_text import plain_text as plain_text
 
 __all__ = [
-    "BOMB_FLOOR",
-    "MAX_JSON",
-    "MAX_UNBACKED",
-    "PARSE_ERRORS",
-    "Alive",
-    "Contents",
-    "StoredArray",
-    "Window",
-    "first_line",
-    "plain_text",
-    "readable",
+    *("BOMB_FLOOR", "MAX_EXPANSION", "MAX_JSON", "MAX_UNBACKED", "PARSE_ERRORS", "READ_BYTES"),
+    *("Contents", "StoredArray", "declared_too_much", "first_line", "plain_text", "readable"),
 ]
 
+READ_BYTES = 4 << 20
+"""Bytes per read."""
+
 BOMB_FLOOR = 1 << 32
-"""Size below which nothing counts as a zip bomb: 4 GiB, the threshold of Keras' own loader
+"""Size below which nothing counts as a bomb: 4 GiB, the threshold of Keras' own loader
 (`saving_lib`)."""
+
+MAX_EXPANSION = 1000
+"""Maximum ratio of declared to stored bytes: the limit of Keras' own loader for a dataset."""
+
+MAX_CHUNK = 256 << 20
+"""Maximum size of a chunk, which is loaded as a whole; or four times the size of the file, if that
+is more."""
+
+MAX_CHUNKS = 1 << 20
+"""Maximum number of chunks of an array beyond one per byte of the file: each is looked up, stored
+or not."""
 
 MAX_RATIO = 16
 """An array, or all arrays together, may take this many times the bytes that the file stores for
@@ -54,17 +57,8 @@ MAX_JSON = 32 << 20
 MiB; JSON that consists of empty lists takes 25 times its size in memory."""
 
 PARSE_ERRORS = (
-    *(
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ),
-    *(MemoryError, EOFError, SyntaxError, NotImplementedError, AssertionError),
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
+    *(ArithmeticError, MemoryError, EOFError, SyntaxError, NotImplementedError, AssertionError),
     *(struct.error, tokenize.TokenError, zlib.error, zipfile.BadZipFile),
 )
 """Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by
@@ -73,53 +67,6 @@ fuzzing).
 `RuntimeError` includes `RecursionError`; NumPy's header parser raises `SyntaxError` and
 `TokenError`; `UnicodeError` is a `ValueError`.
 """
-
-Alive = Callable[[], None]
-"""Called between two calls of a library that reads a file: the process that reads is not
-hanging."""
-
-
-class Window(io.RawIOBase):
-    """A read-only section of an open file, such as an uncompressed member of a zip archive.
-
-    Args:
-        file: an unbuffered file, which the caller closes.
-        start: offset of the first byte.
-        size: number of bytes.
-    """
-
-    def __init__(self, file: BinaryIO, start: int, size: int):
-        super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position and return it."""
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer up to the end of the section and return the number of bytes."""
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
-        self._file.seek(self._start + self._at)
-        done, count = 0, 1
-        while count and done < len(view):
-            count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
-            done += count
-        self._at += done
-        return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,26 +78,24 @@ class StoredArray:
         dtype: name of the dtype (`"float32"`, `"bfloat16"`), or its name in the file.
         shape: shape of the array.
         nbytes: its size in memory, in bytes.
+        stored: its size in the file, in bytes.
         is_float: whether its values can be non-finite.
         unread: why it cannot be read; empty if it can.
         pieces: function that returns its values in pieces, each once.
+        whole: function that returns all values at once.
         key: the exact location in the file, for writing.
-        order: `"C"` or `"F"`, the memory order of the values.
-        stored: its size in the file, in bytes.
-        whole: function that returns all values at once; `None` if the pieces are in order.
     """
 
     location: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    is_float: bool
+    dtype: str = "?"
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+    stored: int = 0
+    is_float: bool = False
     unread: str = ""
     pieces: Callable[[], Iterator[NDArray[Any]]] = lambda: iter(())
-    key: str = ""
-    order: Literal["C", "F"] = "C"
-    stored: int = 0
     whole: Callable[[], NDArray[Any]] | None = None
+    key: str = ""
 
     @property
     def unbacked(self) -> int:
@@ -164,24 +109,12 @@ class StoredArray:
             FileFormatError: if it cannot be read.
         """
         with readable(self.location):
-            if self.unread:
+            if self.unread or self.whole is None:
                 raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
             if self.unbacked > MAX_UNBACKED:
                 declared = f"it takes {self.nbytes} bytes and the file stores {self.stored}"
                 raise FileFormatError(f"{self.location} is not read: {declared}.")
-            return self._in_order() if self.whole is None else self.whole()
-
-    def _in_order(self) -> NDArray[Any]:
-        pieces = self.pieces()
-        first = next(pieces, None)
-        if first is None:
-            return np.zeros(self.shape)
-        flat, at = np.empty(math.prod(self.shape), first.dtype), first.size
-        flat[:at] = first.reshape(-1)
-        for piece in pieces:
-            flat[at : at + piece.size] = piece.reshape(-1)
-            at += piece.size
-        return flat.reshape(self.shape, order=self.order)
+            return self.whole()
 
 
 @dataclass(slots=True)
@@ -206,12 +139,38 @@ class Contents:
     close: Callable[[], None] = lambda: None
 
 
+def declared_too_much(
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...] | None,
+    itemsize: int,
+    before: int,
+    file_size: int,
+) -> str:
+    """Return why an array is not read, if it declares too much, else `""`.
+
+    Args:
+        shape: shape of the array.
+        chunk: shape of its chunks, or `None` if it has none.
+        itemsize: bytes per value.
+        before: bytes that the arrays before it in the file declare.
+        file_size: size of the file in bytes.
+    """
+    if before + math.prod(shape) * itemsize > max(BOMB_FLOOR, MAX_EXPANSION * file_size):
+        return f"the file of {file_size} bytes declares more than {MAX_EXPANSION} times that"
+    if chunk is None:
+        return ""
+    if (size := math.prod(chunk) * itemsize) > max(MAX_CHUNK, 4 * file_size):
+        return f"one chunk declares {size} bytes"
+    count = math.prod(-(-length // max(1, step)) for length, step in zip(shape, chunk))
+    if count > MAX_CHUNKS + file_size:
+        return f"it declares {count} chunks in a file of {file_size} bytes"
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first nonempty line of an error, safe to print, or the name of its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    return plain_text(lines[0]).rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return plain_text((lines or [type(error).__name__])[0]).rstrip(".")
 
 
 @contextmanager

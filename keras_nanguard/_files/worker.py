@@ -1,9 +1,8 @@
-"""The process that reads model files: `python -m keras_nanguard._files.worker`, started by
+"""The process that reads a model file: `python -m keras_nanguard._files.worker`, started by
 `reading.py`.
 
-Takes one line of JSON for each task on its standard input, and writes lines of JSON to its standard
-output: any number of `{"progress": [done, total]}` and `{"alive": true}`, then one answer. Ends
-with its input.
+It writes a line of JSON when it has started, takes one line of JSON, and writes any number of lines
+`{"progress": [done, total]}` and then an answer.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._files.model_names import names_in
-from keras_nanguard._files.opening import opened, size_on_disk
+from keras_nanguard._files.opening import opened
 from keras_nanguard._files.orbax import is_orbax
+from keras_nanguard._files.reading import Progress, size_on_disk
 from keras_nanguard._files.repair_stored import copy_values, repair_stored
 from keras_nanguard._files.rewrite import Unwritable
 from keras_nanguard._files.scanner import scan_stored
@@ -40,15 +40,11 @@ MEMORY_PER_BYTE = 16
 """Additional memory limit per byte of the file."""
 
 LINE_SECONDS = 0.2
-"""Seconds between two lines before the answer."""
-
-Report = Callable[..., None]
-"""Takes the bytes read so far and all bytes; without arguments it only reports that the process is
-not hanging."""
+"""Seconds between two lines of progress."""
 
 
-def _configuration(path: str, report: Report) -> dict[str, Any]:
-    with opened(path, report) as contents:
+def _configuration(path: str, progress: Progress) -> dict[str, Any]:
+    with opened(path) as contents:
         return {"config": contents.config}
 
 
@@ -59,16 +55,16 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "names": names_in,
     "configuration": _configuration,
 }
-"""What the worker does with a file: functions of a path, a `Report` and further arguments by
+"""What the worker does with a file: functions of a path, a `Progress` and further arguments by
 name."""
 
 
-def answer(request: dict[str, Any], report: Report) -> dict[str, Any]:
+def answer(request: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Return the last line for a request: an answer, or why there is none."""
     path = request["path"]
     try:
         with readable(path):
-            return {"answer": TASKS[request["task"]](path, report, **request["details"])}
+            return {"answer": TASKS[request["task"]](path, progress, **request["details"])}
     except FileFormatError as error:
         return {"refused": str(error)}
     except Unwritable as error:
@@ -78,37 +74,29 @@ def answer(request: dict[str, Any], report: Report) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # of Ctrl-C the program decides, which then ends this process
+    """Answer the request on the standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the program that asked decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    answers = os.fdopen(os.dup(1), "wb")
+    lines = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
-    sys.path[:] = filter(
-        os.path.isabs, sys.path
-    )  # nothing is imported from the folders of the files
     last = 0.0
 
-    def report(done: int = 0, total: int = 0) -> None:
+    def progress(done: int, total: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= LINE_SECONDS or (total and done == total):
-            last = now
-            _write(answers, {"progress": [done, total]} if total else {"alive": True})
+        if time.monotonic() - last >= LINE_SECONDS or done == total:
+            last = time.monotonic()
+            _write(lines, {"progress": [done, total]})
 
-    _write(answers, {"alive": True})
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        if request["folder"] is not None:
-            os.chdir(request["folder"])
-        _limit_memory(request["path"])
-        _write(answers, answer(request, report))
+    _write(lines, {})
+    request = json.loads(sys.stdin.buffer.readline())
+    os.chdir(request["folder"])
+    _limit_memory(request["path"])
+    _write(lines, answer(request, progress))
 
 
-def _write(answers: IO[bytes], message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
-    answers.flush()
+def _write(lines: IO[bytes], message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message).encode() + b"\n")
+    lines.flush()
 
 
 def _limit_memory(path: str) -> None:
@@ -119,15 +107,11 @@ def _limit_memory(path: str) -> None:
 
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-        extra = (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY) + MEMORY_PER_BYTE * size_on_disk(
-            path
-        )
+        limit = now + (ORBAX_MEMORY if is_orbax(path) else MAX_MEMORY)
+        limit += MEMORY_PER_BYTE * size_on_disk(path)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = now + extra
-        resource.setrlimit(
-            resource.RLIMIT_AS,
-            (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard),
-        )
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     except (ImportError, OSError, ValueError):
         pass
 

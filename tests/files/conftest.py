@@ -1,32 +1,43 @@
-"""Small model files, made with h5py alone where that will do, and with Keras once a session where it will not."""
+"""Small model files, made with h5py alone where that will do, and with Keras once a session where
+it will not."""
 
+import contextlib
 import io
 import json
 import os
+import queue
 import zipfile
 
 import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard._files import reading
+from keras_nanguard._files import reading, worker
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shared_worker():
-    """One process reads the files of all tests of a module, which spares most of their time."""
-    with reading.one_worker():
-        yield
+@contextlib.contextmanager
+def within(request):
+    """Read a file in this process, which takes a tenth of the time of a process of its own."""
+    lines, folder = queue.SimpleQueue(), os.getcwd()
+    write = lambda message: lines.put(json.dumps(message).encode() + b"\n")  # noqa: E731
+    write({})
+    write(worker.answer(request, lambda *done: write({"progress": done})))
+    os.chdir(folder)
+    yield lines
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(request, monkeypatch):
+    """Read files in this process, except in a test that takes the fixture `own_process`."""
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr(reading, "_worker", within)
 
 
 @pytest.fixture
-def own_worker():
-    """In this test each call starts a process of its own, as for a user."""
-    token = reading._current.set(None)
-    yield
-    reading._current.reset(token)
+def own_process():
+    """In this test each file is read in a process of its own, as for a user."""
 
 
 def fill_weights(file, bad=None):
@@ -86,12 +97,16 @@ class Maker:
             fill_weights(file, bad)
         return str(path)
 
-    def keras(self, bad=None, name="model.keras", compression=zipfile.ZIP_STORED, config=CONFIG, extra=()):
+    def keras(
+        self, bad=None, name="model.keras", compression=zipfile.ZIP_STORED, config=CONFIG, extra=()
+    ):
         """Write a `.keras` file."""
         path = self.folder / name
         with zipfile.ZipFile(path, "w", compression) as archive:
             archive.writestr("metadata.json", '{"keras_version": "3.15.1"}')
-            archive.writestr("config.json", config if isinstance(config, (str, bytes)) else json.dumps(config))
+            archive.writestr(
+                "config.json", config if isinstance(config, (str, bytes)) else json.dumps(config)
+            )
             archive.writestr("model.weights.h5", self.weights_bytes(bad))
             for member, data in extra:
                 archive.writestr(member, data)
@@ -112,7 +127,13 @@ class Maker:
                 shard = f"{name}_{number:05}.weights.h5"
                 with h5py.File(self.folder / shard, "w") as file:
                     whole.copy(f"layers/{top}", file.create_group("layers"), top)
-                    file.visit(lambda key, shard=shard: weight_map.update({f"/{key}": [shard]}) if key.endswith("vars") else None)
+                    file.visit(
+                        lambda key, shard=shard: (
+                            weight_map.update({f"/{key}": [shard]})
+                            if key.endswith("vars")
+                            else None
+                        )
+                    )
         path = self.folder / f"{name}.weights.json"
         path.write_text(json.dumps({"metadata": {"total_size": 1.0}, "weight_map": weight_map}))
         os.unlink(source)
@@ -147,7 +168,8 @@ def keras():
 
 @pytest.fixture(scope="session")
 def nested(keras):
-    """Return a function that builds and trains a small convolutional model nested in a functional one."""
+    """Return a function that builds and trains a small convolutional model nested in a functional
+    one."""
     layers = keras.layers
 
     def build(seed=0):
@@ -160,7 +182,9 @@ def nested(keras):
         backbone = keras.Model(inner_input, layers.GlobalAveragePooling2D()(x), name="backbone")
         outer_input = keras.Input((8, 8, 3))
         y = layers.Dropout(0.1, seed=1)(backbone(outer_input))
-        model = keras.Model(outer_input, layers.Dense(3, activation="softmax", name="head")(y), name="outer")
+        model = keras.Model(
+            outer_input, layers.Dense(3, activation="softmax", name="head")(y), name="outer"
+        )
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         return model
 

@@ -9,15 +9,34 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_nanguard._files import arrays
-from keras_nanguard._files.arrays import FLOAT16_MAX, Tally, blocks, chunk_blocks, float_name, named_dtype, statistics
+from keras_nanguard._files.arrays import (
+    FLOAT16_MAX,
+    Tally,
+    float_name,
+    named_dtype,
+    statistics,
+    tiles,
+)
+from keras_nanguard._files.problems import Statistics
 
-DTYPES = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">f4", "complex64")
+DTYPES = (
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    ">f4",
+    "complex64",
+)
 
 
 def oracle(array, limit=math.inf):
     """Count with plain NumPy in float64."""
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
-    finfo = ml_dtypes.finfo(parts.dtype.newbyteorder("=") if parts.dtype.kind == "f" else parts.dtype)
+    finfo = ml_dtypes.finfo(
+        parts.dtype.newbyteorder("=") if parts.dtype.kind == "f" else parts.dtype
+    )
     tiny = float(finfo.smallest_normal)
     values = parts.astype(np.float64).reshape(-1)
     finite = values[np.isfinite(values)]
@@ -55,11 +74,15 @@ def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_every_sixteen_bit_float_is_counted(dtype):
-    """All 65536 patterns of a 16-bit float are distinguished, denormals and NaN payloads included."""
+    """All 65536 patterns of a 16-bit float are distinguished, denormals and NaN payloads
+    included."""
     agrees(np.arange(65536, dtype=np.uint16).view(named_dtype(dtype)), 1.0)
 
 
-@given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=3), elements=st.floats(width=32)), st.integers(1, 9))
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(max_dims=3), elements=st.floats(width=32)),
+    st.integers(1, 9),
+)
 @settings(max_examples=60)
 def test_the_pieces_do_not_matter(array, piece):
     """Counting an array in pieces of any size gives what counting it at once gives."""
@@ -68,16 +91,36 @@ def test_the_pieces_do_not_matter(array, piece):
     for start in range(0, flat.size, piece):
         tally.add(flat[start : start + piece])
     found = tally.result()
-    for name in ("size", "nan", "posinf", "neginf", "zeros", "denormals", "min", "max", "beyond_float16"):
+    for name in (
+        "size",
+        "nan",
+        "posinf",
+        "neginf",
+        "zeros",
+        "denormals",
+        "min",
+        "max",
+        "beyond_float16",
+    ):
         assert getattr(found, name) == getattr(whole, name)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
-@pytest.mark.parametrize(("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")])
+@pytest.mark.parametrize(
+    ("bad", "name"), [(np.nan, "nan"), (np.inf, "posinf"), (-np.inf, "neginf")]
+)
 def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
-    """One bad value alone is found at the first, the last and every inner border of the pieces that are counted."""
+    """One bad value alone is found at the first, the last and every inner border of the pieces that
+    are counted."""
     size = arrays._PIECE_VALUES * 2 + 3
-    for place in (0, 1, arrays._PIECE_VALUES - 1, arrays._PIECE_VALUES, 2 * arrays._PIECE_VALUES, size - 1):
+    for place in (
+        0,
+        1,
+        arrays._PIECE_VALUES - 1,
+        arrays._PIECE_VALUES,
+        2 * arrays._PIECE_VALUES,
+        size - 1,
+    ):
         array = np.ones(size, named_dtype(dtype))
         array[place] = bad
         found = statistics(array)
@@ -85,7 +128,8 @@ def test_the_bad_value_is_found_wherever_it_stands(dtype, bad, name):
 
 
 def test_large_finite_values_are_not_taken_for_infinities():
-    """A sum that overflows says nothing: values near the largest float are finite, and their mean is right."""
+    """A sum that overflows says nothing: values near the largest float are finite, and their mean
+    is right."""
     array = np.full(1000, np.finfo(np.float32).max, np.float32)
     found = agrees(array)
     assert found.nonfinite == 0
@@ -102,44 +146,35 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
 
 
 def test_constant_and_all_zero_are_reported():
-    """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN spoils both."""
+    """An array of one repeated number is constant; of zeros of either sign it is all zero; one NaN
+    spoils both."""
     assert statistics(np.full(5, 2.5)).constant
     assert statistics(np.array([0.0, -0.0])).all_zero
     assert not statistics(np.array([1.0, 2.0])).constant
     assert not statistics(np.array([2.0, 2.0, np.nan])).constant
     assert not statistics(np.array([3.0])).constant
-    assert statistics(np.zeros(0)) == arrays.Statistics()
+    assert statistics(np.zeros(0)) == Statistics()
 
 
 def test_only_floats_can_be_non_finite():
-    """Integers, bools, text and records have no float name; float8 and bfloat16 do, though NumPy calls them void."""
-    assert [float_name(np.dtype(kind)) for kind in ("int32", "bool", "uint8", "S3", "U2", "V2", "M8[s]")] == [None] * 7
+    """Integers, bools, text and records have no float name; float8 and bfloat16 do, though NumPy
+    calls them void."""
+    assert [
+        float_name(np.dtype(kind)) for kind in ("int32", "bool", "uint8", "S3", "U2", "V2", "M8[s]")
+    ] == [None] * 7
     assert float_name(np.dtype([("a", "f4")])) is None
     assert float_name(named_dtype("bfloat16")) == "bfloat16"
     assert named_dtype("float8_nonsense") is None
     assert named_dtype("os.system") is None
 
 
-@given(hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
-@settings(max_examples=150)
-def test_blocks_cover_an_array_once_and_in_order(shape, limit):
-    """The slabs of an array, laid end to end, are the array."""
-    array = np.arange(math.prod(shape)).reshape(shape)
-    parts = [array[block].reshape(-1) for block in blocks(shape, limit)]
-    np.testing.assert_array_equal(np.concatenate(parts), array.reshape(-1))
-    assert max(part.size for part in parts) <= limit or array.size == 0
-
-
-@given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7), st.integers(1, 40))
-@settings(max_examples=150)
-def test_blocks_along_chunks_read_each_chunk_once(data, shape, limit):
-    """Every value is in one block, and every chunk too: none is cut in two."""
-    chunk = tuple(data.draw(st.integers(1, length + 1)) for length in shape)
-    met, chunks = np.zeros(shape, int), [set() for _ in shape]
-    for block in chunk_blocks(shape, chunk, limit):
-        met[block] += 1
-        for axis, part in enumerate(block):
-            chunks[axis].add((part.start % chunk[axis], part.stop % chunk[axis] if part.stop < shape[axis] else 0))
-        assert met[block].size <= max(limit, math.prod(chunk))
+@given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7))
+@settings(max_examples=100)
+def test_tiles_cover_an_array_once(data, shape):
+    """Every value is in one tile, whatever the shape of the tiles."""
+    tile = tuple(data.draw(st.integers(1, length + 1)) for length in shape)
+    met = np.zeros(shape, int)
+    for part in tiles(shape, tile):
+        met[part] += 1
+        assert met[part].size <= math.prod(tile)
     assert (met == 1).all()
-    assert all(found <= {(0, 0)} for found in chunks)

@@ -6,14 +6,15 @@ import re
 import numpy as np
 
 from keras_nanguard._cli.parser import parser
-from keras_nanguard._files.judge import PROBLEMS
+from keras_nanguard._files.problems import PROBLEMS
 from keras_nanguard._files.repair_options import CHOICES
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def test_the_programs_on_the_page_run(keras, nested, task, tmp_path, monkeypatch):
-    """Every Python block of the page runs, one after the other, in a folder with a ruined and a good model."""
+    """Every Python block of the page runs, one after the other, in a folder with a ruined and a
+    good model."""
     model = nested()
     model.save(tmp_path / "good.keras")
     model.get_layer("backbone").get_layer("post_bn").moving_variance.assign(np.full(6, np.nan))

@@ -1,4 +1,5 @@
-"""A file is never trusted: it gives a result or one sentence, and nothing in it is followed, unpickled or run."""
+"""A file is never trusted: it gives a result or one sentence, and nothing in it is followed,
+unpickled or run."""
 
 import contextlib
 import io
@@ -13,11 +14,11 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from support import zoo
 
-from keras_nanguard._core.errors import FileFormatError, NanGuardError
-from keras_nanguard._files import archives, hdf5, reading, worker
+from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._files import archives, reading, stored, worker
 from keras_nanguard._files.opening import opened
 from keras_nanguard._files.repair import repair
 from keras_nanguard._files.scan import scan
@@ -41,7 +42,11 @@ def unread(path):
     report = scan(path)
     assert not report.ok
     assert not report.finite
-    return {e.location: e.problems[0].detail for e in report.variables if e.problems and e.problems[0].code == "unread"}
+    return {
+        e.location: e.problems[0].detail
+        for e in report.variables
+        if e.problems and e.problems[0].code == "unread"
+    }
 
 
 def test_what_is_no_model_file_is_refused_in_one_sentence(make, tmp_path):
@@ -145,13 +150,13 @@ def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
         file.create_dataset("chunk", (1 << 29,), "f4", chunks=(1 << 29,), compression="gzip")
         file.create_dataset("endless", (1 << 60,), "f4", chunks=(1 << 20,), compression="gzip")
         for number in range(64):
-            file.create_dataset(f"many{number}", (1 << 27,), "f4", chunks=(1 << 20,), compression="gzip")
+            file.create_dataset(
+                f"many{number}", (1 << 27,), "f4", chunks=(1 << 20,), compression="gzip"
+            )
         file["fine"] = np.ones(3)
     reasons = unread(path)
-    assert "stores 0" in reasons["one"]
-    assert "chunk" in reasons["chunk"]
-    assert "stores 0" in reasons["endless"]
-    assert "more than 1000 times" in reasons["many63"]
+    assert "one chunk declares" in reasons["chunk"]
+    assert all("more than 1000 times" in reasons[name] for name in ("one", "endless", "many63"))
     assert "fine" not in reasons
 
 
@@ -193,10 +198,14 @@ def test_an_encrypted_member_is_refused(make):
     assert "encrypted" in refusal(make.raw(bytes(data)))
 
 
-@pytest.mark.parametrize("name", ("../x.weights.h5", "/etc/passwd", "a/b.h5", "C:x.h5", "..", "", "a\\b.h5", 3, None))
+@pytest.mark.parametrize(
+    "name", ("../x.weights.h5", "/etc/passwd", "a/b.h5", "C:x.h5", "..", "", "a\\b.h5", 3, None)
+)
 def test_a_shard_outside_of_its_folder_is_refused(make, name):
     """Shards can only be in the folder of their index."""
-    assert "leads out" in refusal(make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json"))
+    assert "leads out" in refusal(
+        make.raw(json.dumps({"weight_map": {"/a": name}}).encode(), "x.weights.json")
+    )
 
 
 def test_a_missing_shard_is_reported_by_name(make):
@@ -207,7 +216,8 @@ def test_a_missing_shard_is_reported_by_name(make):
 
 
 def test_names_from_a_file_are_safe_to_print(make):
-    """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they reach the terminal."""
+    """Escape sequences, line breaks, markup and bytes that are not UTF-8 are escaped before they
+    reach the terminal."""
     path = make.folder / "names.weights.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset(b"\xff\xfe", data=np.full(3, np.nan))
@@ -229,8 +239,15 @@ def test_any_text_is_made_printable(text):
 
 
 def test_a_hostile_configuration_costs_names_and_nothing_else(make):
-    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, and a note reports it."""
-    for config in (b"\xff{", b"[" * 100_000, b"[]", b'{"config": {"layers": 3}}', b'{"config": {"layers": [null, 1]}}'):
+    """Broken, foreign, deeply nested or huge JSON beside good weights: the weights are scanned, and
+    a note reports it."""
+    for config in (
+        b"\xff{",
+        b"[" * 100_000,
+        b"[]",
+        b'{"config": {"layers": 3}}',
+        b'{"config": {"layers": [null, 1]}}',
+    ):
         report = scan(make.keras({make.KERNEL: np.nan}, config=config))
         assert [entry.location for entry in report.bad] == [make.KERNEL]
     assert any("could not be parsed" in note for note in scan(make.keras(config=b"{")).notes)
@@ -238,42 +255,14 @@ def test_a_hostile_configuration_costs_names_and_nothing_else(make):
 
 def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
     """A repair copies members named `../x` unchanged and never unpacks them by name."""
-    path = make.keras({make.SECOND_VARIANCE: np.nan}, extra=[("../outside.txt", b"x"), ("/abs.txt", b"y")])
+    path = make.keras(
+        {make.SECOND_VARIANCE: np.nan}, extra=[("../outside.txt", b"x"), ("/abs.txt", b"y")]
+    )
     before = set(tmp_path.parent.iterdir())
     report = repair(path)
     assert set(tmp_path.parent.iterdir()) == before
     with zipfile.ZipFile(report.output) as archive:
         assert archive.read("../outside.txt") == b"x"
-
-
-def test_a_link_in_an_unzipped_model_is_not_followed(make, tmp_path):
-    """A repair in place moves the files of the model, and none of the folder that a link in it leads to."""
-    inner = tmp_path / "a" / "b"
-    (inner / "model").mkdir(parents=True)
-    (tmp_path / "a" / "thesis.txt").write_text("precious")
-    (inner / "model" / "up").symlink_to("../../..")  # from the folder that the new files are first written to, it leads one folder less up
-    os.mkfifo(inner / "pipe")
-    (inner / "model" / "endless").symlink_to("../pipe")
-    made = make.weights({make.SECOND_VARIANCE: np.nan})
-    os.rename(made, inner / "model" / "model.weights.h5")
-    before = {path for path in tmp_path.rglob("*") if ".bak" not in str(path)}
-    assert repair(inner / "model", in_place=True).ok
-    assert {path for path in tmp_path.rglob("*") if ".bak" not in str(path)} == before
-    assert (inner / "model" / "up").is_symlink()
-
-
-def test_a_shard_of_another_name_is_left_alone(make):
-    """A repair writes new shards, also of one that is not named after its index; only a repair in place replaces the old ones."""
-    path = make.sharded({make.SECOND_VARIANCE: np.nan})
-    os.rename(make.folder / "model_00000.weights.h5", make.folder / "other.weights.h5")
-    with open(path) as file:
-        index = file.read().replace("model_00000.weights.h5", "other.weights.h5")
-    make.raw(index.encode(), os.path.basename(path))
-    before = (make.folder / "other.weights.h5").read_bytes()
-    report = repair(path)
-    assert report.ok and (make.folder / "other.weights.h5").read_bytes() == before
-    assert not scan(path).ok and scan(report.output).ok
-    assert repair(path, in_place=True).ok and scan(path).ok
 
 
 def lambda_config(**layer):
@@ -284,13 +273,24 @@ def lambda_config(**layer):
 @pytest.mark.parametrize(
     "layer",
     [
-        {"class_name": "Lambda", "config": {"function": ["4wEAAAA=", None, None], "function_type": "lambda"}},
-        {"class_name": "Odd", "module": "keras.layers", "config": {"function": {"class_name": "__lambda__", "config": {}}}},
-        {"class_name": "TimeDistributed", "config": {"layer": {"class_name": "layers.Lambda", "config": {}}}},
+        {
+            "class_name": "Lambda",
+            "config": {"function": ["4wEAAAA=", None, None], "function_type": "lambda"},
+        },
+        {
+            "class_name": "Odd",
+            "module": "keras.layers",
+            "config": {"function": {"class_name": "__lambda__", "config": {}}},
+        },
+        {
+            "class_name": "TimeDistributed",
+            "config": {"layer": {"class_name": "layers.Lambda", "config": {}}},
+        },
     ],
 )
 def test_code_in_a_legacy_file_is_never_run(make, layer):
-    """Not every version of Keras refuses it in its safe mode: the file is refused before Keras sees it."""
+    """Not every version of Keras refuses it in its safe mode: the file is refused before Keras sees
+    it."""
     from keras_nanguard._files.loaded import load_model
 
     path = make.weights(name="model.h5")
@@ -318,9 +318,9 @@ def test_ten_thousand_layers_are_a_result(tmp_path):
 
 def odd_worker(monkeypatch, code):
     """Have files read by a program that starts as the worker does, and then does something else."""
-    monkeypatch.setattr(reading, "START_SECONDS", 60.0)
-    start, program = subprocess.Popen, f"print(chr(123) + chr(125), flush=True); input(); {code}"
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", program], **options))
+    program = f"print(chr(123) + chr(125), flush=True); input(); {code}"
+    start, command = subprocess.Popen, [sys.executable, "-c", program]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(command, **options))
 
 
 @pytest.mark.parametrize(
@@ -329,47 +329,46 @@ def odd_worker(monkeypatch, code):
         ("import os; os.abort()", "crashes"),
         ("import os; os._exit(0)", "crashes"),
         ("print(5 * chr(123), end='', flush=True)", "crashes"),
-        ("import ctypes; ctypes.PyDLL(None).pause()", "hangs"),  # holds the interpreter's lock, as a loop in C does
+        ("import ctypes; ctypes.PyDLL(None).pause()", "hangs"),  # with the interpreter's lock
         ("import os; os.mkfifo('pipe'); open('pipe')", "hangs"),
     ],
 )
-def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(code, reason, monkeypatch, make, own_worker):
-    """The file is read in another process: if that ends or falls silent, the program continues, and reads the next one."""
+def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(
+    code, reason, monkeypatch, make, own_process
+):
+    """The file is read in another process: if that ends or falls silent, the program continues."""
     path = make.weights()
-    with monkeypatch.context() as briefly, reading.one_worker() as used:
+    with monkeypatch.context() as briefly:
         odd_worker(briefly, code.replace("'pipe'", repr(str(make.folder / "pipe"))))
         briefly.setattr(reading, "STALL_SECONDS", 1.0)
         with pytest.raises(FileFormatError, match=reason):
             scan(path)
-        briefly.undo()
-        assert used._process is None and scan(path).ok
+    assert scan(path).ok
 
 
-def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make, own_worker):
-    """A process that waits for a dead disk, where even killing it has no effect, is left behind; the program continues."""
-    monkeypatch.setattr(reading, "EXIT_SECONDS", 0.1)
+def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, make, own_process):
+    """A process that waits for a dead disk, where even killing it has no effect, is left behind."""
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)
-    odd_worker(monkeypatch, "import time; time.sleep(20)")
+    monkeypatch.setattr(reading, "EXIT_SECONDS", 0.1)
     monkeypatch.setattr(reading, "STALL_SECONDS", 0.5)
+    odd_worker(monkeypatch, "import time; time.sleep(20)")
     with pytest.raises(FileFormatError, match="hangs"):
         scan(make.weights())
 
 
-def test_one_worker_reads_all_files_of_a_command(monkeypatch, make, own_worker):
-    """It starts with the first file, reads also after one that it refuses, and ends with the command."""
-    started, start = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: started.append(start(*words, **options)) or started[-1])
-    with reading.one_worker():
-        assert not started and scan(make.weights()).ok
-        refusal(make.raw(b"hello world"))
-        assert repair(make.keras({make.SECOND_VARIANCE: np.nan})).ok
-        assert len(started) == 1 and started[0].poll() is None
-    assert started[0].poll() is not None
-    assert scan(make.weights()).ok and len(started) == 2
+def test_a_large_file_gets_more_time(monkeypatch, make, own_process):
+    """A worker is given a second more for each MiB of the file."""
+    odd_worker(
+        monkeypatch, 'import time; time.sleep(3); print(\'{"refused": "late"}\', flush=True)'
+    )
+    monkeypatch.setattr(reading, "STALL_SECONDS", 1.0)
+    with pytest.raises(FileFormatError, match="late"):
+        scan(make.npz(a=np.zeros(1 << 20)))
 
 
-def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_worker):
-    """Modules that lie beside a model, in the current folder, are not those of the process that reads it."""
+def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_process):
+    """Modules that lie beside a model, in the current folder, are not those of the process that
+    reads it."""
     for name in ("json", "numpy", "h5py", "keras_nanguard", "ml_dtypes"):
         (make.folder / f"{name}.py").write_text(f"open({str(make.folder / 'ran')!r}, 'w')")
     make.weights(name="model.weights.h5")
@@ -378,18 +377,14 @@ def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own
     assert not (make.folder / "ran").exists()
 
 
-def test_an_error_that_no_file_explains_is_raised(make, monkeypatch, own_worker):
+def test_an_error_that_no_file_explains_is_raised(make, monkeypatch):
     """What the reader does not expect is a defect of this library, and no verdict on the file."""
     monkeypatch.setitem(worker.TASKS, "scan", lambda *_, **__: next(iter(())))
-    assert worker.answer({"task": "scan", "path": make.weights(), "details": {}}, print) == {"fault": "StopIteration: "}
-    start, line = subprocess.Popen, json.dumps({"fault": "StopIteration: "})
-    program = f"print(chr(123) + chr(125), flush=True); input(); print({line!r}, flush=True); input()"
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start([sys.executable, "-c", program], **options))
     with pytest.raises(RuntimeError, match="StopIteration"):
         scan(make.weights())
 
 
-def test_progress_crosses_from_the_child(make):
+def test_progress_crosses_from_the_child(make, own_process):
     """Progress comes in bytes, rises and ends at the total."""
     seen = []
     scan(make.weights(), progress=lambda done, total: seen.append((done, total)))
@@ -403,15 +398,19 @@ def test_a_header_of_any_length_is_read_in_part(make, monkeypatch):
     header = b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 24) + bytes(1 << 24)
     path, read = zipped(make, {"a.npy": header}, "long.npz"), []
     plain = zipfile.ZipExtFile.read
-    monkeypatch.setattr(zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(n) or plain(self, n))
+    monkeypatch.setattr(
+        zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(n) or plain(self, n)
+    )
     with contextlib.closing(archives.read_arrays(path)) as contents:
         assert contents.arrays[0].unread
     assert max(read) <= 1 << 16 and -1 not in read
 
 
 def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, monkeypatch):
-    """A small archive may name one member any number of times; older versions of Python read each."""
-    monkeypatch.setattr(archives, "BOMB_FLOOR", 1 << 21)
+    """A small archive may name one member any number of times; older versions of Python read
+    each."""
+    monkeypatch.setattr(stored, "BOMB_FLOOR", 1 << 21)
+    monkeypatch.setattr(stored, "MAX_EXPANSION", 1)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("0.npy", "w") as member:
@@ -420,63 +419,16 @@ def test_entries_that_share_their_data_are_read_a_limited_number_of_times(make, 
         for _ in range(20):
             archive.filelist.append(first)
     path = make.raw(buffer.getvalue(), "shared.npz")
-    monkeypatch.setattr(archives, "_MAX_DECLARED", 1)
     with contextlib.closing(archives.read_arrays(path)) as contents:
         reasons = [array.unread for array in contents.arrays]
-    assert len(reasons) == 21 and sum("far more than it has" in reason for reason in reasons) == 20
+    assert len(reasons) == 21 and sum("declares more than" in reason for reason in reasons) == 20
 
 
 def test_a_header_without_end_is_a_reason(make):
-    """NumPy reads a header of an older kind token by token, and raises an error of its own where it ends too early."""
+    """NumPy reads a header of an older kind token by token, and raises an error of its own where it
+    ends too early."""
     header = b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n"
     assert "EOF" in unread(zipped(make, {"a.npy": header, "b.npy": header}, "headers.npz"))["a"]
-
-
-FUZZED = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-@pytest.fixture
-def samples(make):
-    """Return small valid files as bytes."""
-    made = (
-        make.weights(),
-        make.keras(),
-        make.keras(name="deflated.keras", compression=zipfile.ZIP_DEFLATED),
-        make.npz(x=np.arange(6.0), y=np.ones((2, 3), np.float16)),
-        make.sharded(),
-    )
-    found = []
-    for path in made:
-        with open(path, "rb") as file:
-            found.append(file.read())
-    return found
-
-
-@pytest.fixture
-def brief(monkeypatch):
-    """A file at which HDF5 hangs is given up soon."""
-    monkeypatch.setattr(reading, "STALL_SECONDS", 5.0)
-
-
-@FUZZED
-@given(data=st.data())
-def test_mutated_files_give_a_result_or_one_sentence(brief, samples, make, data):
-    """Whatever bytes of a valid file are changed, cut or repeated, scan and repair answer or refuse."""
-    mutated = bytearray(data.draw(st.sampled_from(samples)))
-    for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(st.integers(0, len(mutated) - 1))
-        new = data.draw(st.binary(max_size=8))
-        mutated[at : at + data.draw(st.sampled_from((len(new), 0, 4)))] = new
-    if data.draw(st.booleans()):
-        del mutated[data.draw(st.integers(1, max(1, len(mutated) - 1))) :]
-    path = make.raw(bytes(mutated), "fuzzed")
-    try:
-        report = scan(path)
-        assert str(report)
-        json.dumps(report.to_dict(), allow_nan=False)
-        repair(path, make.folder / "out", weights="zeros", overwrite=True)
-    except NanGuardError as error:
-        assert "\n" not in str(error)
 
 
 def test_the_limits_are_those_of_the_loader_of_keras(keras):
@@ -486,6 +438,6 @@ def test_the_limits_are_those_of_the_loader_of_keras(keras):
 
     if OLD:
         pytest.skip("this version of Keras loads bombs")
-    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == archives.BOMB_FLOOR
-    assert saving_lib._H5_DATASET_MAX_EXPANSION == hdf5.MAX_EXPANSION
-    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_EXPANSION
+    assert saving_lib._H5_DATASET_BOMB_FLOOR_BYTES == stored.BOMB_FLOOR
+    assert saving_lib._H5_DATASET_MAX_EXPANSION == stored.MAX_EXPANSION
+    assert saving_lib._ZIP_MEMBER_MAX_EXPANSION == archives._MAX_MEMBER_EXPANSION

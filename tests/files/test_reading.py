@@ -19,20 +19,32 @@ NOT_SAVED = ("seed_generator_state", "metrics/", "optimizer/")
 
 
 def paths(report):
-    return {entry.path for entry in report.variables if not any(part in entry.path for part in NOT_SAVED)}
+    return {
+        entry.path
+        for entry in report.variables
+        if not any(part in entry.path for part in NOT_SAVED)
+    }
 
 
 def save_in_every_format(model, folder):
     model.save(folder / "model.keras")
     model.save(folder / "legacy.h5")
     model.save_weights(folder / "model.weights.h5")
-    sharded = "max_shard_size" in inspect.signature(model.save_weights).parameters  # not in the lowest Keras
+    sharded = (
+        "max_shard_size" in inspect.signature(model.save_weights).parameters
+    )  # not in the lowest Keras
     if sharded:
         model.save_weights(folder / "model.weights.json", max_shard_size=1e-6)
     from keras.src.saving import saving_lib
 
     saving_lib.save_model(model, str(folder / "unzipped"), zipped=False)
-    return ["model.keras", "legacy.h5", "unzipped", "model.weights.h5", *["model.weights.json"] * sharded]
+    return [
+        "model.keras",
+        "legacy.h5",
+        "unzipped",
+        "model.weights.h5",
+        *["model.weights.json"] * sharded,
+    ]
 
 
 def test_every_format_gives_the_names_of_the_live_model(nested, tmp_path):
@@ -42,7 +54,9 @@ def test_every_format_gives_the_names_of_the_live_model(nested, tmp_path):
     assert "backbone/post_bn/moving_variance" in live
     for name in save_in_every_format(model, tmp_path):
         found = paths(scan(tmp_path / name))
-        if "weights" in name:  # without a configuration the flag of one gamma or beta does not follow
+        if (
+            "weights" in name
+        ):  # without a configuration the flag of one gamma or beta does not follow
             found = {path.replace("backbone/post_bn/0", "backbone/post_bn/beta") for path in found}
         assert found == live, name
 
@@ -64,7 +78,8 @@ def renormalizes(keras):
 
 @pytest.fixture(scope="module")
 def zoo(keras, tmp_path_factory):
-    """Return a model with one layer of every class whose variables have names of their own, and its file."""
+    """Return a model with one layer of every class whose variables have names of their own, and its
+    file."""
     layers = keras.layers
     image, text = keras.Input((8, 8, 4)), keras.Input((6,), dtype="int32")
     x = layers.SeparableConv2D(4, 3, padding="same")(image)
@@ -94,13 +109,17 @@ def zoo(keras, tmp_path_factory):
 
 
 def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
-    """With a configuration, every variable of every layer class that Keras brings gets its own name."""
+    """With a configuration, every variable of every layer class that Keras brings gets its own
+    name."""
     model, path = zoo
     assert paths(scan(path)) == paths(scan(model))
 
 
-def test_a_file_without_names_beside_its_variables_is_named_from_its_configuration(keras, zoo, tmp_path):
-    """Files of older Keras versions carry no layer names: the configuration gives them, counting as Keras counts."""
+def test_a_file_without_names_beside_its_variables_is_named_from_its_configuration(
+    keras, zoo, tmp_path
+):
+    """Files of older Keras versions carry no layer names: the configuration gives them, counting as
+    Keras counts."""
     model, path = zoo
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path)
@@ -116,7 +135,8 @@ def test_a_file_without_names_beside_its_variables_is_named_from_its_configurati
 
 
 def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
-    """Layers in attributes, lists and dicts of a subclassed model bear their own names, and BatchNorm is recognised."""
+    """Layers in attributes, lists and dicts of a subclassed model bear their own names, and
+    BatchNorm is recognised."""
 
     class Sub(keras.Model):
         def __init__(self):
@@ -136,7 +156,8 @@ def test_a_subclassed_model_is_named_by_its_layers(keras, tmp_path):
 
 
 def test_bfloat16_is_read_by_the_name_beside_it(make, tmp_path):
-    """Keras saves bfloat16 as two unnamed bytes with the name in an attribute: NaN in them is found."""
+    """Keras saves bfloat16 as two unnamed bytes with the name in an attribute: NaN in them is
+    found."""
     path = tmp_path / "brain.weights.h5"
     values = np.array([1.0, np.nan, -np.inf, 0.0], ml_dtypes.bfloat16)
     with h5py.File(path, "w") as file:
@@ -148,15 +169,19 @@ def test_bfloat16_is_read_by_the_name_beside_it(make, tmp_path):
     assert unnamed.problems[0].code == "unread"
 
 
-@pytest.mark.parametrize("compression", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+@pytest.mark.parametrize(
+    "compression", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+)
 def test_weights_are_read_however_the_archive_stores_them(make, compression):
-    """A stored member is read in place, a compressed one through a temporary file: with the same result."""
+    """A stored member is read in place, a compressed one through a temporary file: with the same
+    result."""
     report = scan(make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression))
     assert [entry.path for entry in report.bad] == ["backbone/second_bn/moving_variance"]
 
 
 def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path):
-    """Every value of every layout is seen: chunked, compressed, big-endian, scalar, empty, more than one piece."""
+    """Every value of every layout is seen: chunked, compressed, big-endian, scalar, empty, more
+    than one piece."""
     draw = np.random.default_rng(0)
     arrays = {
         "chunked": {"data": draw.normal(size=(300, 70)), "chunks": (7, 70), "compression": "gzip"},
@@ -173,7 +198,9 @@ def test_chunked_and_compressed_datasets_and_odd_shapes_are_read_whole(tmp_path)
     with opened(path) as contents:
         for array in contents.arrays:
             if array.location not in ("null",):
-                np.testing.assert_array_equal(array.read(), arrays[array.location]["data"], array.location)
+                np.testing.assert_array_equal(
+                    array.read(), arrays[array.location]["data"], array.location
+                )
 
 
 def test_npz_is_read_in_either_order_and_without_pickle(make):
@@ -189,7 +216,8 @@ def test_npz_is_read_in_either_order_and_without_pickle(make):
 
 
 def test_a_variable_that_two_answers_fit_keeps_its_number(make):
-    """Without a configuration a BatchNorm of three variables has gamma or beta: that one stays a number."""
+    """Without a configuration a BatchNorm of three variables has gamma or beta: that one stays a
+    number."""
     with h5py.File(make.folder / "x.weights.h5", "w") as file:
         for place in range(3):
             file[f"layers/batch_normalization/vars/{place}"] = np.ones(4)
@@ -201,9 +229,12 @@ def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
     """Scanning and repairing a file import neither Keras nor any backend."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     code = (
-        "import sys; from keras_nanguard._files.scan import scan; from keras_nanguard._files.repair import repair\n"
+        "import sys; from keras_nanguard import repair, scan\n"
         "assert not scan(sys.argv[1]).clean; assert repair(sys.argv[1]).clean\n"
-        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'rich', 'tensorstore') if m in sys.modules])"
+        "slow = ('keras', 'tensorflow', 'jax', 'torch', 'rich', 'tensorstore')\n"
+        "print([m for m in slow if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

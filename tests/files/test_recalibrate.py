@@ -27,15 +27,19 @@ def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
 
 
 def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nested, task):
-    """With statistics from one batch, a model says about that batch in inference what it says in training."""
+    """With statistics from one batch, a model says about that batch in inference what it says in
+    training."""
     backbone, x = nested().get_layer("backbone"), task[0]
     recalibrate(backbone, x, batch_size=len(x))
-    inference, training = (keras.ops.convert_to_numpy(backbone(x, training=mode)) for mode in (False, True))
+    inference, training = (
+        keras.ops.convert_to_numpy(backbone(x, training=mode)) for mode in (False, True)
+    )
     np.testing.assert_allclose(inference, training, atol=1e-4)
 
 
 def test_nothing_else_moves(keras, task):
-    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, Dropout stays off."""
+    """Weights, slots, metrics, seeds, states and the trainable flags keep their bits, Dropout stays
+    off."""
     layers = keras.layers
     model = chain(
         keras,
@@ -51,7 +55,11 @@ def test_nothing_else_moves(keras, task):
     x = np.random.default_rng(0).normal(2.0, 3.0, (64, 4)).astype(np.float32)
     model.fit(x, x[:, :1], verbose=0)
     names = ("bn", "frozen")
-    moved = {id(v) for n in names for v in (model.get_layer(n).moving_mean, model.get_layer(n).moving_variance)}
+    moved = {
+        id(v)
+        for n in names
+        for v in (model.get_layer(n).moving_mean, model.get_layer(n).moving_variance)
+    }
     everything = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = {id(v): np.array(v.numpy()).tobytes() for v in everything}
     report = recalibrate(model, x, batch_size=16)
@@ -66,18 +74,23 @@ def test_nothing_else_moves(keras, task):
 def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
     """States and seeds that running the model changes are restored."""
     inputs = keras.Input((3, 2), batch_size=4)
-    x = keras.layers.Dropout(0.5, name="always")(keras.layers.BatchNormalization()(inputs), training=True)
+    x = keras.layers.Dropout(0.5, name="always")(
+        keras.layers.BatchNormalization()(inputs), training=True
+    )
     model = keras.Model(inputs, keras.layers.LSTM(2, stateful=True, name="memory")(x))
     model(np.ones((4, 3, 2), np.float32))
     kept = [*model.get_layer("memory").states, *model.get_layer("always").variables]
     before = [np.array(v.numpy()) for v in kept]
-    recalibrate(model, np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32), batch_size=4)
+    recalibrate(
+        model, np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32), batch_size=4
+    )
     for variable, value in zip(kept, before):
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras):
-    """BatchNormalization that the model calls with `training=True` gets the estimate and not its own moving average."""
+    """BatchNormalization that the model calls with `training=True` gets the estimate and not its
+    own moving average."""
     inputs = keras.Input((4,))
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(inputs, training=True))
     x = np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
@@ -94,12 +107,17 @@ def test_masked_positions_are_left_out(keras):
     data = np.random.default_rng(0).normal(5.0, 2.0, (10, 6, 2)).astype(np.float32)
     data[:, 4:] = 0.0
     recalibrate(model, data, batch_size=10)
-    np.testing.assert_allclose(model.get_layer("bn").moving_mean.numpy(), data[:, :4].mean((0, 1)), rtol=1e-5)
-    np.testing.assert_allclose(model.get_layer("bn").moving_variance.numpy(), data[:, :4].var((0, 1)), rtol=1e-4)
+    np.testing.assert_allclose(
+        model.get_layer("bn").moving_mean.numpy(), data[:, :4].mean((0, 1)), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        model.get_layer("bn").moving_variance.numpy(), data[:, :4].var((0, 1)), rtol=1e-4
+    )
 
 
 def test_any_source_of_batches_will_do(keras):
-    """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate; `batches` stops early."""
+    """Arrays, dicts of arrays, generators of tuples and PyDatasets give the same estimate;
+    `batches` stops early."""
     x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 
     class Data(keras.utils.PyDataset):
@@ -110,7 +128,12 @@ def test_any_source_of_batches_will_do(keras):
             return x[index * 10 : index * 10 + 10], np.zeros(10)
 
     found = []
-    for data in (x, Data(), ((x[i : i + 10], 0) for i in range(0, 40, 10)), [(x[:10], 0), (x[10:40], 0)]):
+    for data in (
+        x,
+        Data(),
+        ((x[i : i + 10], 0) for i in range(0, 40, 10)),
+        [(x[:10], 0), (x[10:40], 0)],
+    ):
         model = chain(keras, keras.layers.BatchNormalization())
         recalibrate(model, data, batch_size=10)
         found.append(model.layers[0].moving_variance.numpy())
@@ -136,7 +159,8 @@ def test_only_chosen_layers_are_estimated(nested, task):
 
 
 def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
-    """NaN in the data, no data, an interrupted run: the error names the layer and the statistics are as they were."""
+    """NaN in the data, no data, an interrupted run: the error names the layer and the statistics
+    are as they were."""
     model = nested()
     inner = model.get_layer("backbone")
     before = [v.numpy() for v in model.variables]
@@ -161,7 +185,8 @@ def test_what_goes_wrong_leaves_the_old_statistics(keras, nested, task):
 
 
 def test_ruined_statistics_come_back(nested, task):
-    """After NaN and huge statistics, recalibrating gives the accuracy back that training had reached."""
+    """After NaN and huge statistics, recalibrating gives the accuracy back that training had
+    reached."""
     model = nested()
     model.fit(*task, epochs=25, verbose=0)
     recalibrate(model, task[0])

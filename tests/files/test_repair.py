@@ -2,13 +2,11 @@
 
 import errno
 import hashlib
-import json
 import os
 import stat
 import subprocess
 import sys
 import zipfile
-from dataclasses import asdict
 
 import h5py
 import numpy as np
@@ -16,8 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_nanguard._core.errors import GuardError
-from keras_nanguard._files import repair_stored
+from keras_nanguard._core.errors import FileFormatError, GuardError
 from keras_nanguard._files.initial_values import initial_value
 from keras_nanguard._files.names import Identity, identities
 from keras_nanguard._files.opening import opened
@@ -30,7 +27,11 @@ from keras_nanguard._files.scan import scan
 def values(path):
     """Return every array of a file by its path."""
     with opened(path) as contents:
-        return {who.path: array.read() for array, who in zip(contents.arrays, identities(contents)) if not array.unread}
+        return {
+            who.path: array.read()
+            for array, who in zip(contents.arrays, identities(contents))
+            if not array.unread
+        }
 
 
 def digest(path):
@@ -38,9 +39,10 @@ def digest(path):
         return hashlib.sha256(file.read()).hexdigest()
 
 
-@pytest.mark.parametrize("kind", ("keras", "weights", "sharded"))
+@pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_only_the_bad_values_change(make, kind):
-    """One NaN channel of a variance becomes 1; every other value of the file keeps its bits; the old file stays."""
+    """One NaN channel of a variance becomes 1; every other value of the file keeps its bits; the
+    old file stays."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: [2.0, np.nan, 2.0, 3e7]})
     before, old = values(path), digest(path)
     report = repair(path)
@@ -48,7 +50,9 @@ def test_only_the_bad_values_change(make, kind):
     assert digest(path) == old
     after = values(report.output)
     assert after.keys() == before.keys()
-    np.testing.assert_array_equal(after.pop("backbone/second_bn/moving_variance"), [2.0, 1.0, 2.0, 1.0])
+    np.testing.assert_array_equal(
+        after.pop("backbone/second_bn/moving_variance"), [2.0, 1.0, 2.0, 1.0]
+    )
     for name, array in after.items():
         assert array.tobytes() == before[name].tobytes(), name
     (change,) = report.done
@@ -56,17 +60,25 @@ def test_only_the_bad_values_change(make, kind):
 
 
 def test_a_negative_variance_is_bad(make):
-    """A variance below 0 is replaced, however small it is in magnitude; a mean below 0 is none of it."""
-    report = repair(make.keras({make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0}))
+    """A variance below 0 is replaced, however small it is in magnitude; a mean below 0 is none of
+    it."""
+    report = repair(
+        make.keras({make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0})
+    )
     after = values(report.output)
     np.testing.assert_array_equal(after["backbone/second_bn/moving_variance"], [2.0, 1.0, 2.0, 2.0])
     np.testing.assert_array_equal(after["backbone/first_bn/moving_mean"], np.full(4, -5.0))
 
 
 def test_everything_else_in_an_archive_is_carried_over(make):
-    """Configuration, metadata and assets of a `.keras` file come through bit for bit, compressed or not."""
+    """Configuration, metadata and assets of a `.keras` file come through bit for bit, compressed or
+    not."""
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        path = make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression, extra=[("assets/vocabulary.txt", b"a\nb" * 99)])
+        path = make.keras(
+            {make.SECOND_VARIANCE: np.nan},
+            compression=compression,
+            extra=[("assets/vocabulary.txt", b"a\nb" * 99)],
+        )
         output = repair(path, overwrite=True).output
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(output) as new:
             assert old.namelist() == new.namelist()
@@ -78,7 +90,8 @@ def test_everything_else_in_an_archive_is_carried_over(make):
 
 
 def test_weights_are_kept_unless_asked_for(make):
-    """A bad weight is not made up: without a choice it is skipped with the reason, and the report is not clean."""
+    """A bad weight is not made up: without a choice it is skipped with the reason, and the report
+    is not clean."""
     path = make.keras({make.KERNEL: np.nan})
     report = repair(path)
     assert not report.ok
@@ -99,7 +112,8 @@ def test_weights_become_what_was_chosen(make, weights, value):
 
 
 def test_a_good_file_gives_whole_variables(make):
-    """From a source the whole variable is taken, so that its values belong together; what is good stays."""
+    """From a source the whole variable is taken, so that its values belong together; what is good
+    stays."""
     good = make.keras({make.FIRST_MEAN: 0.75, make.KERNEL: 7.0}, name="good.keras")
     bad = make.weights({make.FIRST_MEAN: [0.5, np.nan, 0.5, 0.5]})
     report = repair(bad, source=good)
@@ -109,9 +123,16 @@ def test_a_good_file_gives_whole_variables(make):
 
 
 def test_a_source_that_does_not_fit_is_a_reason(make):
-    """A missing variable, another shape and a source that is bad itself are skipped, each with its reason."""
+    """A missing variable, another shape and a source that is bad itself are skipped, each with its
+    reason."""
     bad = make.weights({make.KERNEL: np.nan, make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
-    source = make.npz(**{"head/kernel": np.ones((2, 2)), "backbone/second_bn/moving_variance": np.full(4, np.inf)}, name="s.npz")
+    source = make.npz(
+        **{
+            "head/kernel": np.ones((2, 2)),
+            "backbone/second_bn/moving_variance": np.full(4, np.inf),
+        },
+        name="s.npz",
+    )
     details = {change.path: change.detail for change in repair(bad, source=source).skipped}
     assert "shape (2, 2)" in details["head/kernel"]
     assert details["backbone/second_bn/moving_variance"] == "the new values are bad too"
@@ -142,23 +163,26 @@ def test_in_place_keeps_the_old_file(make):
     assert (make.folder / "model.keras.bak").read_text() == "mine"
 
 
-def test_shards_are_renamed_with_their_index(make, keras):
-    """Repaired shards bear the new base name, by which Keras finds the first of them."""
-    report = repair(make.sharded({make.SECOND_VARIANCE: np.nan}))
-    assert os.path.basename(report.output) == "model.repaired.weights.json"
-    names = set(os.listdir(make.folder))
-    assert {"model.repaired_00000.weights.h5", "model.repaired_00001.weights.h5"} <= names
-    with open(report.output) as file:
-        index = json.load(file)
-    assert {name for listed in index["weight_map"].values() for name in listed} <= names
-    assert repair(make.sharded({make.SECOND_VARIANCE: np.nan}), in_place=True).ok
-    assert "model_00000.weights.h5.bak" in os.listdir(make.folder)
+def test_what_cannot_be_rewritten_is_refused_with_what_to_do(make):
+    """Each shard can be repaired by itself; the index and the folder are refused, and unchanged."""
+    index = make.sharded({make.SECOND_VARIANCE: np.nan})
+    with pytest.raises(FileFormatError, match="repair each shard"):
+        repair(index, in_place=True)
+    assert repair(make.folder / "model_00000.weights.h5", in_place=True).ok and scan(index).ok
+    os.mkdir(make.folder / "model")
+    make.weights({make.SECOND_VARIANCE: np.nan}, name="model/model.weights.h5")
+    with pytest.raises(FileFormatError, match=r"repair its model\.weights\.h5"):
+        repair(make.folder / "model")
+    assert repair(make.folder / "model" / "model.weights.h5", in_place=True).ok
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files as Linux does")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="limits the size of files as Linux does"
+)
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
-    """A file that cannot be written never bears the final name, nothing half-written is left, and the error names it."""
+    """A file that cannot be written never bears the final name, nothing half-written is left, and
+    the error names it."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     before = os.listdir(make.folder)
     code = (
@@ -169,7 +193,9 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
         "except OSError as error: print(type(error).__name__, error.errno, error.filename)\n"
     )
     output = str(make.folder / "new.keras")
-    done = subprocess.run([sys.executable, "-c", code, path, output], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path, output], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["OSError", str(errno.EFBIG), output]
     assert os.listdir(make.folder) == before
 
@@ -177,7 +203,8 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
 @pytest.mark.skipif(os.name == "nt", reason="takes symbolic links and permissions of POSIX")
 @pytest.mark.parametrize("kind", ("keras", "weights"))
 def test_in_place_through_a_link(make, kind):
-    """The target of a link is replaced and the link stays; a private file, and a repaired copy of it, stay private."""
+    """The target of a link is replaced and the link stays; a private file, and a repaired copy of
+    it, stay private."""
     path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
     os.chmod(path, 0o600)
     link = make.folder / ("latest" + os.path.basename(path))
@@ -185,19 +212,9 @@ def test_in_place_through_a_link(make, kind):
     copy = repair(path).output
     report = repair(link, in_place=True)
     assert link.is_symlink() and scan(path).ok and not scan(report.backup).ok
-    assert [stat.S_IMODE(os.stat(name).st_mode) for name in (path, copy, report.backup)] == [0o600] * 3
-
-
-def test_a_source_is_opened_once(make, monkeypatch):
-    """However many variables are taken from it."""
-    names = [f"layer_{number}/kernel" for number in range(30)]
-    bad = make.npz("bad.npz", **{name: np.full(2, np.nan) for name in names})
-    good = make.npz("good.npz", **{name: np.ones(2) for name in names})
-    opening, seen = repair_stored.opened, []
-    monkeypatch.setattr(repair_stored, "opened", lambda path, *rest: seen.append(path) or opening(path, *rest))
-    request = {"bad": names, "options": asdict(RepairOptions(weights="source")), "source": good}
-    made = repair_stored.repair_stored(bad, lambda *_: None, **request, scratch=str(make.folder / "new"), output="x.npz")
-    assert {change["status"] for change in made["changes"]} == {"done"} and seen == [bad, good]
+    assert [stat.S_IMODE(os.stat(name).st_mode) for name in (path, copy, report.backup)] == [
+        0o600
+    ] * 3
 
 
 def test_contradictions_are_refused_before_anything_is_read(make):
@@ -231,15 +248,20 @@ def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
 
     path = tmp_path / "b.weights.h5"
     with h5py.File(path, "w") as file:
-        dataset = file.create_dataset("layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16))
+        dataset = file.create_dataset(
+            "layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16)
+        )
         dataset.attrs["dtype"] = "bfloat16"
     report = repair(path, weights="zeros")
     assert report.ok
-    np.testing.assert_array_equal(values(report.output)["dense/kernel"].astype(float), [[1.0, 0.0], [2.0, 3.0]])
+    np.testing.assert_array_equal(
+        values(report.output)["dense/kernel"].astype(float), [[1.0, 0.0], [2.0, 3.0]]
+    )
 
 
 def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
-    """An array of more than one piece, a compressed one, a big-endian one and a scalar come out as they should."""
+    """An array of more than one piece, a compressed one, a big-endian one and a scalar come out as
+    they should."""
     path = tmp_path / "layouts.weights.h5"
     draw = np.random.default_rng(0)
     arrays = {
@@ -276,7 +298,8 @@ def test_npz_keeps_order_and_compression(make):
 
 
 def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
-    """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep their bits."""
+    """One bad slot resets the slots of the optimizer; step count, learning rate and weights keep
+    their bits."""
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
     model.optimizer.variables[5].assign(np.full(model.optimizer.variables[5].shape, np.inf))
@@ -286,20 +309,27 @@ def test_optimizer_slots_of_a_file_start_anew(nested, task, tmp_path):
     assert report.ok
     after = values(report.output)
     for name, array in after.items():
-        if name.startswith("optimizer/") and name not in ("optimizer/iteration", "optimizer/learning_rate"):
+        if name.startswith("optimizer/") and name not in (
+            "optimizer/iteration",
+            "optimizer/learning_rate",
+        ):
             assert not array.any(), name
         else:
             assert array.tobytes() == before[name].tobytes(), name
     assert after["optimizer/iteration"] == 6
 
 
-@pytest.mark.parametrize("name", ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
+@pytest.mark.parametrize(
+    "name", ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta")
+)
 def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
     """Every optimizer whose slots a file repair sets to 0 starts with slots of 0 in Keras."""
     from keras_nanguard._files.repair_stored import _ZERO_SLOTS
 
     assert name in _ZERO_SLOTS
-    optimizer = getattr(keras.optimizers, name)(0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {}))
+    optimizer = getattr(keras.optimizers, name)(
+        0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+    )
     optimizer.build([keras.Variable(np.ones((2, 3)))])
     slots = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
     assert slots
@@ -330,7 +360,8 @@ def test_slots_that_do_not_start_at_zero_are_left_alone(make):
 
 
 def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
-    """Keras saves the slots of a LossScaleOptimizer twice; both copies and the scale are repaired."""
+    """Keras saves the slots of a LossScaleOptimizer twice; both copies and the scale are
+    repaired."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25)), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
@@ -372,7 +403,9 @@ def test_a_live_model_is_repaired_from_another(nested, task):
     good, bad = nested(0), nested(1)
     bad.get_layer("head").kernel.assign(np.full((6, 3), np.inf))
     assert repair(bad, source=good).ok
-    np.testing.assert_array_equal(bad.get_layer("head").kernel.numpy(), good.get_layer("head").kernel.numpy())
+    np.testing.assert_array_equal(
+        bad.get_layer("head").kernel.numpy(), good.get_layer("head").kernel.numpy()
+    )
     with pytest.raises(GuardError, match="a path"):
         repair(bad, "out.keras")
 
@@ -391,40 +424,63 @@ def test_bad_weights_of_a_live_model_are_drawn_by_their_initialiser(nested):
     np.testing.assert_array_equal(new.ravel()[1:], old.ravel()[1:])
 
 
-INITIALISERS = ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal", "LecunUniform", "LecunNormal")
+INITIALISERS = (
+    "GlorotUniform",
+    "GlorotNormal",
+    "HeUniform",
+    "HeNormal",
+    "LecunUniform",
+    "LecunNormal",
+)
 
 
-@pytest.mark.parametrize("name", (*INITIALISERS, "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros", "Ones"))
+@pytest.mark.parametrize(
+    "name", (*INITIALISERS, "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros", "Ones")
+)
 @pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
 def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, shape):
     """Mean, spread and bounds of what is drawn with NumPy agree with what Keras draws."""
     config = keras.saving.serialize_keras_object(getattr(keras.initializers, name)())
     drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
     theirs = np.asarray(
-        getattr(keras.initializers, name)(seed=1)(shape) if name not in ("Zeros", "Ones") else getattr(keras.initializers, name)()(shape),
+        getattr(keras.initializers, name)(seed=1)(shape)
+        if name not in ("Zeros", "Ones")
+        else getattr(keras.initializers, name)()(shape),
         np.float64,
     )
     assert drawn.std() == pytest.approx(theirs.std(), rel=0.02, abs=1e-9)
     assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
-    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(np.quantile(theirs, (0.001, 0.999)), rel=0.1, abs=1e-9)
+    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(
+        np.quantile(theirs, (0.001, 0.999)), rel=0.1, abs=1e-9
+    )
 
 
 def test_what_has_no_first_value_is_a_reason():
-    """An unknown variable, an unknown initialiser and nonsense in its configuration are sentences, not guesses."""
+    """An unknown variable, an unknown initialiser and nonsense in its configuration are sentences,
+    not guesses."""
     draw = np.random.default_rng(0)
     assert isinstance(initial_value("kernel", (2,), {}, draw), str)
-    for node in ({"class_name": "Mine"}, {"class_name": "Constant", "config": {"value": "x"}}, {"class_name": None}):
+    for node in (
+        {"class_name": "Mine"},
+        {"class_name": "Constant", "config": {"value": "x"}},
+        {"class_name": None},
+    ):
         assert isinstance(initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw), str)
     np.testing.assert_array_equal(initial_value("moving_variance", (2,), {}, draw), [1.0, 1.0])
 
 
-@given(hnp.arrays(np.float32, 8, elements=st.floats(width=32)), st.sampled_from(("zeros", "ones", "initial")))
+@given(
+    hnp.arrays(np.float32, 8, elements=st.floats(width=32)),
+    st.sampled_from(("zeros", "ones", "initial")),
+)
 @settings(max_examples=80)
 def test_a_repair_changes_bad_values_only(array, method):
     """For any values: the good ones keep their bits, the bad ones become the replacement."""
     who, options = Identity("layer", "kernel_variance", "weight"), RepairOptions(weights=method)
     bad = bad_values(array.astype(np.float64), who, options)
-    change, new = repaired(who, "here", array, options, lambda: np.full(8, 0.5), lambda: "no source")
+    change, new = repaired(
+        who, "here", array, options, lambda: np.full(8, 0.5), lambda: "no source"
+    )
     assert change.count == bad.sum() and (change.status == "done") == bad.any() == (new is not None)
     if new is not None:
         assert new[~bad].tobytes() == array[~bad].tobytes()

@@ -8,10 +8,15 @@ import pytest
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._files.arrays import statistics
-from keras_nanguard._files.judge import PROBLEMS, find_problems
 from keras_nanguard._files.names import Identity
+from keras_nanguard._files.problems import (
+    PROBLEMS,
+    SEVERITIES,
+    STATISTICS_LIMIT,
+    find_problems,
+    magnitude_limit,
+)
 from keras_nanguard._files.repair import repair
-from keras_nanguard._files.reports import SEVERITIES
 from keras_nanguard._files.scan import scan
 
 CASES = {
@@ -33,10 +38,9 @@ CASES = {
 
 def judged(name, role, values, layer_class="", **options):
     array = np.array(values)
-    limit, bound = options.get("limit"), 1e6 if role == "statistics" else math.inf
-    lower = min(bound, math.inf if limit is None else limit)
     who = Identity("", name, role, layer_class)
-    return find_problems(who, statistics(array, lower), rank=array.ndim, **options)
+    limit = magnitude_limit(who, options.get("limit"), STATISTICS_LIMIT)
+    return find_problems(who, statistics(array, limit), rank=array.ndim, **options)
 
 
 @pytest.mark.parametrize("code", sorted(set(PROBLEMS) - {"unread"}))
@@ -56,7 +60,12 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("gamma", "weight", [1.0, 1.0], "BatchNormalization"),
         ("moving_mean", "statistics", [0.0, 0.0], "BatchNormalization"),
         ("moving_variance", "statistics", [1.0, 9e5], "BatchNormalization"),
-        ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes the data, at any scale
+        (
+            "variance",
+            "statistics",
+            [1.0, 1e12],
+            "Normalization",
+        ),  # describes the data, at any scale
         ("kernel_momentum", "slot", [[0.0, 0.0]], "Optimizer"),
         ("kernel_velocity", "slot", [[1e-310, 1e9]], "Optimizer"),
         ("kernel", "weight", [[3.0]], "Dense"),
@@ -69,8 +78,11 @@ def test_what_is_in_order_is_not_reported(name, role, values, layer_class):
 
 
 def test_the_worst_layer_and_the_worst_problem_come_first(make):
-    """Errors stand before warnings, warnings before notes, and the larger share before the smaller."""
-    report = scan(make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7, make.KERNEL: 0.0}))
+    """Errors stand before warnings, warnings before notes, and the larger share before the
+    smaller."""
+    report = scan(
+        make.keras({make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7, make.KERNEL: 0.0})
+    )
     assert [(layer.path, layer.severity) for layer in report.layers] == [
         ("backbone/second_bn", "error"),
         ("backbone/first_bn", "warning"),
@@ -90,8 +102,13 @@ def test_notes_do_not_spoil_a_clean_report(make):
 
 
 def test_float16_layers_are_reported_by_the_configuration(make):
-    """A weight beyond 65504 is a warning in a layer that computes in float16 and a note elsewhere."""
-    found = {entry.path: entry.problems for entry in scan(make.keras({make.KERNEL: 7e4})).variables if entry.problems}
+    """A weight beyond 65504 is a warning in a layer that computes in float16 and a note
+    elsewhere."""
+    found = {
+        entry.path: entry.problems
+        for entry in scan(make.keras({make.KERNEL: 7e4})).variables
+        if entry.problems
+    }
     assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow", "constant"]
     elsewhere = scan(make.weights({make.KERNEL: 7e4}))
     assert elsewhere.clean
@@ -106,7 +123,10 @@ def test_the_limit_holds_for_every_float_but_counters(make):
         "backbone/second_bn/moving_variance",
     }
     assert all(entry.problems[0].code == "beyond_limit" for entry in report.bad)
-    assert scan(make.keras({make.SECOND_VARIANCE: 100.0}), statistics_limit=50).bad[0].name == "moving_variance"
+    assert (
+        scan(make.keras({make.SECOND_VARIANCE: 100.0}), statistics_limit=50).bad[0].name
+        == "moving_variance"
+    )
 
 
 @pytest.mark.parametrize("limit", (0, -1.0, math.nan))
@@ -124,15 +144,25 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
     assert (document["clean"], document["finite"], document["kind"]) == (False, False, "keras")
     listed = [variable for layer in document["layers"] for variable in layer["variables"]]
     assert len(listed) == document["counts"]["variables"] == 10
-    assert sum(variable["statistics"]["nan"] for variable in listed) == document["counts"]["nan"] == 4
+    assert (
+        sum(variable["statistics"]["nan"] for variable in listed) == document["counts"]["nan"] == 4
+    )
 
 
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
-    """Variables that no layer lists are scanned, too: slots, metrics, the states of a stateful layer."""
+    """Variables that no layer lists are scanned, too: slots, metrics, the states of a stateful
+    layer."""
     if keras.backend.backend() == "torch":
-        pytest.skip("Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need")
-    model = keras.Sequential([keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True, name="memory")], name="m")
-    model.compile("adam", "mse", run_eagerly=True)  # some releases of Keras cannot trace a stateful LSTM
+        pytest.skip(
+            "Keras cannot train a stateful LSTM on PyTorch: it writes over what its gradients need"
+        )
+    model = keras.Sequential(
+        [keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True, name="memory")],
+        name="m",
+    )
+    model.compile(
+        "adam", "mse", run_eagerly=True
+    )  # some releases of Keras cannot trace a stateful LSTM
     model.fit(np.zeros((4, 3, 2)), np.zeros((4, 2)), verbose=0)
     assert scan(model).clean
     model.layers[0].states[1].assign(np.full((4, 2), np.nan))
@@ -146,7 +176,8 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
 
 
 def test_what_an_evaluation_came_to_is_no_fault_of_the_model(keras):
-    """Metrics that hold NaN, those of the model's own as well, are a note: the model is clean, and nothing is to be repaired."""
+    """Metrics that hold NaN, those of the model's own as well, are a note: the model is clean, and
+    nothing is to be repaired."""
 
     class Tracking(keras.Sequential):
         def __init__(self, layers):

@@ -125,7 +125,7 @@ def words() -> Iterator[str]:
         yield from (f"{said} {word}" for word in sorted(getattr(literals, name).__args__))
     for name in sorted(importlib.import_module("keras_nanguard._recording.records").EVENT_KINDS):
         yield f"event {name}"
-    for name in sorted(importlib.import_module("keras_nanguard._files.judge").PROBLEMS):
+    for name in sorted(importlib.import_module("keras_nanguard._files.problems").PROBLEMS):
         yield f"problem of a file {name}"
     for rule in sorted(rule.code for rule in importlib.import_module("keras_nanguard._lint").RULES):
         yield f"lint rule {rule}"

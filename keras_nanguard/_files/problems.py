@@ -7,17 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it comes with NumPy
+if TYPE_CHECKING:
     from keras_nanguard._files.names import Identity
 
 __all__ = [
-    "PROBLEMS",
-    "SEVERITIES",
-    "STATISTICS_LIMIT",
-    "Problem",
-    "Statistics",
-    "find_problems",
-    "problem",
+    *("PROBLEMS", "SEVERITIES", "STATISTICS_LIMIT", "Problem", "Statistics"),
+    *("find_problems", "magnitude_limit", "problem"),
 ]
 
 SEVERITIES = ("error", "warning", "note")
@@ -78,8 +73,7 @@ class Statistics:
             given.
         min: smallest finite value, or `None` if there is none.
         max: largest finite value, or `None` if there is none.
-        mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is
-            none.
+        mean: mean of the finite values, summed in float64, or `None` if there is none.
     """
 
     size: int = 0
@@ -102,7 +96,7 @@ class Statistics:
     @property
     def nonfinite(self) -> int:
         """Number of values that are NaN or infinite."""
-        return self.nan + self.posinf + self.neginf
+        return self.nan + self.inf
 
     @property
     def constant(self) -> bool:
@@ -132,6 +126,26 @@ class Problem:
     count: int = 0
 
 
+def problem(code: str, count: int = 0, **values: Any) -> Problem:
+    """Return a problem with its severity and sentence filled in."""
+    severity, sentence = PROBLEMS[code]
+    return Problem(code, severity, sentence.format(count=count, **values), count)
+
+
+def magnitude_limit(who: Identity, limit: float | None, statistics_limit: float) -> float:
+    """Return the magnitude above which a value of a variable is bad, infinite if there is none.
+
+    The statistics of a Normalization describe the data, which may have any scale.
+
+    Args:
+        who: names and role of the variable.
+        limit: magnitude that no value may exceed, or `None`.
+        statistics_limit: magnitude that no moving statistic may exceed.
+    """
+    moving = who.role == "statistics" and who.layer_class != "Normalization"
+    return min(statistics_limit if moving else math.inf, math.inf if limit is None else limit)
+
+
 def find_problems(
     who: Identity,
     found: Statistics,
@@ -145,8 +159,7 @@ def find_problems(
 
     Args:
         who: names and role of the variable.
-        found: its statistics, taken with `limit` (for statistics: with the lower of `limit` and
-            `statistics_limit`).
+        found: its statistics, taken with its `magnitude_limit`.
         rank: number of its axes; a kernel of zeros is reported, a bias of zeros is its initial
             value.
         float16: whether its layer computes in float16.
@@ -154,56 +167,31 @@ def find_problems(
         statistics_limit: magnitude that no moving statistic may exceed.
     """
     if who.layer_class == "Metric":  # a result, not part of the model
-        return (problem("metric", found.nan + found.inf),) if found.nan + found.inf else ()
-    problems = [*_nonfinite(found), *_impossible(who, found)]
-    moving = (
-        who.role == "statistics" and who.layer_class != "Normalization"
-    )  # which describes the data, at any scale
-    problems += _large(who.role, found, float16, limit, statistics_limit if moving else math.inf)
+        return (problem("metric", found.nonfinite),) if found.nonfinite else ()
+    problems = [problem(code, n) for code, n in (("nan", found.nan), ("inf", found.inf)) if n]
+    if found.min is not None and found.max is not None:
+        problems += _impossible(who, found, found.min)
+        largest = max(-found.min, found.max)
+        if found.beyond_limit and who.role != "other":
+            bound = magnitude_limit(who, limit, statistics_limit)
+            code = "beyond_limit" if bound == limit else "out_of_range"
+            problems.append(problem(code, found.beyond_limit, limit=bound, value=largest))
+        if found.beyond_float16 and who.role == "weight":
+            code = "float16_overflow" if float16 else "beyond_float16"
+            problems.append(problem(code, found.beyond_float16, value=largest))
     problems += _odd(who.role, found, rank)
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
-def problem(code: str, count: int = 0, **values: Any) -> Problem:
-    """Return a problem with its severity and sentence filled in."""
-    severity, sentence = PROBLEMS[code]
-    return Problem(code, severity, sentence.format(count=count, **values), count)
-
-
-def _nonfinite(found: Statistics) -> list[Problem]:
-    counted = (("nan", found.nan), ("inf", found.inf))
-    return [problem(code, count) for code, count in counted if count]
-
-
-def _impossible(who: Identity, found: Statistics) -> list[Problem]:
-    if found.min is None or found.max is None:
-        return []
+def _impossible(who: Identity, found: Statistics, low: float) -> list[Problem]:
     squares = who.name in _VARIANCES or (who.role == "slot" and who.name.endswith("velocity"))
-    if squares and found.min < 0:
-        return [problem("negative_variance", value=found.min)]
-    if who.name.endswith("dynamic_scale") and found.min <= 0:
-        return [problem("loss_scale", 1, value=found.min)]
+    if squares and low < 0:
+        return [problem("negative_variance", value=low)]
+    if who.name.endswith("dynamic_scale") and low <= 0:
+        return [problem("loss_scale", 1, value=low)]
     if who.name in _VARIANCES and found.all_zero:
         return [problem("zero_variance", found.size)]
     return []
-
-
-def _large(
-    role: str, found: Statistics, float16: bool, limit: float | None, bound: float
-) -> list[Problem]:
-    """Return what is too large: beyond the limit of the user, the bound of the role, or the range
-    of float16."""
-    if role == "other" or found.min is None or found.max is None:
-        return []
-    largest, problems = max(-found.min, found.max), []
-    given = math.inf if limit is None else limit
-    if found.beyond_limit and largest > min(bound, given):
-        code = "out_of_range" if bound <= given else "beyond_limit"
-        problems.append(problem(code, found.beyond_limit, limit=min(bound, given), value=largest))
-    if found.beyond_float16 and role == "weight":
-        code = "float16_overflow" if float16 else "beyond_float16"
-        problems.append(problem(code, found.beyond_float16, value=largest))
-    return problems
 
 
 def _odd(role: str, found: Statistics, rank: int) -> list[Problem]:
