@@ -1,9 +1,11 @@
-"""The demonstration: one small network on real data with a few corrupted images, trained with and without the guard.
+"""The demonstration: one small network on real data with a few corrupted images, trained with and
+without the guard.
 
-The data are the 1,797 handwritten digits that ship with scikit-learn, 1,440 of them for training. Five are corrupted in
-realistic ways: two have dead pixels (NaN), one comes from a sensor that overflowed (Inf), and two were never rescaled, so
-that their gray levels exceed the range of float16. The network is convolutional, with BatchNormalization, in
-mixed_float16 with dynamic loss scaling.
+The data are the 1,797 handwritten digits that ship with scikit-learn, 1,440 of them for training.
+Five are corrupted in realistic ways: two have dead pixels (NaN), one comes from a sensor that
+overflowed (Inf), and two were never rescaled, so that their gray levels exceed the range of
+float16. The network is convolutional, with BatchNormalization, in mixed_float16 with dynamic loss
+scaling.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ def digits() -> tuple[Any, Any, Any, Any, Any]:
     """Return training images and labels, five of them corrupted, and test images.
 
     Returns:
-        `(x, y, corrupted, x_test, y_test)`: images float32 `(n, 8, 8, 1)` in [0, 1] except the corrupted ones, labels int
-        `(n,)`, and which of the training images are corrupted, bool `(n,)`.
+        `(x, y, corrupted, x_test, y_test)`: images float32 `(n, 8, 8, 1)` in [0, 1] except the
+        corrupted ones, labels int `(n,)`, and which of the training images are corrupted, bool
+        `(n,)`.
 
     Raises:
         ImportError: if scikit-learn is not installed.
@@ -84,7 +87,8 @@ def network() -> Any:
             keras.layers.BatchNormalization(momentum=0.9, dtype=half, name=f"norm_{number}"),
             keras.layers.ReLU(dtype=half),
         ]
-    stack += [keras.layers.Flatten(dtype=half), keras.layers.Dense(10, dtype="float32", name="head")]
+    head = keras.layers.Dense(10, dtype="float32", name="head")
+    stack += [keras.layers.Flatten(dtype=half), head]
     model = keras.Sequential(stack, name="digits")
     model.compile(
         keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(2e-3)),
@@ -93,25 +97,30 @@ def network() -> Any:
     return model
 
 
-def train(data: tuple[Any, Any], test: tuple[Any, Any], callbacks: list[Any], epochs: int = EPOCHS) -> dict[str, Any]:
+def train(
+    data: tuple[Any, Any], test: tuple[Any, Any], callbacks: list[Any], epochs: int
+) -> dict[str, Any]:
     """Train once on `(x, y)` and return the results. A prediction of NaN counts as wrong."""
     model = network()
-    history = model.fit(*data, batch_size=32, epochs=epochs, verbose=0, callbacks=callbacks).history
+    options = {"batch_size": 32, "epochs": epochs, "verbose": 0}
+    history = model.fit(*data, **options, callbacks=callbacks).history
     logits = np.asarray(model.predict(test[0], verbose=0))
     finite = np.isfinite(logits).all(axis=1)
-    train_state = TrainState.of(model)
-    bad = sum(sum(finiteness.counts(keras_variables.view(v))[:2]) for v in (*train_state.trainable, *train_state.statistics))
+    state = TrainState.of(model)
+    values = (keras_variables.view(v) for v in (*state.trainable, *state.statistics))
+    refused, batches = sum(history.get("refused_steps", [0])), epochs * -(-len(data[0]) // 32)
     return {
         ACCURACY: float((finite & (logits.argmax(axis=1) == test[1])).mean()),
         "predictions that are NaN": f"{int((~finite).sum())} of {len(logits)}",
         LOSS: float(history["loss"][-1]),
-        BAD: bad,
-        "batches refused": f"{sum(history.get('refused_steps', [0]))} of {epochs * -(-len(data[0]) // 32)}",
+        BAD: sum(sum(finiteness.counts(value)[:2]) for value in values),
+        "batches refused": f"{refused} of {batches}",
     }
 
 
 def wins(stock: dict[str, Any], guarded: dict[str, Any], clean: dict[str, Any]) -> bool:
-    """Whether the guarded run is about as good as one without the corrupted images, and stock Keras is not."""
+    """Whether the guarded run is about as good as one without the corrupted images, and stock Keras
+    is not."""
     whole = np.isfinite(guarded[LOSS]) and not guarded[BAD]
     good = guarded[ACCURACY] >= max(MIN_ACCURACY, clean[ACCURACY] - 0.03)
     return bool(whole and good and guarded[ACCURACY] > stock[ACCURACY] + 0.1)
@@ -129,7 +138,8 @@ def run(epochs: int = EPOCHS) -> int:
     screen.print(DESCRIPTION)
     x, y, corrupted, *test = digits()
     guard = NanGuard(verbose=0)
-    runs: tuple[tuple[Any, list[Any]], ...] = (((x, y), []), ((x, y), [guard]), ((x[~corrupted], y[~corrupted]), []))
+    clean_data = (x[~corrupted], y[~corrupted])
+    runs: list[tuple[Any, list[Any]]] = [((x, y), []), ((x, y), [guard]), (clean_data, [])]
     results = []
     for name, (data, callbacks) in zip(RUNS, runs):
         start = time.perf_counter()
@@ -149,12 +159,15 @@ def _table(results: list[dict[str, Any]]) -> Any:
 
     table = Table("", *RUNS)
     for row in results[0]:
-        table.add_row(row, *(f"{r[row]:.3f}" if isinstance(r[row], float) else str(r[row]) for r in results))
+        values = [result[row] for result in results]
+        table.add_row(row, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values))
     return table
 
 
 def _verdict(won: bool, guarded: float, clean: float) -> str:
+    without = f"{clean:.1%} without the five"
     if won:
-        results = f"With NanGuard() the network classifies {guarded:.1%} of the test images, and {clean:.1%} without the five."
-        return f"Five images ruin training with stock Keras. {results}"
-    return f"The guarded run did not win: it classifies {guarded:.1%} of the test images, and {clean:.1%} without the corrupted ones."
+        results = f"With NanGuard() the network classifies {guarded:.1%} of the test images"
+        return f"Five images ruin training with stock Keras. {results}, and {without}."
+    results = f"it classifies {guarded:.1%} of the test images"
+    return f"The guarded run did not win: {results}, and {without}."

@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from keras_nanguard._cli import commands as command_functions
 from keras_nanguard._cli.commands import CLEAN, FOUND, MISUSE
 from keras_nanguard._cli.wording import option_words
 from keras_nanguard._core.errors import NanGuardError, no_backend
+from keras_nanguard._files.repair_options import CHOICES
 
 __all__ = ["CLEAN", "FOUND", "MISUSE", "main", "parser"]
 
 _EXIT_CODES = "exit codes: 0 clean, 1 something was found, 2 the command could not be executed"
+
+_DEFAULTS = {"statistics": "initial", "weights": "keep", "slots": "reset"}
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _FILES = (
     "a .keras, .weights.h5, .h5 or .npz file, the .json index of sharded weights, or an Orbax"
@@ -78,9 +85,8 @@ def _explained(error: Exception) -> Exception:
         return NanGuardError(f"{error.filename} cannot be written: {reason}.")
     if isinstance(error, OSError):
         return NanGuardError(f"{str(error.strerror or error).rstrip('.')}.")
-    return NanGuardError(
-        f"the command failed, {type(error).__name__}: {error} (python -X dev shows where)"
-    )
+    failed = f"the command failed, {type(error).__name__}: {error}"
+    return NanGuardError(f"{failed} (python -X dev shows where)")
 
 
 def _print_what_can_be_encoded() -> None:
@@ -93,29 +99,16 @@ def _print_what_can_be_encoded() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
+    description = "Guards Keras 3 training against NaN and Inf: checks models, files and policies."
     root = argparse.ArgumentParser(
-        prog="keras-nanguard",
-        description=(
-            "Guards Keras 3 training against NaN and Inf: checks models, files and policies."
-        ),
-        epilog=_EXIT_CODES,
-        allow_abbrev=False,
+        prog="keras-nanguard", description=description, epilog=_EXIT_CODES, allow_abbrev=False
     )
     root.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (
-        _scan,
-        _repair,
-        _recalibrate,
-        _lint,
-        _diagnose,
-        _check_policy,
-        _replay,
-        _report,
-        _watch,
-        _demo,
-    ):
+    for add in (_scan, _repair, _recalibrate, _lint, _diagnose, _check_policy, _replay, _report):
         add(commands)
+    _watch(commands)
+    _demo(commands)
     return root
 
 
@@ -133,10 +126,7 @@ class _Version(argparse.Action):
 
 
 def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    summary: str,
-    run: command_functions.Command,
+    commands: Commands, name: str, run: command_functions.Command, summary: str
 ) -> argparse.ArgumentParser:
     description = f"{summary[0].upper()}{summary[1:]}."
     command = commands.add_parser(
@@ -146,249 +136,182 @@ def _command(
     return command
 
 
-def _scan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _scan(commands: Commands) -> None:
     summary = "find NaN, Inf and values out of range in model files, without building the model"
-    command = _command(commands, "scan", summary, command_functions.scan)
+    command = _command(commands, "scan", command_functions.scan, summary)
     command.add_argument("paths", nargs="+", metavar="FILE", help=_FILES)
-    command.add_argument(
-        "--notes",
-        action="store_true",
-        help="also list harmless observations, such as kernels of zeros",
-    )
+    notes = "also list harmless observations, such as kernels of zeros"
+    command.add_argument("--notes", action="store_true", help=notes)
     _limits(command)
     _json(command)
 
 
-def _repair(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _repair(commands: Commands) -> None:
     summary = "replace the bad values of a model file, and nothing else, in a new file"
-    command = _command(commands, "repair", summary, command_functions.repair)
+    command = _command(commands, "repair", command_functions.repair, summary)
     command.add_argument("path", metavar="FILE", help=_FILES)
-    command.add_argument(
-        "-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.EXT)"
-    )
-    for name, default, kinds in (
-        ("statistics", "initial", ("initial", "source", "keep")),
-        ("weights", "keep", ("initial", "zeros", "ones", "source", "keep")),
-    ):
-        command.add_argument(
-            f"--{name}", choices=kinds, help=f"what replaces bad {name} (default: {default})"
-        )
-    command.add_argument(
-        "--slots",
-        choices=("reset", "source", "keep"),
-        help="what to do with bad optimizer slots (default: reset)",
-    )
-    command.add_argument(
-        "--source",
-        metavar="FILE",
-        help="good file of the same model; statistics and weights then default to source",
-    )
-    command.add_argument(
-        "--only",
-        action="append",
-        metavar="PATTERN",
-        default=[],
-        help="only variables whose path matches: '*bn*'",
-    )
+    _output(command, "NAME.repaired.EXT")
+    for name, choices in CHOICES.items():
+        text = f"what replaces bad {name} (default: {_DEFAULTS[name]})"
+        command.add_argument(f"--{name}", choices=choices, help=text)
+    source = "good file of the same model; statistics and weights then default to source"
+    command.add_argument("--source", metavar="FILE", help=source)
+    _only(command, "variables")
     _limits(command)
-    command.add_argument(
-        "--in-place", action="store_true", help="replace the file; the old one is kept as FILE.bak"
-    )
-    command.add_argument(
-        "--dry-run", action="store_true", help="list what would change and write nothing"
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    command.add_argument(
-        "--seed", type=_seed, metavar="NUMBER", help="seed for the weights of --weights initial"
-    )
+    in_place = "replace the file; the old one is kept as FILE.bak"
+    command.add_argument("--in-place", action="store_true", help=in_place)
+    dry_run = "list what would change and write nothing"
+    command.add_argument("--dry-run", action="store_true", help=dry_run)
+    seed = "seed for the weights of --weights initial"
+    command.add_argument("--seed", type=_number(int, 0), metavar="NUMBER", help=seed)
     _json(command)
 
 
-def _recalibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _recalibrate(commands: Commands) -> None:
     summary = "re-estimate the statistics of BatchNormalization from data, in a new file"
-    command = _command(commands, "recalibrate", summary, command_functions.recalibrate)
-    command.add_argument(
-        "path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model"
-    )
-    command.add_argument(
-        "--data", required=True, metavar="FILE", help="an .npz or .npy file with the inputs (x)"
-    )
-    command.add_argument(
-        "-o", "--output", metavar="FILE", help="the new file (default: NAME.repaired.keras)"
-    )
-    command.add_argument(
-        "--steps", type=_count, metavar="NUMBER", help="number of batches to run (default: all)"
-    )
-    command.add_argument(
-        "--batch-size",
-        type=_count,
-        default=32,
-        metavar="NUMBER",
-        help="number of rows per batch (default: 32)",
-    )
-    command.add_argument(
-        "--only",
-        action="append",
-        metavar="PATTERN",
-        default=[],
-        help="only layers whose path matches: '*bn*'",
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    command = _command(commands, "recalibrate", command_functions.recalibrate, summary)
+    _model(command)
+    _data(command, "an .npz or .npy file with the inputs (x)")
+    _output(command, "NAME.repaired.keras")
+    steps = "number of batches to run (default: all)"
+    command.add_argument("--steps", type=_number(int, 1), metavar="NUMBER", help=steps)
+    rows = "number of rows per batch (default: 32)"
+    kind = _number(int, 1)
+    command.add_argument("--batch-size", type=kind, default=32, metavar="NUMBER", help=rows)
+    _only(command, "layers")
     _json(command)
 
 
-def _lint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _lint(commands: Commands) -> None:
     summary = "check a model for numeric hazards before it is trained"
-    command = _command(commands, "lint", summary, command_functions.lint)
-    command.add_argument(
-        "path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model"
-    )
-    command.add_argument(
-        "--data", metavar="FILE", help="an .npz file with inputs (x) and targets (y) to check, too"
-    )
-    command.add_argument(
-        "--ignore", action="append", metavar="RULE", default=[], help="disable a rule"
-    )
+    command = _command(commands, "lint", command_functions.lint, summary)
+    _model(command)
+    data = "an .npz file with inputs (x) and targets (y) to check, too"
+    _data(command, data, required=False)
+    ignore = "disable a rule"
+    command.add_argument("--ignore", action="append", metavar="RULE", default=[], help=ignore)
     _json(command)
 
 
-def _diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _diagnose(commands: Commands) -> None:
     summary = (
         "find the first layer of a model with bad outputs on a batch, in inference and in training"
         " mode, and why"
     )
-    command = _command(commands, "diagnose", summary, command_functions.diagnose)
-    command.add_argument(
-        "path", metavar="MODEL", help="a .keras or legacy .h5 file of a whole model"
-    )
-    command.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="an .npz or .npy file: inputs (x), targets (y)",
-    )
-    command.add_argument(
-        "--rows",
-        type=_count,
-        default=32,
-        metavar="NUMBER",
-        help="number of rows of the data to run (default: 32)",
-    )
+    command = _command(commands, "diagnose", command_functions.diagnose, summary)
+    _model(command)
+    _data(command, "an .npz or .npy file: inputs (x), targets (y)")
+    rows = "number of rows of the data to run (default: 32)"
+    kind = _number(int, 1)
+    command.add_argument("--rows", type=kind, default=32, metavar="NUMBER", help=rows)
     _json(command)
 
 
-def _check_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _check_policy(commands: Commands) -> None:
     summary = "check a policy, and explain what it will do and which parts of it have no effect"
-    command = _command(commands, "check-policy", summary, command_functions.check_policy)
-    command.add_argument(
-        "policy", metavar="POLICY", help="a .toml, .yaml or .json file, or the name of a preset"
-    )
-    command.add_argument(
-        "--model", metavar="FILE", help=f"a file of the model, to check names against: {_FILES}"
-    )
+    command = _command(commands, "check-policy", command_functions.check_policy, summary)
+    policy = "a .toml, .yaml or .json file, or the name of a preset"
+    command.add_argument("policy", metavar="POLICY", help=policy)
+    model = f"a file of the model, to check names against: {_FILES}"
+    command.add_argument("--model", metavar="FILE", help=model)
     _json(command)
 
 
-def _replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _replay(commands: Commands) -> None:
     summary = "run the bad step of an incident bundle again and diagnose it"
-    command = _command(commands, "replay", summary, command_functions.replay)
+    command = _command(commands, "replay", command_functions.replay, summary)
     command.add_argument("bundle", metavar="BUNDLE", help="folder of the incident: Incident.bundle")
+    model = "a .keras file, if the bundle contains no configuration"
+    command.add_argument("--model", metavar="FILE", help=model)
+    own, listed = "module to import with custom classes and functions of the model", "append"
     command.add_argument(
-        "--model", metavar="FILE", help="a .keras file, if the bundle contains no configuration"
-    )
-    own = "module to import with custom classes and functions of the model"
-    command.add_argument(
-        "--import", dest="own", metavar="MODULE", action="append", default=[], help=own
+        "--import", dest="own", metavar="MODULE", action=listed, default=[], help=own
     )
     modes = command.add_mutually_exclusive_group()
     for mode in ("eager", "graph", "xla"):
-        modes.add_argument(
-            f"--{mode}",
-            dest="mode",
-            action="store_const",
-            const=mode,
-            help=f"run the step in {mode} mode",
-        )
+        text = f"run the step in {mode} mode"
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=text)
     command.add_argument("--dtype", choices=("float32",), help="compute everything in this dtype")
     command.add_argument("--device", metavar="NAME", help="device to run on: CPU:0, GPU:0")
-    command.add_argument(
-        "--plain", action="store_true", help="only run the step, without counterfactuals"
-    )
+    plain = "only run the step, without counterfactuals"
+    command.add_argument("--plain", action="store_true", help=plain)
     _json(command)
 
 
-def _report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _report(commands: Commands) -> None:
     summary = "show what happened in a guarded run, or compare several runs"
-    command = _command(commands, "report", summary, command_functions.report)
+    command = _command(commands, "report", command_functions.report, summary)
     kinds = (
         "the directory that was given to NanGuard, a .json or .jsonl file of guard.report,"
-        " or a bundle"
+        " or a bundle; several are compared"
     )
-    command.add_argument(
-        "paths", nargs="+", metavar="REPORT", help=f"{kinds}; several are compared"
-    )
+    command.add_argument("paths", nargs="+", metavar="REPORT", help=kinds)
     written = "write a .html page, or a .md, .json or .jsonl file, instead of printing"
     command.add_argument("-o", "--output", metavar="FILE", help=written)
     _json(command)
 
 
-def _watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _watch(commands: Commands) -> None:
     summary = (
         "follow a guarded run in the terminal: curves, incidents, what the policy may still do"
     )
-    command = _command(commands, "watch", summary, command_functions.watch)
-    command.add_argument(
-        "directory", metavar="DIR", help="the directory that was given to NanGuard"
-    )
-    command.add_argument(
-        "--interval",
-        type=_seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="between two looks (default: 1)",
-    )
-    command.add_argument(
-        "--once",
-        action="store_true",
-        help="show it once and exit, as where the output is no terminal",
-    )
+    command = _command(commands, "watch", command_functions.watch, summary)
+    directory = "the directory that was given to NanGuard"
+    command.add_argument("directory", metavar="DIR", help=directory)
+    interval = "seconds between two updates (default: 1)"
+    kind = _number(float, 0.05, 3600)
+    command.add_argument("--interval", type=kind, default=1.0, metavar="SECONDS", help=interval)
+    once = "show it once and exit, as if the output is not a terminal"
+    command.add_argument("--once", action="store_true", help=once)
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, received {text}")
-    return count
-
-
-def _seed(text: str) -> int:
-    seed = int(text)
-    if seed < 0:
-        raise argparse.ArgumentTypeError(f"expected a number of 0 or above, received {text}")
-    return seed
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.05 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 0.05 to 3600 seconds, received {text}")
-    return seconds
-
-
-def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _demo(commands: Commands) -> None:
     summary = (
         "train a small network on data with five corrupted images, with and without the guard,"
         " and without the five"
     )
-    _command(commands, "demo", summary, command_functions.demo)
+    _command(commands, "demo", command_functions.demo, summary)
+
+
+def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """Return a type of arguments: a number from `low` to `high`."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            bounds = f"of {low:g} or above" if high == math.inf else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {bounds}, received {text}")
+        return value
+
+    number.__name__ = kind.__name__  # as argparse names it
+    return number
+
+
+def _model(command: argparse.ArgumentParser) -> None:
+    text = "a .keras or legacy .h5 file of a whole model"
+    command.add_argument("path", metavar="MODEL", help=text)
+
+
+def _data(command: argparse.ArgumentParser, text: str, required: bool = True) -> None:
+    command.add_argument("--data", required=required, metavar="FILE", help=text)
+
+
+def _output(command: argparse.ArgumentParser, default: str) -> None:
+    text = f"the new file (default: {default})"
+    command.add_argument("-o", "--output", metavar="FILE", help=text)
+    command.add_argument("--overwrite", action="store_true", help="replace an existing output")
+
+
+def _only(command: argparse.ArgumentParser, what: str) -> None:
+    text = f"only {what} whose path matches: '*bn*'"
+    command.add_argument("--only", action="append", metavar="PATTERN", default=[], help=text)
 
 
 def _limits(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--limit", type=float, metavar="NUMBER", help="magnitude that no value may exceed"
-    )
-    summary = "magnitude that no moving statistic may exceed (default: 1e6)"
-    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=summary)
+    limit = "magnitude that no value may exceed"
+    command.add_argument("--limit", type=float, metavar="NUMBER", help=limit)
+    statistics = "magnitude that no moving statistic may exceed (default: 1e6)"
+    command.add_argument("--statistics-limit", type=float, metavar="NUMBER", help=statistics)
 
 
 def _json(command: argparse.ArgumentParser) -> None:

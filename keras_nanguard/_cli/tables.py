@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,13 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tables"]
 
-_STYLES = {
-    "error": "bold red",
-    "warning": "yellow",
-    "note": "dim",
-    "done": "green",
-    "skipped": "yellow",
-}
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+_STYLES |= {"done": "green", "skipped": "yellow"}
 
 _MAX_ROWS = 60
 
@@ -36,80 +32,54 @@ class Tables:
         self._console = console or Console()
 
     def scan(self, report: ScanReport, notes: bool) -> None:
-        """Print the result of a scan, worst first."""
-        wanted = ("error", "warning", "note") if notes else ("error", "warning")
+        """Print the result of a scan, worst first, without its notes unless they are wanted."""
+        variables = [entry for layer in report.layers for entry in layer.variables]
+        found = [(entry, one) for entry in variables for one in entry.problems]
         rows = [
-            (entry, found)
-            for layer in report.layers
-            for entry in layer.variables
-            for found in entry.problems
-            if found.severity in wanted
-        ]
-        table = Table(
-            "layer",
-            "variable",
-            "problem",
-            "dtype",
-            "range",
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-        )
-        for entry, found in rows[:_MAX_ROWS]:
-            table.add_row(
-                Text(entry.layer),
-                Text(entry.name),
-                Text(found.detail, style=_STYLES[found.severity]),
-                Text(f"{entry.dtype}{list(entry.shape)}"),
-                Text(_range(entry)),
+            (
+                *(Text(entry.layer), Text(entry.name)),
+                Text(one.detail, style=_STYLES[one.severity]),
+                *(Text(f"{entry.dtype}{list(entry.shape)}"), Text(_range(entry))),
             )
-        if rows:
-            self._console.print(table)
-        if len(rows) > _MAX_ROWS:
-            self._line(f"and {len(rows) - _MAX_ROWS} more; --json lists all of them")
+            for entry, one in found
+            if notes or one.severity != "note"
+        ]
+        self._table(("layer", "variable", "problem", "dtype", "range"), rows)
         for note in report.notes:
             self._line(note, "dim")
         self._line(report.headline, "green" if report.ok else "bold red")
 
     def repair(self, report: RepairReport) -> None:
         """Print the changes of a repair, and the variables that it did not change."""
-        table = Table(
-            "variable", "", "what was done", box=None, pad_edge=False, header_style="bold"
-        )
-        for change in report.changes[:_MAX_ROWS]:
-            table.add_row(
-                Text(change.path),
-                Text(change.status, style=_STYLES[change.status]),
-                Text(change.detail),
-            )
-        if report.changes:
-            self._console.print(table)
-        if len(report.changes) > _MAX_ROWS:
-            self._line(f"and {len(report.changes) - _MAX_ROWS} more; --json lists all of them")
+        rows = [
+            (Text(one.path), Text(one.status, style=_STYLES[one.status]), Text(one.detail))
+            for one in report.changes
+        ]
+        self._table(("variable", "", "what was done"), rows)
         for line in report.closing:
             self._line(line, "" if report.ok else "yellow")
 
     def lint(self, report: LintReport) -> None:
         """Print the hazards of a model, worst first."""
-        table = Table(
-            "hazard",
-            "where",
-            "observation",
-            "remedy",
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-        )
-        for hazard in report.hazards:
-            code = Text(hazard.code, style=_STYLES[hazard.severity])
-            table.add_row(code, Text(hazard.path), Text(hazard.detail), Text(hazard.fix))
-        if report.hazards:
+        rows = [
+            (
+                Text(one.code, style=_STYLES[one.severity]),
+                *(Text(one.path), Text(one.detail), Text(one.fix)),
+            )
+            for one in report.hazards
+        ]
+        self._table(("hazard", "where", "observation", "remedy"), rows)
+        headline = f"{report.model}: {len(rows)} hazards." if rows else str(report)
+        self._line(headline, "green" if report.ok else "bold red")
+
+    def _table(self, head: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+        table = Table(*head, box=None, pad_edge=False, header_style="bold")
+        for row in rows[:_MAX_ROWS]:
+            table.add_row(*row)
+        if rows:
             self._console.print(table)
-        count = len(report.hazards)
-        self._line(
-            f"{report.model}: {count} hazards." if count else str(report),
-            "green" if report.ok else "bold red",
-        )
+        if len(rows) > _MAX_ROWS:
+            self._line(f"and {len(rows) - _MAX_ROWS} more; --json lists all of them")
 
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))

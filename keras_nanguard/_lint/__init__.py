@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._files.live import is_model
-from keras_nanguard._files.reports import Verdict
+from keras_nanguard._files.reports import SEVERITIES, Verdict
 from keras_nanguard._lint import rules_data, rules_layers, rules_optimizer, rules_outputs
 from keras_nanguard._lint.rule import REGISTERED, Hazard, Rule
 from keras_nanguard._lint.subject import Subject
@@ -28,8 +28,6 @@ RULES: tuple[Rule, ...] = tuple(
     one for module in _MODULES for one in REGISTERED if one.check.__module__ == module.__name__
 )
 """Every rule."""
-
-_SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,11 @@ class LintReport(Verdict):
     def __str__(self) -> str:
         if not self.hazards:
             return f"{self.model}: no hazard found by {len(RULES)} rules."
-        return "\n".join(
-            f"{one.severity} {one.code}{f' at {one.path}' if one.path else ''}: {one.detail}. "
-            f"{one.fix}"
-            for one in self.hazards
-        )
+        lines = []
+        for one in self.hazards:
+            at = f" at {one.path}" if one.path else ""
+            lines.append(f"{one.severity} {one.code}{at}: {one.detail}. {one.fix}")
+        return "\n".join(lines)
 
 
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:
@@ -98,15 +96,9 @@ def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()
         raise no_model(model, "lint {path}")
     codes = {rule.code for rule in RULES}
     if unknown := set(ignore) - codes:
-        raise GuardError(
-            expected(
-                f"codes among {', '.join(sorted(codes))}",
-                f"ignore={sorted(unknown)}",
-                "Correct it.",
-            )
-        )
+        what, received = f"codes among {', '.join(sorted(codes))}", f"ignore={sorted(unknown)}"
+        raise GuardError(expected(what, received, "Correct it."))
     subject = Subject(model, x, y)
     found = [hazard for rule in RULES if rule.code not in ignore for hazard in rule.find(subject)]
-    return LintReport(
-        str(model.name), tuple(sorted(found, key=lambda hazard: _SEVERITIES.index(hazard.severity)))
-    )
+    found.sort(key=lambda hazard: SEVERITIES.index(hazard.severity))
+    return LintReport(str(model.name), tuple(found))

@@ -11,10 +11,11 @@ __all__ = ["page"]
 
 _HEAD = """# Hazards that lint finds
 
-`lint(model)` checks a model before it is trained, `lint(model, x, y)` its data, too; on the command line
-`keras-nanguard lint model.keras --data data.npz`. Each rule below has a sample program with the hazard and the corrected
-program. An **error** certainly causes a failure, a **warning** may cause one, a **note** is for information; the report
-is `ok` if there are only notes. `ignore=["no_clipping"]` disables a rule. The model is neither called nor changed.
+`lint(model)` checks a model before it is trained, `lint(model, x, y)` its data, too; on the command
+line `keras-nanguard lint model.keras --data data.npz`. Each rule below has a sample program with
+the hazard and the corrected program. An **error** certainly causes a failure, a **warning** may
+cause one, a **note** is for information; the report is `ok` if there are only notes.
+`ignore=["no_clipping"]` disables a rule. The model is neither called nor changed.
 
 This page is generated from the rules by `python -m keras_nanguard._lint.page`.
 

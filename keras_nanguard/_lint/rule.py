@@ -74,13 +74,20 @@ REGISTERED: list[Rule] = []
 
 
 def rule(
-    severity: str, title: str, *, why: str, fix: str, invalid: str, valid: str
+    severity: str, title: str, *, why: str, fix: str, invalid: str, valid: str, program: str = "{}"
 ) -> Callable[[Check], Check]:
-    """Make a rule of the function below, which yields the sites of the hazard; see `Rule`."""
+    """Make a rule of the function below, which yields the sites of the hazard.
+
+    Args:
+        severity, title, why, fix: see `Rule`.
+        invalid, valid: what distinguishes the two sample programs.
+        program: both programs, with the placeholder `{}` for what distinguishes them.
+    """
 
     def register(check: Check) -> Check:
+        programs = (program.replace("{}", invalid), program.replace("{}", valid))
         code = getattr(check, "__name__", "")
-        REGISTERED.append(Rule(code, severity, title, why, fix, invalid, valid, check))
+        REGISTERED.append(Rule(code, severity, title, why, fix, *programs, check))
         return check
 
     return register

@@ -20,7 +20,7 @@ outputs scale with them."""
 _MODEL = (
     "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation='softmax')])\n"
     "model.compile('adam', 'sparse_categorical_crossentropy')\n"
-    "x, y = np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3\n"
+    "x, y = np.random.default_rng(0).normal(size=(9, 4)), np.arange(9) % 3\n{}"
 )
 
 
@@ -29,15 +29,13 @@ _MODEL = (
     "NaN or Inf in the data",
     why="One such value makes loss and gradients NaN in the first batch that contains it.",
     fix="Check the pipeline for missing values and divisions by 0; drop or fill those rows.",
-    invalid=_MODEL + "x[5, 2] = np.nan",
-    valid=_MODEL,
+    program=_MODEL,
+    invalid="x[5, 2] = np.nan",
+    valid="",
 )
 def data_nonfinite(subject: Subject) -> Iterator[Site]:
-    named = [
-        *subject.inputs(),
-        *((f"targets of {output.name}", array) for output, array in subject.targets()),
-    ]
-    for name, array in named:
+    targets = [(f"targets of {output.name}", array) for output, array in subject.targets()]
+    for name, array in [*subject.inputs(), *targets]:
         if array.dtype.kind == "f" and (bad := statistics(array).nonfinite):
             yield name, f"{bad} of {array.size} values are NaN or Inf"
 
@@ -45,38 +43,31 @@ def data_nonfinite(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Inputs that are not scaled",
-    why=(
-        "Initializers assume inputs of about 1: outputs and gradients scale with the inputs, "
-        "gradients again in"
-        " every layer, and overflow in float16."
-    ),
+    why="Initializers assume inputs of about 1: outputs and gradients scale with the inputs, "
+    "gradients again in every layer, and overflow in float16.",
     fix="Add an adapted Normalization, or a Rescaling, as the first layer.",
-    invalid=_MODEL + "x = x * 1e6",
-    valid=_MODEL,
+    program=_MODEL,
+    invalid="x = x * 1e6",
+    valid="",
 )
 def input_scale(subject: Subject) -> Iterator[Site]:
     if any(placed.kind in ("Normalization", "Rescaling", "Embedding") for placed in subject.layers):
         return
     for name, array in subject.inputs():
-        if array.dtype.kind != "f":
-            continue
-        found = statistics(array)
-        largest = max(abs(found.min or 0.0), abs(found.max or 0.0))
-        if largest > _MAX_INPUT:
+        found = statistics(array) if array.dtype.kind == "f" else None
+        if found and (largest := max(-(found.min or 0.0), found.max or 0.0)) > _MAX_INPUT:
             yield name, f"values up to {largest:.3g}, and no layer scales them"
 
 
 @rule(
     "error",
     "Targets that the loss does not accept",
-    why=(
-        "A label without an output gives NaN on a GPU and an error on a CPU; targets for which the "
-        "loss is not defined"
-        " give losses without a minimum."
-    ),
+    why="A label without an output gives NaN on a GPU and an error on a CPU; targets for which the "
+    "loss is not defined give losses without a minimum.",
     fix="Count classes from 0, and give the last layer one unit per class.",
-    invalid=_MODEL + "y = y + 1",
-    valid=_MODEL,
+    program=_MODEL,
+    invalid="y = y + 1",
+    valid="",
 )
 def labels_out_of_range(subject: Subject) -> Iterator[Site]:
     for output, array in subject.targets():
@@ -96,10 +87,8 @@ def _rejected(output: Output, targets: NDArray[Any]) -> str:
         return f"targets from {low:g} to {high:g} for {kind}, which expects 0 to 1"
     if kind in ("Poisson", "MeanSquaredLogarithmicError") and low < 0:
         return f"targets down to {low:g} for {kind}, which expects nonnegative targets"
-    if (
-        kind in ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence")
-        and targets.ndim > 1
-    ):
+    of_classes = ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence")
+    if kind in of_classes and targets.ndim > 1:
         total = targets.astype(np.float64).sum(-1)
         if low < 0 or np.abs(total - 1).max() > 0.01:
             return f"rows of targets that add up to {total.min():g} to {total.max():g} instead of 1"
@@ -109,14 +98,11 @@ def _rejected(output: Output, targets: NDArray[Any]) -> str:
 def _rejected_labels(output: Output, labels: NDArray[Any]) -> str:
     ignored = option_of(output.loss, "ignore_class")
     counted = labels if ignored is None else labels[labels != ignored]
-    if (
-        not output.units
-        or not counted.size
-        or (counted.min() >= 0 and counted.max() < output.units)
-    ):
+    if not output.units or not counted.size:
         return ""
     low, high = float(counted.min()), float(counted.max())
+    if low >= 0 and high < output.units:
+        return ""
+    also = "" if ignored is None else f" and {ignored}"
     found = f"labels from {low:g} to {high:g} for {output.units} outputs"
-    return (
-        f"{found}: valid are 0 to {output.units - 1}{'' if ignored is None else f' and {ignored}'}"
-    )
+    return f"{found}: valid are 0 to {output.units - 1}{also}"

@@ -17,6 +17,8 @@ from keras_nanguard._lint.subject import PlacedLayer, Subject, activation_name
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
+_RECURRENT = ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
+
 _MAX_GAIN = 25.0
 """Maximum of the variance of the initializer times fan-in. At 1 (Glorot) or 2 (He) signals keep
 their scale; at 25 they grow by a factor of five per layer, and of two million in nine layers."""
@@ -24,29 +26,16 @@ their scale; at 25 they grow by a factor of five per layer, and of two million i
 _MIN_GAIN = 1e-4
 """Minimum. At 1e-4 signals shrink by a factor of a hundred per layer."""
 
-_SAFE: tuple[str, ...] = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
+_SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
 """Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away
 from 0."""
 
-_NORMED = (
-    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), "
-    "keras.layers.BatchNormalization({options}), keras.layers.Dense(1)])"
-)
+_POSITIVE = ("softplus", "exponential", "sigmoid", "softmax")
 
 _TOWER = (
-    "model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, trainable={kernel}), "
-    + ("keras.layers.BatchNormalization(trainable={norm})])")
+    "layers = [keras.layers.Dense(8, trainable=%s), keras.layers.BatchNormalization(trainable={})]"
+    "\nmodel = keras.Sequential([keras.Input((8,)), *layers])"
 )
-
-_GRAPH = (
-    "inputs = keras.Input((4,))\n"
-    "hidden = keras.layers.Dense(4)(inputs)\n"
-    "model = keras.Model(inputs, {expression})"
-)
-
-
-def _with(template: str, **values: str) -> str:
-    return template.format(**values)
 
 
 def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
@@ -58,14 +47,13 @@ def _batchnorms(subject: Subject) -> Iterator[PlacedLayer]:
 @rule(
     "error",
     "BatchNormalization with momentum 0 or 1",
-    why=(
-        "With momentum 1 the moving statistics never change, and inference ignores the data; with "
-        "momentum 0 they are"
-        " those of the last batch alone."
-    ),
+    why="With momentum 1 the moving statistics never change, and inference ignores the data; with "
+    "momentum 0 they are those of the last batch alone.",
     fix="Use a momentum between 0.9 and 0.999.",
-    invalid=_with(_NORMED, options="momentum=1.0"),
-    valid=_with(_NORMED, options="momentum=0.99"),
+    program="layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(momentum={})]\n"
+    "model = keras.Sequential([keras.Input((8,)), *layers])",
+    invalid="1.0",
+    valid="0.99",
 )
 def batchnorm_momentum(subject: Subject) -> Iterator[Site]:
     for placed in _batchnorms(subject):
@@ -77,18 +65,12 @@ def batchnorm_momentum(subject: Subject) -> Iterator[Site]:
 @rule(
     "error",
     "BatchNormalization over a single value",
-    why=(
-        "The variance of one value is 0: in training every output equals beta, whatever the input."
-    ),
+    why="The variance of one value is 0: in training every output equals beta, whatever the input.",
     fix="Use larger batches, or LayerNormalization.",
-    invalid=(
-        "model = keras.Sequential([keras.Input((8,), batch_size=1), "
-        "keras.layers.BatchNormalization()])"
-    ),
-    valid=(
-        "model = keras.Sequential([keras.Input((8,), batch_size=32), "
-        "keras.layers.BatchNormalization()])"
-    ),
+    program="inputs = keras.Input((8,), batch_size={})\n"
+    "model = keras.Sequential([inputs, keras.layers.BatchNormalization()])",
+    invalid="1",
+    valid="32",
 )
 def batchnorm_batch_of_one(subject: Subject) -> Iterator[Site]:
     for path, operation in subject.operations:
@@ -105,11 +87,10 @@ def _towers(subject: Subject) -> Iterator[tuple[str, list[PlacedLayer], list[Pla
     groups: dict[str, tuple[list[PlacedLayer], list[PlacedLayer]]] = {}
     for placed in subject.layers:
         norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
+        names = ("kernel", "depthwise_kernel")
         if placed.kind == "BatchNormalization":
             norms.append(placed)
-        elif getattr(placed.layer, "kernel", None) is not None or hasattr(
-            placed.layer, "depthwise_kernel"
-        ):
+        elif any(getattr(placed.layer, name, None) is not None for name in names):
             kernels.append(placed)
     for tower, (norms, kernels) in groups.items():
         if norms and kernels:
@@ -119,104 +100,73 @@ def _towers(subject: Subject) -> Iterator[tuple[str, list[PlacedLayer], list[Pla
 @rule(
     "warning",
     "Frozen BatchNormalization among trainable layers",
-    why=(
-        "A frozen BatchNormalization keeps the old statistics of its inputs, while the layers "
-        "before it change"
-        " them: activations drift and can overflow."
-    ),
+    why="A frozen BatchNormalization keeps the old statistics of its inputs, while the layers "
+    "before it change them: activations drift and can overflow.",
     fix="Freeze all layers of the tower, or none.",
-    invalid=_with(_TOWER, kernel="True", norm="False"),
-    valid=_with(_TOWER, kernel="True", norm="True"),
+    program=_TOWER % "True",
+    invalid="False",
+    valid="True",
 )
 def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
     for tower, norms, kernels in _towers(subject):
         frozen = [placed for placed in norms if not placed.layer.trainable]
         if frozen and all(placed.layer.trainable for placed in kernels):
-            yield (
-                frozen[0].path,
-                f"{len(frozen)} frozen BatchNormalization layers in {tower}, whose kernels are "
-                "trained",
-            )
+            counted = f"{len(frozen)} frozen BatchNormalization layers"
+            yield frozen[0].path, f"{counted} in {tower}, whose kernels are trained"
 
 
 @rule(
     "warning",
     "Trainable BatchNormalization in a frozen tower",
-    why=(
-        "The statistics of a pretrained tower are overwritten by those of small new batches, while "
-        "its kernels expect"
-        " the old ones: training metrics look good, validation metrics do not."
-    ),
+    why="The statistics of a pretrained tower are overwritten by those of small new batches, while "
+    "its kernels expect the old ones: training metrics look good, validation metrics do not.",
     fix="Call the tower with training=False, and freeze all of its layers.",
-    invalid=_with(_TOWER, kernel="False", norm="True"),
-    valid=_with(_TOWER, kernel="False", norm="False"),
+    program=_TOWER % "False",
+    invalid="True",
+    valid="False",
 )
 def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
     for tower, norms, kernels in _towers(subject):
         thawed = [placed for placed in norms if placed.layer.trainable]
         if thawed and not any(placed.layer.trainable for placed in kernels):
-            yield (
-                thawed[0].path,
-                f"{len(thawed)} trained BatchNormalization layers in {tower}, whose kernels are "
-                "frozen",
-            )
+            counted = f"{len(thawed)} trained BatchNormalization layers"
+            yield thawed[0].path, f"{counted} in {tower}, whose kernels are frozen"
 
 
 @rule(
     "error",
     "Normalization that was never adapted, or with zero variance",
-    why=(
-        "Without adapt() the layer does nothing, and inputs of any scale reach the model; a "
-        "feature of zero variance is"
-        " divided by 1e-7."
-    ),
+    why="Without adapt() the layer does nothing, and inputs of any scale reach the model; a "
+    "feature of zero variance is divided by 1e-7.",
     fix="Call adapt() on the training data, and drop constant features.",
-    invalid=(
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), "
-        "keras.layers.Dense(1)])"
-    ),
-    valid=(
-        "norm = keras.layers.Normalization()\n"
-        "norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n"
-        "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])"
-    ),
+    program="norm = keras.layers.Normalization()\n{}"
+    "model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])",
+    invalid="",
+    valid="norm.adapt(np.random.default_rng(0).normal(size=(99, 4)))\n",
 )
 def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
+    rescaled = any(placed.kind == "Rescaling" for placed in subject.layers)
     for placed in subject.layers:
         if placed.kind != "Normalization" or not getattr(placed.layer, "built", False):
             continue
-        own = {
-            str(variable.name): np.asarray(variable.numpy(), np.float64)
-            for variable in placed.layer.variables
-        }
-        if not own:  # mean and variance were given
-            own = {"mean": np.ones(1), "variance": _numbers(placed.layer.input_variance)}
-        still = (own["mean"] == 0).all() and (own["variance"] == 1).all()
-        if (own["variance"] == 0).any():
-            yield placed.path, f"{int((own['variance'] == 0).sum())} features are constant"
-        elif still and not any(other.kind == "Rescaling" for other in subject.layers):
+        own = {str(variable.name): variable.numpy() for variable in placed.layer.variables}
+        given = placed.layer.input_variance  # `None` unless mean and variance were given
+        variance = np.asarray(own.get("variance", given), np.float64)
+        if constant := int((variance == 0).sum()):
+            yield placed.path, f"{constant} features are constant"
+        elif own and not rescaled and (own["mean"] == 0).all() and (variance == 1).all():
             yield placed.path, "adapt() was never called: the layer returns its inputs unchanged"
-
-
-def _numbers(given: Any) -> Any:
-    return np.atleast_1d(np.asarray(given, np.float64))
 
 
 @rule(
     "error",
     "NaN or Inf in weights, statistics or slots",
-    why=(
-        "The first step computes NaN from it, and so does every prediction. Training never makes "
-        "it finite again."
-    ),
-    fix=(
-        "Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value."
-    ),
-    invalid=(
-        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
-        "model.layers[0].kernel.assign(np.full((4, 2), np.inf))"
-    ),
-    valid="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])",
+    why="The first step computes NaN from it, and so does every prediction. Training never makes "
+    "it finite again.",
+    fix="Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value.",
+    program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n{}",
+    invalid="model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
+    valid="",
 )
 def nonfinite_weights(subject: Subject) -> Iterator[Site]:
     trained = {id(variable) for variable in subject.model.trainable_variables}
@@ -232,19 +182,13 @@ def nonfinite_weights(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Pooling stride above its window",
-    why=(
-        "Rows and columns between two windows affect no output and get no gradient: usually two "
-        "numbers were swapped."
-    ),
+    why="Rows and columns between two windows affect no output and get no gradient: usually two "
+    "numbers were swapped.",
     fix="Make the stride at most the pool size.",
-    invalid=(
-        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(2, "
-        "strides=3)])"
-    ),
-    valid=(
-        "model = keras.Sequential([keras.Input((9, 9, 1)), keras.layers.MaxPooling2D(3, "
-        "strides=2)])"
-    ),
+    program="pooling = keras.layers.MaxPooling2D({})\n"
+    "model = keras.Sequential([keras.Input((9, 9, 1)), pooling])",
+    invalid="2, strides=3",
+    valid="3, strides=2",
 )
 def pooling_stride(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
@@ -254,10 +198,8 @@ def pooling_stride(subject: Subject) -> Iterator[Site]:
         if max(window) == 1:
             continue  # subsampling, which is intentional
         if any(step > size for step, size in zip(strides, window, strict=False)):
-            yield (
-                placed.path,
-                f"stride {strides} above the window {window}: values in between are never used",
-            )
+            detail = f"stride {strides} above the window {window}"
+            yield placed.path, f"{detail}: values in between are never used"
 
 
 def _tuple(value: Any) -> tuple[int, ...]:
@@ -267,20 +209,16 @@ def _tuple(value: Any) -> tuple[int, ...]:
 @rule(
     "warning",
     "Unbounded activation in a recurrence",
-    why=(
-        "The state is multiplied by the recurrent kernel at every step; without an upper bound it "
-        "grows exponentially"
-        " with the length of the sequence."
-    ),
+    why="The state is multiplied by the recurrent kernel at every step; without an upper bound it "
+    "grows exponentially with the length of the sequence.",
     fix="Use tanh (the default).",
-    invalid=(
-        "model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8, activation='relu')])"
-    ),
-    valid="model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8)])",
+    program="model = keras.Sequential([keras.Input((20, 4)), keras.layers.LSTM(8{})])",
+    invalid=", activation='relu'",
+    valid="",
 )
 def unbounded_recurrence(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
-        if placed.kind in ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"):
+        if placed.kind in _RECURRENT:
             name = activation_name(placed.layer.activation)
             if name is not None and name not in _BOUNDED:
                 yield placed.path, f"{placed.kind} with the activation {name}"
@@ -289,42 +227,25 @@ def unbounded_recurrence(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Initializer variance far from 1 / fan",
-    why=(
-        "The variance of a layer's output is that of its input times fan-in times that of the "
-        "kernel. If that factor is far from 1, the"
-        " signal grows or vanishes exponentially with depth (Glorot and Bengio, 2010; He et al., "
-        "2015)."
-    ),
+    why="The variance of a layer's output is that of its input times fan-in times that of the "
+    "kernel. If that factor is far from 1, the signal grows or vanishes exponentially with depth "
+    "(Glorot and Bengio, 2010; He et al., 2015).",
     fix="Use GlorotUniform (the default), or HeNormal before relu.",
-    invalid=(
-        "model = keras.Sequential([keras.Input((512,)),\n"
-        "    keras.layers.Dense(8, "
-        "kernel_initializer=keras.initializers.RandomNormal(stddev=1.0))])"
-    ),
-    valid=(
-        "model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(8, "
-        "kernel_initializer='he_normal')])"
-    ),
+    program="dense = keras.layers.Dense(8, kernel_initializer={})\n"
+    "model = keras.Sequential([keras.Input((512,)), dense])",
+    invalid="keras.initializers.RandomNormal(stddev=1.0)",
+    valid="'he_normal'",
 )
 def initialiser_variance(subject: Subject) -> Iterator[Site]:
     for placed in subject.layers:
-        kernel, given = (
-            getattr(placed.layer, "kernel", None),
-            getattr(placed.layer, "kernel_initializer", None),
-        )
-        shape = tuple(getattr(kernel, "shape", ()) or ())
+        given = getattr(placed.layer, "kernel_initializer", None)
+        shape = tuple(getattr(getattr(placed.layer, "kernel", None), "shape", ()))
         if len(shape) < 2 or given is None or "Einsum" in placed.kind or "Depthwise" in placed.kind:
             continue
-        variance = _variance(given)
-        if variance is None:
-            continue
-        gain = variance * math.prod(shape[:-1])
-        if gain > _MAX_GAIN or gain < _MIN_GAIN:
-            yield (
-                placed.path,
-                f"{type(given).__name__} has {gain:.3g} times the variance 1 / "
-                f"{math.prod(shape[:-1])}",
-            )
+        variance, fan_in = _variance(given), math.prod(shape[:-1])
+        if variance is not None and not _MIN_GAIN <= variance * fan_in <= _MAX_GAIN:
+            times = f"{variance * fan_in:.3g} times the variance 1 / {fan_in}"
+            yield placed.path, f"{type(given).__name__} has {times}"
 
 
 def _variance(initializer: Any) -> float | None:
@@ -341,23 +262,22 @@ def _variance(initializer: Any) -> float | None:
 @rule(
     "warning",
     "Logarithm or division without epsilon",
-    why=(
-        "log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients "
-        "are not finite either."
-    ),
+    why="log(0) is -Inf, the log of a negative number NaN, x / 0 Inf or NaN, and their gradients "
+    "are not finite either.",
     fix="Add a small constant, clip, or use softplus, log1p or divide_no_nan.",
-    invalid=_with(_GRAPH, expression="keras.ops.log(hidden)"),
-    valid=_with(_GRAPH, expression="keras.ops.log(keras.ops.maximum(hidden, 1e-6))"),
+    program="inputs = keras.Input((4,))\nhidden = keras.layers.Dense(4)(inputs)\n"
+    "model = keras.Model(inputs, keras.ops.log({}))",
+    invalid="hidden",
+    valid="keras.ops.maximum(hidden, 1e-6)",
 )
 def unprotected_operation(subject: Subject) -> Iterator[Site]:
+    places = {
+        **dict.fromkeys(("Log", "Log2", "Log10", "Rsqrt", "Reciprocal"), 0),
+        **dict.fromkeys(("Divide", "TrueDivide"), 1),
+    }
     for path, operation in subject.operations:
         kind = type(operation).__name__
-        if kind in ("Log", "Log2", "Log10", "Rsqrt"):
-            source = _argument(operation, 0)
-        elif kind in ("Divide", "TrueDivide", "Reciprocal"):
-            source = _argument(operation, 0 if kind == "Reciprocal" else 1)
-        else:
-            continue
+        source = _argument(operation, places[kind]) if kind in places else None
         if source is not None and not _protected(source):
             yield path, f"{kind} of the output of {source.name}, which may be 0 or negative"
 
@@ -375,9 +295,4 @@ def _protected(operation: Any) -> bool:
         return True
     if kind == "Add" and any(isinstance(value, (int, float)) for value in arguments_of(operation)):
         return True
-    return activation_name(getattr(operation, "activation", None)) in (
-        "softplus",
-        "exponential",
-        "sigmoid",
-        "softmax",
-    )
+    return activation_name(getattr(operation, "activation", None)) in _POSITIVE

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from keras_nanguard._files.arrays import named_dtype
 from keras_nanguard._keras.structure import given_rate
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import Subject
@@ -22,38 +20,24 @@ use."""
 
 _PLAIN = ("SGD", "Adadelta", "Adagrad", "Ftrl")
 
+_SMALLEST = {"float16": 6.104e-05, "bfloat16": 1.175e-38, "float32": 1.175e-38}
+"""Smallest normal numbers."""
+
 _LONG_RECURRENCE = 100
 """Number of steps. A gradient that grows by 1% per step grows by a factor of 2.7 in 100 steps and
 of 20,000 in 1,000."""
 
 _RECURRENT = (
-    "LSTM",
-    "GRU",
-    "SimpleRNN",
-    "RNN",
-    "ConvLSTM1D",
-    "ConvLSTM2D",
-    "ConvLSTM3D",
-    "Bidirectional",
-)
-
-_MODEL = (
-    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
-    "model.compile({optimizer}, 'mse')"
+    *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
+    *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
 
 _FLOAT16 = "keras.config.set_dtype_policy('mixed_float16')\n"
 
-_HALF = (
-    "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1, "
-    "dtype='float32')])\n"
-    "model.compile({optimizer}, 'mse'{options})"
-)
-
-_RECURRENT_MODEL = (
-    "model = keras.Sequential([keras.Input((500, 4)), keras.layers.GRU(8), "
-    "keras.layers.Dense(1)])\n"
-    "model.compile(keras.optimizers.Adam({options}), 'mse')"
+_MODEL = (
+    "layers = [keras.layers.Dense(8), keras.layers.Dense(1, dtype='float32')]\n"
+    "model = keras.Sequential([keras.Input((4,)), *layers])\n"
+    "model.compile(%s, 'mse'%s)"
 )
 
 
@@ -74,15 +58,14 @@ def _rates(subject: Subject) -> list[float]:
 @rule(
     "error",
     "Learning rate negative, zero or too large",
-    why=(
-        "A negative rate increases the loss, with a rate of 0 the weights never change, and an "
-        "optimizer that normalizes"
-        " its updates changes every weight by about the rate, so that a rate of 1 overwrites the "
-        "initial weights in one step."
-    ),
+    why="A negative rate increases the loss, with a rate of 0 the weights never change, and an "
+    "optimizer that normalizes its updates changes every weight by about the rate, so that a rate "
+    "of 1 overwrites the initial weights in one step.",
     fix="Start with 1e-3 for Adam and similar optimizers, with 1e-2 for SGD.",
-    invalid=_MODEL.format(optimizer="keras.optimizers.Adam(10.0)"),
-    valid=_MODEL.format(optimizer="keras.optimizers.Adam(1e-3)"),
+    program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
+    "model.compile(keras.optimizers.Adam({}), 'mse')",
+    invalid="10.0",
+    valid="1e-3",
 )
 def learning_rate(subject: Subject) -> Iterator[Site]:
     rates, kind = _rates(subject), type(subject.optimizer).__name__
@@ -99,120 +82,81 @@ def learning_rate(subject: Subject) -> Iterator[Site]:
 @rule(
     "warning",
     "Optimizer epsilon below the resolution of the variables",
-    why=(
-        "Adam divides by sqrt(v) + epsilon. In float16 squared gradients below 6e-8 are 0 and an "
-        "epsilon below 6e-5 is"
-        " denormal or 0: the quotient overflows."
-    ),
+    why="Adam divides by sqrt(v) + epsilon. In float16 squared gradients below 6e-8 are 0 and an "
+    "epsilon below 6e-5 is denormal or 0: the quotient overflows.",
     fix="Keep variables in float32 (mixed_float16, not float16), or raise epsilon to 1e-4.",
-    invalid=(
-        "keras.config.set_dtype_policy('float16')\n"
-        + _HALF.format(optimizer="keras.optimizers.Adam(loss_scale_factor=1024)", options="")
-    ),
-    valid=_FLOAT16 + _HALF.format(optimizer="keras.optimizers.Adam()", options=""),
+    invalid="keras.config.set_dtype_policy('float16')\n"
+    + _MODEL % ("keras.optimizers.Adam(loss_scale_factor=1024)", ""),
+    valid=_FLOAT16 + _MODEL % ("'adam'", ""),
 )
 def optimizer_epsilon(subject: Subject) -> Iterator[Site]:
     epsilon = getattr(subject.optimizer, "epsilon", None)
     if not isinstance(epsilon, (int, float)):
         return
-    kinds = {str(variable.dtype) for variable in subject.model.trainable_variables}
-    for name in sorted(kinds):
-        dtype = named_dtype(name)
-        if dtype is not None and (epsilon == 0 or epsilon < _smallest(name)):
+    for name in sorted({str(variable.dtype) for variable in subject.model.trainable_variables}):
+        if epsilon == 0 or epsilon < _SMALLEST.get(name, 0.0):
             yield type(subject.optimizer).__name__, f"epsilon {epsilon:g} for variables of {name}"
-
-
-def _smallest(name: str) -> float:
-    return {"float16": 6.104e-05, "bfloat16": 1.175e-38, "float32": 1.175e-38}.get(name, 0.0)
-
-
-def _computes_in_float16(subject: Subject) -> bool:
-    return any(
-        getattr(placed.layer, "compute_dtype", "") == "float16"
-        for placed in subject.layers
-        if placed.layer.weights
-    )
 
 
 @rule(
     "warning",
     "float16 without loss scaling",
-    why=(
-        "Gradients below 6e-8 are 0 in float16: without a loss scale, most gradients of most "
-        "models."
-    ),
-    fix=(
-        "Compile with auto_scale_loss=True (the default), or wrap the optimizer in "
-        "LossScaleOptimizer."
-    ),
-    invalid=_FLOAT16 + _HALF.format(optimizer="'adam'", options=", auto_scale_loss=False"),
-    valid=_FLOAT16 + _HALF.format(optimizer="'adam'", options=""),
+    why="Gradients below 6e-8 are 0 in float16: without a loss scale, most gradients of most "
+    "models.",
+    fix="Compile with auto_scale_loss=True (the default), or wrap the optimizer in "
+    "LossScaleOptimizer.",
+    program=_FLOAT16 + _MODEL % ("'adam'", ", auto_scale_loss={}"),
+    invalid="False",
+    valid="True",
 )
 def loss_scaling_missing(subject: Subject) -> Iterator[Site]:
-    if subject.scaler is None or not _computes_in_float16(subject):
+    optimizer, layers = subject.optimizer, [placed.layer for placed in subject.layers]
+    if subject.scaler is None or subject.scaler is not optimizer:
         return
-    if subject.scaler is subject.optimizer and not getattr(
-        subject.optimizer, "loss_scale_factor", None
-    ):
-        yield (
-            type(subject.optimizer).__name__,
-            "layers compute in float16 and the loss is not scaled",
-        )
+    half = any(layer.weights and _computes_in_float16(layer) for layer in layers)
+    if half and not getattr(optimizer, "loss_scale_factor", None):
+        yield type(optimizer).__name__, "layers compute in float16 and the loss is not scaled"
+
+
+def _computes_in_float16(layer: object) -> bool:
+    return getattr(layer, "compute_dtype", "") == "float16"
 
 
 @rule(
     "error",
     "Loss scaled twice",
-    why=(
-        "Both scales multiply the loss, but only one divides the gradients: they are wrong by the "
-        "other, or overflow."
-    ),
+    why="Both scales multiply the loss, but only one divides the gradients: they are wrong by the "
+    "other, or overflow.",
     fix="Wrap once, and set no loss_scale_factor on the inner optimizer of a LossScaleOptimizer.",
-    invalid=(
-        _FLOAT16
-        + _HALF.format(
-            optimizer="keras.optimizers.LossScaleOptimizer("
-            "keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))",
-            options="",
-        )
-    ),
-    valid=(
-        _FLOAT16
-        + _HALF.format(
-            optimizer="keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())", options=""
-        )
-    ),
+    program="scaled = keras.optimizers.LossScaleOptimizer\n" + _FLOAT16 + _MODEL % ("{}", ""),
+    invalid="scaled(scaled(keras.optimizers.Adam()))",
+    valid="scaled(keras.optimizers.Adam())",
 )
 def loss_scaled_twice(subject: Subject) -> Iterator[Site]:
     inner, wrapped = subject.optimizer, subject.scaler is not subject.optimizer
     if wrapped and (getattr(inner, "loss_scale_factor", None) or hasattr(inner, "inner_optimizer")):
-        yield (
-            type(inner).__name__,
-            "LossScaleOptimizer wraps an optimizer that scales the loss itself",
-        )
+        detail = "LossScaleOptimizer wraps an optimizer that scales the loss itself"
+        yield type(inner).__name__, detail
 
 
 @rule(
     "note",
     "A long recurrence without clipping",
-    why=(
-        "The gradient of a recurrence is a product over its steps, which grows or vanishes "
-        "exponentially with their"
-        " number (Pascanu, Mikolov and Bengio, 2013)."
-    ),
+    why="The gradient of a recurrence is a product over its steps, which grows or vanishes "
+    "exponentially with their number (Pascanu, Mikolov and Bengio, 2013).",
     fix="Set global_clipnorm=1.0 on the optimizer.",
-    invalid=_RECURRENT_MODEL.format(options=""),
-    valid=_RECURRENT_MODEL.format(options="global_clipnorm=1.0"),
+    program="layers = [keras.layers.GRU(8), keras.layers.Dense(1)]\n"
+    "model = keras.Sequential([keras.Input((500, 4)), *layers])\n"
+    "model.compile(keras.optimizers.Adam({}), 'mse')",
+    invalid="",
+    valid="global_clipnorm=1.0",
 )
 def no_clipping(subject: Subject) -> Iterator[Site]:
-    optimizer = subject.optimizer
-    if optimizer is None or any(
-        getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue")
-    ):
+    optimizer, names = subject.optimizer, ("clipnorm", "global_clipnorm", "clipvalue")
+    if optimizer is None or any(getattr(optimizer, name, None) for name in names):
         return
     for path, operation in subject.operations:
-        if type(operation).__name__ not in _RECURRENT:
-            continue
-        shape: tuple[Any, ...] = tuple(getattr(getattr(operation, "input", None), "shape", ()))
-        if len(shape) > 1 and isinstance(shape[1], int) and shape[1] > _LONG_RECURRENCE:
-            yield path, f"{shape[1]} steps of recurrence and no gradient clipping"
+        if type(operation).__name__ in _RECURRENT:
+            steps = (*getattr(getattr(operation, "input", None), "shape", ()), None, None)[1]
+            if isinstance(steps, int) and steps > _LONG_RECURRENCE:
+                yield path, f"{steps} steps of recurrence and no gradient clipping"

@@ -3,7 +3,7 @@ data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,24 +22,17 @@ from keras_nanguard._keras.structure import (
 __all__ = ["Output", "PlacedLayer", "Subject", "as_loss"]
 
 _SHAPE_ONLY = (
-    "Reshape",
-    "Flatten",
-    "Dropout",
-    "Permute",
-    "RepeatVector",
-    "Identity",
-    "Squeeze",
+    *("Reshape", "Flatten", "Dropout", "Permute", "RepeatVector", "Identity", "Squeeze"),
     "ExpandDims",
 )
 """Layers and operations that do not change values."""
 
-_ACTIVATION_LAYERS = {
-    "Softmax": "softmax",
-    "ReLU": "relu",
-    "ELU": "elu",
+_ACTIVATIONS = {
+    **{name: name.lower() for name in ("Softmax", "ReLU", "ELU", "PReLU", "Sigmoid", "Relu")},
+    **{name: name.lower() for name in ("Tanh", "Softplus", "Exp")},
     "LeakyReLU": "leaky_relu",
-    "PReLU": "prelu",
 }
+"""Layers and operations of `keras.ops` that are an activation, with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +90,26 @@ class Subject:
         return tuple(_walk(self.model, (), set()))
 
     @cached_property
+    def scaler(self) -> Any:
+        """The optimizer that the model was compiled with, or `None`."""
+        compiled = getattr(self.model, "compiled", False)
+        return getattr(self.model, "optimizer", None) if compiled else None
+
+    @cached_property
     def optimizer(self) -> Any:
         """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or
         `None`."""
-        outer = self.scaler
-        return getattr(outer, "inner_optimizer", outer)
-
-    @cached_property
-    def scaler(self) -> Any:
-        """The optimizer that the model was compiled with, or `None`."""
-        return (
-            getattr(self.model, "optimizer", None)
-            if getattr(self.model, "compiled", False)
-            else None
-        )
+        return getattr(self.scaler, "inner_optimizer", self.scaler)
 
     @cached_property
     def operations(self) -> tuple[tuple[str, Any], ...]:
         """Every operation of the functional graphs in the model, layers included, with its path."""
-        graphs = [("", self.model), *((placed.path, placed.layer) for placed in self.layers)]
-        found = []
-        for path, graph in graphs:
-            for operation in graph_operations(graph):
-                found.append(
-                    (f"{path}/{operation.name}" if path else str(operation.name), operation)
-                )
-        return tuple(found)
+        graphs = [("", self.model), *((f"{one.path}/", one.layer) for one in self.layers)]
+        return tuple(
+            (f"{path}{operation.name}", operation)
+            for path, graph in graphs
+            for operation in graph_operations(graph)
+        )
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
@@ -131,40 +118,35 @@ class Subject:
         if not tensors:
             return ()
         names = [str(name) for name in getattr(self.model, "output_names", range(len(tensors)))]
-        losses = _per_output(getattr(self.model, "loss", None), names, self.scaler is not None)
-        metrics = _per_output(given_metrics(self.model), names, True)
+        compiled = self.scaler is not None
+        losses = _per_output(getattr(self.model, "loss", None) if compiled else None, names)
+        metrics = _per_output(given_metrics(self.model), names)
         found = []
-        for place, (name, tensor) in enumerate(zip(names, tensors, strict=False)):
+        for name, tensor, loss, given in zip(names, tensors, losses, metrics, strict=False):
             operation = _origin(tensor)
             units = tensor.shape[-1] if len(tensor.shape) > 1 else None
-            own = metrics[place] if place < len(metrics) else None
-            listed = tuple(own) if isinstance(own, (list, tuple)) else () if own is None else (own,)
-            path = str(getattr(operation, "name", name))
-            loss = as_loss(losses[place] if place < len(losses) else None)
-            found.append(
-                Output(name, path, _activation(operation), str(tensor.dtype), units, loss, listed)
-            )
+            listed = given if isinstance(given, (list, tuple)) else [given]
+            own = tuple(metric for metric in listed if metric is not None)
+            path, activation = str(getattr(operation, "name", name)), _activation(operation)
+            about = (path, activation, str(tensor.dtype), units, as_loss(loss), own)
+            found.append(Output(name, *about))
         return tuple(found)
 
     def targets(self) -> list[tuple[Output, NDArray[Any]]]:
         """Return the targets of each output that are arrays."""
-        if self.y is None or not self.outputs:
-            return []
-        given = _per_output(self.y, [output.name for output in self.outputs], True)
-        pairs = zip(self.outputs, given, strict=False)
-        return [(output, array) for output, value in pairs if (array := _array(value)) is not None]
+        given = _per_output(self.y, [output.name for output in self.outputs])
+        pairs = zip(self.outputs, map(_array, given), strict=False)
+        return [(output, array) for output, array in pairs if array is not None]
 
     def inputs(self) -> list[tuple[str, NDArray[Any]]]:
         """Return the inputs that are arrays of numbers, with their names."""
-        if self.x is None:
-            return []
+        named: Iterable[tuple[Any, Any]] = [("x", self.x)]
         if isinstance(self.x, Mapping):
-            named = list(self.x.items())
+            named = self.x.items()
         elif isinstance(self.x, (list, tuple)):
             named = [(f"input {place}", value) for place, value in enumerate(self.x)]
-        else:
-            named = [("x", self.x)]
-        return [(str(name), array) for name, value in named if (array := _array(value)) is not None]
+        arrays = [(str(name), _array(value)) for name, value in named]
+        return [(name, array) for name, array in arrays if array is not None]
 
 
 def activation_name(activation: Any) -> str | None:
@@ -204,39 +186,21 @@ def _origin(tensor: Any) -> Any:
 
 
 def _activation(operation: Any) -> str | None:
-    if operation is None:
-        return None
     kind = type(operation).__name__
-    if kind in _ACTIVATION_LAYERS:
-        return _ACTIVATION_LAYERS[kind]
-    if kind.lower() in (
-        "softmax",
-        "sigmoid",
-        "relu",
-        "tanh",
-        "softplus",
-        "exp",
-    ):  # operations of `keras.ops`
-        return kind.lower()
-    if hasattr(operation, "activation"):
-        return activation_name(operation.activation)
-    return None
+    if kind in _ACTIVATIONS:
+        return _ACTIVATIONS[kind]
+    return activation_name(operation.activation) if hasattr(operation, "activation") else None
 
 
-def _per_output(given: Any, names: list[str], wanted: bool) -> list[Any]:
+def _per_output(given: Any, names: list[str]) -> list[Any]:
     """Return one item per output from an argument of `compile` or `fit`: one for all, a list, or a
     dict by name."""
-    if not wanted or given is None:
-        return [None] * len(names)
     if isinstance(given, Mapping):
         return [given.get(name) for name in names]
+    listed = isinstance(given, (list, tuple))
     if len(names) == 1:
-        return [given[0] if isinstance(given, (list, tuple)) and _is_wrapped(given) else given]
-    return list(given) if isinstance(given, (list, tuple)) else [given] * len(names)
-
-
-def _is_wrapped(given: Any) -> bool:
-    return len(given) == 1
+        return [given[0] if listed and len(given) == 1 else given]
+    return [*given, *[None] * len(names)] if listed else [given] * len(names)
 
 
 def as_loss(given: Any) -> Any:
