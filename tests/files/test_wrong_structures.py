@@ -156,7 +156,7 @@ def campaign(folder, seed, count, timeout):
 
 def test_changed_bytes_give_a_result_or_one_sentence(tmp_path):
     """A short campaign over every kind of file."""
-    campaign(tmp_path, 0, 60, 400)
+    campaign(tmp_path, 0, 25, 400)
 
 
 @pytest.mark.slow
