@@ -51,6 +51,18 @@ def test_rate_of_the_next_step(model):
     assert float(schedule._get_current_learning_rate()) == pytest.approx(0.5)
 
 
+def test_iteration_that_a_schedule_sees():
+    """`Optimizer._iterations` counts every step, also if gradients are accumulated."""
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.5, 0.25])
+    optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=2)
+    assert keras_optimizers.scheduled_iteration(optimizer) == 0
+    keras_optimizers.iterations(optimizer).assign(4)
+    assert keras_optimizers.scheduled_iteration(optimizer) == 4
+    assert keras_optimizers.learning_rate(optimizer) == keras_optimizers.rate_before(optimizer, 0) == 0.25
+    assert keras_optimizers.rate_before(optimizer) == 0.5
+    assert keras_optimizers.accumulation_steps(optimizer) == 2
+
+
 @pytest.mark.requires_backend("tensorflow", reason="only TensorFlow mirrors variables")
 def test_the_variable_and_the_strategy_behind(model):
     """`Variable._value` is what `value` returns, and `_distribution_strategy` is where an optimizer updates."""
