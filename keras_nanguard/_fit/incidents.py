@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import SITES, Diagnosis, Finding, Incident, Outcome
@@ -17,6 +18,7 @@ from keras_nanguard._fit.rollback import draw_anew
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.sightings import in_batch, values as measurements
 from keras_nanguard._fit.trial import trial
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.records import OVERFLOW, REFUSED
 
@@ -85,11 +87,13 @@ class Incidents:
         if verdict.scale > run.policy.loss_scale.ceiling:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         run.recent.push_refused(run.step, run.transaction.given)
+        args = self._given()
         state = (run.counts.committed, run.counts.rollbacks)
         incident = self.raise_incident(run.step, findings, refused=True, report=report, verdict=verdict)
         if not _of_data(incident):
-            if run.step - 1 == self._last_unexplained and not _goes_back(incident):
-                draw_anew(run)  # else the next step draws the noise that may be to blame once more
+            again = run.step - 1 == self._last_unexplained
+            if not _goes_back(incident) and (again or self._is_bad_by_noise(args)):
+                draw_anew(run)  # else the next step draws the same noise once more
             self._last_unexplained = run.step
         if _has_onset(incident):
             self._diverged = state
@@ -112,13 +116,25 @@ class Incidents:
         counts.streak = 0 if ordinary else counts.streak
         return ordinary
 
-    def _is_finite_unscaled(self) -> bool:
+    def _given(self) -> Any:
+        """Return the arguments of this step, `None` if they are gone, or if it cannot be replayed."""
         run = self._run
-        args = run.transaction.batch(run.step, run.transaction.given)
-        if args is None or processes.count() > 1:
+        gone = processes.count() > 1 or not run.state.access.can_run_again
+        return None if gone else run.transaction.batch(run.step, run.transaction.given)
+
+    def _is_finite_unscaled(self) -> bool:
+        args = self._given()
+        if args is None:
             return False
-        with trial(run, rates=False) as trying:
+        with trial(self._run, rates=False) as trying:
             return trying is not None and trying.is_finite_unscaled(args)
+
+    def _is_bad_by_noise(self, args: Any) -> bool:
+        """Whether the random numbers of a refused step made it bad."""
+        if args is None or not keras_variables.seeds(self._run.train_state().other):
+            return False
+        with trial(self._run, rates=False) as trying:
+            return trying is not None and trying.is_bad_by_noise(args)
 
     def committed(self, verdict: Verdict, findings: Sequence[Finding]) -> None:
         """Raise the incident of a step that has committed."""

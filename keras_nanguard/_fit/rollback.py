@@ -19,7 +19,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.whole_writes import write_all
 
-__all__ = ["draw_anew", "moment", "newest", "put_back", "rerun_of", "roll_back", "times"]
+__all__ = ["draw_anew", "moment", "moved_seeds", "newest", "put_back", "rerun_of", "roll_back", "times"]
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -111,14 +111,14 @@ def roll_back(run: Run, incident: Incident, report: Report | None, p: Mapping[st
     return "done", f"back to the state {moment(snapshot)}; {lost}{also}"
 
 
-def draw_anew(run: Run, times: int = 1) -> None:
+def draw_anew(run: Run) -> None:
     """Advance every random generator of the model, so that the next step draws other numbers."""
-    write_all(_moved_seeds(None, run.train_state().other, times))
+    write_all(moved_seeds(run.train_state().other))
     current.host().advance_generator()
 
 
-def _moved_seeds(
-    snapshot: Snapshot | None, variables: Sequence[Any], times: int
+def moved_seeds(
+    variables: Sequence[Any], times: int = 1, snapshot: Snapshot | None = None
 ) -> list[tuple[Any, Any]]:
     """Return the advanced seeds among variables, each with its new value."""
     moved = []
@@ -168,7 +168,7 @@ def put_back(
     variables = train_state.restorable if rerun is None else train_state.kept
     changed = run.recovery.pending.values_to_start_over()
     if reseed:
-        changed += _moved_seeds(snapshot, train_state.other, run.counts.rollbacks + 1)
+        changed += moved_seeds(train_state.other, run.counts.rollbacks + 1, snapshot)
     snapshot.write(variables, changed, undo=processes.count() == 1)
     if rerun is not None:
         snapshot.draw_again()

@@ -19,6 +19,7 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import memory
+from keras_nanguard._fit.rollback import moved_seeds
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import variables as keras_variables, whole_writes
@@ -90,6 +91,16 @@ class Trial:
             keras_variables.write(scale, np.ones((), str(scale.dtype)))
         return math.isfinite(self._step(args))
 
+    def is_bad_by_noise(self, args: Sequence[Any]) -> bool:
+        """Return whether a step from the present state is bad, and finite with other random numbers."""
+        if not self._seeds:
+            return False
+        self._load(self.present)
+        if math.isfinite(self._step(args)):
+            return False
+        self._load({**self.present, **{id(v): value for v, value in moved_seeds(self._variables)}})
+        return math.isfinite(self._step(args))
+
     def _load(self, state: State) -> None:
         self._run.state.access.sync_variables()
         for variable in self._variables:
@@ -127,9 +138,10 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
     access, train_state = run.state.access, run.train_state()
-    if not access.can_run_again or not run.policy.refuse or not _room(run):
+    if not access.can_run_again or not run.policy.refuse or not _room(run, rates):
         yield None
         return
+    access.sync_variables()
     for optimizer in train_state.optimizers if rates else ():
         if run.recovery.rate(optimizer).make_adjustable():
             access.rebuild()
@@ -157,14 +169,14 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
     return fmean(differences) > STANDARD_ERRORS * error
 
 
-def _room(run: Run) -> bool:
+def _room(run: Run, rates: bool) -> bool:
     """Whether there is memory for two copies of the state. If not, print a line once."""
     train_state = run.train_state()
     everything = [*train_state.everything, *train_state.metrics]
     size = 2 * size_of(v for v in everything if keras_variables.on_host(v))
     if memory.room_for(size):
         return True
-    if "trials" not in run.short_of_memory:
+    if rates and "trials" not in run.short_of_memory:
         run.short_of_memory.add("trials")
         room = memory.readable(size)
         run.say(f"NanGuard: cannot test other learning rates: this needs {room} of free memory.")

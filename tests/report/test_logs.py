@@ -162,7 +162,7 @@ def test_overflows_down_to_a_small_scale(capsys):
         scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-9))
         data = zoo.regression(batches=24)
         data.y *= 8000.0
-        model, _ = fit(data, *callbacks, model=zoo.plain(scaled, dropout=False), epochs=1)
+        fit(data, *callbacks, model=zoo.plain(scaled, dropout=False), epochs=1)
         return float(keras.ops.convert_to_numpy(scaled.dynamic_scale))
 
     stock, guard = run(), NanGuard()
