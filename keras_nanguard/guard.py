@@ -386,10 +386,10 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.
 
-        The suffix of the path selects the format: `.html` is a self-contained page with curves,
-            incidents, layers and bad rows,
-        `.md` is text, `.json` one object with a format number, and `.jsonl` one incident per line.
-        The file is written atomically. If there are several processes, the first one writes it.
+        The suffix of the path selects the format. `.html` is a self-contained page with curves,
+        incidents, layers and bad rows, `.md` is text, `.json` one object with a format number, and
+        `.jsonl` one incident per line. The file is written atomically. If there are several
+        processes, the first one writes it.
 
         Raises:
             GuardError: if the suffix is another one.

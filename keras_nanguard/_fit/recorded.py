@@ -86,8 +86,10 @@ def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) 
     again = None if rerun is None else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
     run.recorder.undo(snapshot.step, again)
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
-    then = f"; {len(again)} steps since then are run again" if again else ""
-    run.recorder.event("rollback", run.step, run.counts.epoch, f"Back to the state after {snapshot.step} steps{then}.", data)
+    moment = f"after {snapshot.step} steps" if snapshot.step else "before the first step"
+    then = f"; {len(again)} steps replayed" if again else ""
+    text = f"Back to the state {moment}{then}."
+    run.recorder.event("rollback", run.step, run.counts.epoch, text, data)
 
 
 def snapshot_taken(run: Run) -> None:

@@ -62,13 +62,16 @@ CHANGES = {
 """The change of an action in words."""
 
 
-def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: str = "") -> str:
+def brief_line(
+    incident: Incident, samples: Sequence[BadSample] = (), details: str = "", repeats: int = 0
+) -> str:
     """Return the line of an incident.
 
     Args:
         incident: the incident.
         samples: the bad rows of its step.
         details: how to see all details; omitted if the line would become too long.
+        repeats: how many incidents of this kind there are, if the line says so; else 0.
     """
     diagnosis = incident.diagnosis
     text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{_changes(incident)}."
@@ -79,7 +82,8 @@ def brief_line(incident: Incident, samples: Sequence[BadSample] = (), details: s
             advice = "Check it." if len(diagnosis.samples) == 1 else "Check them."
         if _needs_user(incident) and diagnosis.advice:
             advice = diagnosis.advice[0]
-    for more in (advice, details and f"Details: {details}"):
+    nth = f"{repeats}th incident of this kind." if repeats else ""
+    for more in (nth, advice, details and f"Details: {details}"):
         if more and len(text) + 1 + len(more) <= WIDTH:
             text = f"{text} {more}"
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 4]} ..."

@@ -53,9 +53,8 @@ class Lines:
         new = count == 1 or incident.decision is None or not CHANGING.isdisjoint(incident.changes)
         if self.every:
             return incident_line(incident)
-        if round_number and not new:
-            details = f"The {count}th of its kind."
-        return printable(brief_line(incident, samples, details)) if new or round_number else ""
+        repeats = count if round_number and not new else 0
+        return printable(brief_line(incident, samples, details, repeats)) if new or round_number else ""
 
     def epoch(
         self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
