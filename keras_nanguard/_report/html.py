@@ -225,20 +225,20 @@ def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[st
     kinds = Counter(e.kind for e in recording.events)
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
-        ("steps run", f"{len(recording):,}" if len(recording) else ""),
+        ("steps", f"{len(recording):,}" if len(recording) else ""),
     ]
-    facts += [("refused at first", f"{refused:,}")]
+    facts += [("refused steps", f"{refused:,}")]
     facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
     facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
-    facts += [("backend", str(meta.get("backend", ""))), ("began", _when(meta.get("began"))), ("took", _took(meta))]
+    facts += [("backend", str(meta.get("backend", ""))), ("start", _when(meta.get("began"))), ("duration", _took(meta))]
     return [(name, value) for name, value in facts if value]
 
 
 def _healthy(recording: Recording) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
     if _overflows(recording):
-        return "No incidents: the only steps that were refused are ordinary float16 overflows, which loss scaling settles."
-    return "Nothing happened: every step was finite and committed." if len(recording) else ""
+        return "No incidents. All refused steps are ordinary float16 overflows, which loss scaling handles."
+    return "No incidents: every step was finite and committed." if len(recording) else ""
 
 
 def _overflows(recording: Recording) -> int:

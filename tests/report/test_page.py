@@ -71,14 +71,14 @@ def test_what_stands_in_it():
 
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
-    assert "Nothing happened" in text and "Bad rows" not in text
+    assert "every step was finite" in text and "Bad rows" not in text
     assert "There are no incidents." in " ".join(Elements(html.page(Recording(), [], "")).text), "there may be no recording at all"
 
 
 def test_before_the_first_step():
     """A guard that has not been used says so, and claims nothing."""
     text = " ".join(Elements(html.page(Recorder().recording, [], "")).text)
-    assert "No step has run yet." in text and "running" not in text and "Nothing happened" not in text
+    assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
 
 NAMES = [
@@ -200,7 +200,7 @@ def test_overflows_of_all_steps_are_marked():
     raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
     marks = json.loads(raw)["marks"]
     first, last = recording.bins["first"][3], recording.bins["last"][3]
-    assert "Nothing happened" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
+    assert "every step was finite" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
     assert marks["overflow_count"] == 5 and len(marks["overflows"]) == 1 and first < marks["overflows"][0] <= last
 
 
