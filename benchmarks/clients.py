@@ -50,7 +50,7 @@ CLIENTS = (
     Client("KerasCV: image classifier", "keras-cv", r"\[KerasCV"),
     Client("BayesFlow: coupling flow, flow matching", "bayesflow", r"\[BayesFlow"),
     Client("TensorFlow Probability in a loss", "tensorflow-probability", r"\[TensorFlow Probability"),
-    Client("AutoKeras, with a mended head", "autokeras", r"test_autokeras"),
+    Client("AutoKeras, with a fixed head", "autokeras", r"test_autokeras"),
     Client("Keras 2 (`tf_keras`): a clear error", "tf_keras", r"test_keras_2"),
     Client("KerasTuner: RandomSearch, Hyperband, BayesianOptimization, GridSearch, a `fit` of its own", "keras-tuner", r"test_keras_tuner"),
     Client("Ray Tune", "ray", r"test_ray_tune"),
