@@ -72,7 +72,9 @@ class NanGuardError(Exception):
 
 
 class GuardError(NanGuardError, ValueError):
-    """The guard was given something that it cannot guard (an uncompiled model, no optimizer, a wrong argument)."""
+    """An argument, model or optimizer cannot be used (an uncompiled model, no optimizer, a wrong
+    type).
+    """
 
 
 class GuardInUseError(GuardError):
@@ -83,7 +85,7 @@ class PolicyError(NanGuardError, ValueError):
     """A policy is not valid.
 
     Attributes:
-        problems: every problem found, each with its path. Empty where there is no document.
+        problems: every problem found, each with its path. Empty if there is no document.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()):
@@ -101,14 +103,14 @@ class FileFormatError(NanGuardError, ValueError):
 
 
 class StateLostError(NanGuardError, RuntimeError):
-    """A state could not be written whole, nor the earlier one put back.
+    """A state could not be written completely, and the previous one could not be restored.
 
-    The model holds values of two different steps. Load a checkpoint.
+    The model has values of two different steps. Load a checkpoint.
     """
 
 
 class BundleError(FileFormatError):
-    """An incident bundle cannot be read, or is rejected as unsafe."""
+    """A bundle of an incident cannot be read, or is rejected as unsafe."""
 
 
 for _error in (

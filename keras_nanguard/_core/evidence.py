@@ -57,22 +57,22 @@ class Origin:
 
     Attributes:
         order: index of the operation within the step.
-        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` where the value existed before the step.
+        source: `"operation"`; `"batch"`, `"variable"` or `"constant"` if the value existed before the step.
         op: type of the operation as the backend names it (`"Exp"`), or the name of the source.
         phase: `"forward"`, `"loss"`, `"regularizer"`, `"backward"`, `"update"` or `"other"`; `"slope"` if
             forward and backward pass cannot be distinguished.
         frames: what was running, outermost first: paths of layers, names of losses.
-        culprit: path of the layer or name of the loss to blame, `""` where none was running.
+        culprit: path of the layer or name of the loss to blame, `""` if none was running.
         layer_class: class of that layer or loss.
         nan: NaN entries of its result.
         inf: infinite entries of its result.
         size: number of entries of its result.
         operands: its float inputs.
         dtype: dtype of its result.
-        rows: rows of the batch with a bad entry; empty where the result has no rows or every row is bad.
+        rows: rows of the batch with a bad entry; empty if the result has no rows or every row is bad.
         all_rows: whether every row is bad.
         variables: paths of the variables that it reads directly.
-        line: source line in the user's code, `""` where there is none.
+        line: source line in the user's code, `""` if there is none.
         steep: the last operation of the same layer or loss whose derivative is infinite at one of its
             operands, `""` if there is none.
     """
@@ -139,7 +139,7 @@ class TargetFault:
 
     Attributes:
         loss: name of the loss.
-        output: name of the output, `""` where there is only one.
+        output: name of the output, `""` if there is only one.
         rows: rows of the batch.
         words: what is wrong, as a clause: `"class index 12 with 10 classes"`.
         fatal: whether it makes the loss wrong or non-finite, rather than only changing its meaning.
@@ -183,9 +183,9 @@ class Growth:
 
     Attributes:
         steps: number of good steps in the history.
-        loss: ratio of the last loss to the first ones; 1.0 where it is not defined.
+        loss: ratio of the last loss to the first ones; 1.0 if it is not defined.
         norm: ratio of the last gradient norm to the first ones.
-        weights: ratio of the norm of all trainable weights to that at the start, 1.0 where it is not known.
+        weights: ratio of the norm of all trainable weights to that at the start, 1.0 if unknown.
         largest_weight: their largest magnitude now.
         largest_weight_before: their largest magnitude at the start.
         losses: the last few losses.
@@ -229,11 +229,11 @@ class OptimizerFacts:
     Attributes:
         name: name of its class.
         learning_rate: its present learning rate.
-        epsilon: as configured, `None` where it has none.
+        epsilon: as configured, `None` if it has none.
         epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.
         clips: whether it clips gradients.
-        momentum: its momentum, 0.0 where it has none.
+        momentum: its momentum, 0.0 if it has none.
         scaled: whether a `LossScaleOptimizer` wraps it.
         scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
@@ -279,7 +279,7 @@ class Evidence:
         targets: spreads of the targets.
         outputs: spreads of the model's outputs in the replay.
         target_fault: targets that the loss does not accept.
-        replay: `"bad"`, `"finite"`, `"failed"`, or `""` where there was none.
+        replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
         replay_error: the exception of a failed replay.
         mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
         same_mode: result of a replay in that mode.
@@ -301,12 +301,12 @@ class Evidence:
         optimizers: the optimizers.
         objective: name and value of each loss weight and regularizer of unusual size.
         exponents: loss, parameter and value of each exponent among the parameters of a compiled loss.
-        gradient_norm: global gradient norm of the step, NaN where it is not known.
+        gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of its numbers are moderate.
-        loss_scale: the loss scale, `None` where there is none.
+        loss_scale: the loss scale, `None` if there is none.
         table: one row for each call of a layer.
         notes: further observations, as sentences.
-        update: the first update for a learning rate of 1, as a share of the weights; NaN where it is not known.
+        update: the first update for a learning rate of 1, as a share of the weights; NaN if unknown.
     """
 
     step: int = 0

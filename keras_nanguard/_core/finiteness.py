@@ -37,7 +37,7 @@ _SMALL = 4096
 """Number of entries up to which comparing each of them is faster than a dot product."""
 
 _PIECE = 1 << 18
-"""Number of entries that are looked at at a time: more take memory that a guarded run may not have, and are no faster."""
+"""Number of entries that are checked at a time. More would need memory without being faster."""
 
 
 def is_float(dtype: Any) -> bool:

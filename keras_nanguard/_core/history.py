@@ -92,7 +92,7 @@ class History:
         return [(step, loss) for step, loss, _, _ in self._recent]
 
     def last(self, count: int) -> list[tuple[int, float]]:
-        """Return the same of the last steps, at most so many."""
+        """Return the same of the last steps, at most this many."""
         return [entry[:2] for entry in islice(reversed(self._recent), count)][::-1]
 
     def since(self, step: int) -> list[tuple[int, float, float]]:

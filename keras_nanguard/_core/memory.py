@@ -39,7 +39,7 @@ _EXHAUSTED = re.compile(
 
 
 def room_for(size: float) -> bool:
-    """Whether so many bytes can be taken for good, with enough left."""
+    """Whether this many bytes can be allocated permanently, with enough left."""
     return size <= SMALL or size + max(RESERVE, size / 4) <= room()
 
 

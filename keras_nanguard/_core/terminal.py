@@ -8,7 +8,7 @@ __all__ = ["is_terminal"]
 
 
 def is_terminal() -> bool:
-    """Whether the standard output is a terminal; one that cannot tell (`None`, closed) is not."""
+    """Whether the standard output is a terminal; false if unknown (`None`, closed)."""
     try:
         return bool(sys.stdout.isatty())
     except Exception:  # noqa: BLE001  any object may be in its place

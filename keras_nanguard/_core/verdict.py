@@ -27,7 +27,7 @@ def logged_losses(logs: Any) -> dict[str, Any]:
 
 
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return `y_pred` of a call of `Model.compute_loss`, `None` where there is none."""
+    """Return `y_pred` of a call of `Model.compute_loss`, `None` if there is none."""
     names = ("x", "y", "y_pred", "sample_weight", "training")
     return {**dict(zip(names, args)), **kwargs}.get("y_pred")
 
@@ -48,9 +48,9 @@ class Verdict(NamedTuple):
         loss: its loss.
         gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if any.
         statistics: the sum over the statistics that the forward pass wrote.
-        weights, slots: the sums over weights and slots after the update, 0 where they were not read.
-        scale: the loss scale, 1 where there is none.
-        step: the step number modulo `PERIOD`, counted on the accelerator, where one execution runs several steps.
+        weights, slots: the sums over weights and slots after the update, 0 if they were not read.
+        scale: the loss scale, 1 if there is none.
+        step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs several steps.
         halted: whether it was refused because an earlier step of the same execution left a bad state behind, or because the host
             first had to handle the previous step.
     """
@@ -115,10 +115,10 @@ class Report:
 
     Attributes:
         verdict: the row of that step.
-        rows: `(site, path)` of each; none, or none of gradients, where they were not counted, for want of memory.
+        rows: `(site, path)` of each; none, or none of gradients, if they were not counted, for want of memory.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
-        batch: the arguments of the step, with their nesting, or `None` where they were not stored.
-        replicas: the replicas with findings, where there are several.
+        batch: the arguments of the step, with their nesting, or `None` if they were not stored.
+        replicas: the replicas with findings, if there are several.
         left_by_previous: whether the bad values are in the state, and the previous step left them there.
     """
 

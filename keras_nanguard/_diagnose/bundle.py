@@ -8,7 +8,7 @@
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss scale, rates
         start.npz         the same in an earlier snapshot, where training had diverged
         before.npz        the batches of the steps between that snapshot and the bad step, as many as were remembered
-        model.json        the model's configuration, where it has one
+        model.json        the model's configuration, if it has one
         layers.txt        the table of layers
         README.md         what happened, for a human
         reproduce.py      runs the step again
@@ -69,11 +69,11 @@ class Bundle:
         incident: the incident.
         about: what stands in `bundle.json`.
         batch: the arguments of the step.
-        state: values of the variables before the step by path; empty where they were omitted.
+        state: values of the variables before the step by path; empty if they were omitted.
         start: the same in the snapshot that `before` goes on from.
         before: the arguments of the steps before it, oldest first.
         growth: how loss, gradient norm and weights had gone before it.
-        model: the model's configuration as JSON text, `""` where it has none.
+        model: the model's configuration as JSON text, `""` if it has none.
     """
 
     path: Path
@@ -168,7 +168,7 @@ def _fill(folder: Path, run: GuardedRun, incident: Incident, batch: Any, evidenc
 
 
 def _save_approach(folder: Path, run: GuardedRun, variables: Sequence[Any], state: Sequence[Any], left: int) -> Any:
-    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` where they do not fit."""
+    """Write an earlier state and the batches since; returns what `bundle.json` says of them, `None` if they do not fit."""
     approach = run.recent.approach(run.ring.snapshots, run.transaction.batch)
     snapshot = approach.snapshot if approach is not None else run.ring.oldest()
     if snapshot is None or not run.ring.at_hand(snapshot):

@@ -25,7 +25,7 @@ from keras_nanguard._keras.train_state import TrainState
 __all__ = ["Rerun", "counterfactual_results"]
 
 STEPS_ALONE = 10
-"""Number of steps on the bad batch alone, where no earlier batches are known."""
+"""Number of steps on the bad batch alone, if no earlier batches are known."""
 
 MIN_GROWTH = 10.0
 """Factor of the last loss over the first above which it is reported as growing."""
@@ -37,7 +37,7 @@ class Rerun:
 
     Attributes:
         start: sets the model to the initial state.
-        before: the arguments of the steps before the bad one; empty where they are not known.
+        before: the arguments of the steps before the bad one; empty if they are not known.
         batch: the arguments of the bad step.
         rows: rows of its batch that are to blame.
         since: index of the first step after the initial state.

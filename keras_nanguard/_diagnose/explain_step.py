@@ -44,7 +44,7 @@ class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
-        says: whether a line is printed where a diagnosis takes longer than a second.
+        says: whether a line is printed if a diagnosis takes longer than a second.
 
     Attributes:
         evidence: what the last diagnosis was decided from.
@@ -71,7 +71,7 @@ class Explainer:
 
     @np.errstate(all="ignore")  # what is looked at is not finite
     def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
-        """Write a bundle where the incident was diagnosed in full; returns its path, `None` where none was written."""
+        """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none was written."""
         from keras_nanguard._diagnose import bundle as _bundle
 
         if run.directory is None or report is None or report.batch is None or not incident.refused or not self.full:
@@ -83,7 +83,7 @@ class Explainer:
             return None
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
+        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says nothing."""
         try:
             given = run.transaction.given
             return raised.explained(run.model, error, getattr(given, "args", None))
@@ -105,7 +105,9 @@ class Explainer:
         return self._known[signature]
 
     def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
-        """Return an earlier diagnosis for one more incident with the same findings; bad rows are counted anew."""
+        """Return an earlier diagnosis for an incident with the same findings, with its own bad
+        rows.
+        """
         rows: tuple[int, ...] = ()
         if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
             found = batches.bad(report.batch, ARGUMENTS)
@@ -181,7 +183,9 @@ def _committed(incident: Incident) -> str:
 
 
 def _written(run: GuardedRun, committed: int | None, train_state: TrainState, facts: tuple[OptimizerFacts, ...], norm: float) -> bool:
-    """Whether no update has made what is bad: none can from the values of now, or from those of a snapshot with the gradients since."""
+    """Whether no update can have produced the bad values, neither from the present values nor from
+    a snapshot and the gradients since.
+    """
     variables = [*train_state.trainable, *train_state.slots]
     if must_stay_finite(train_state.optimizers, facts, variables, norm):
         return True
@@ -195,7 +199,7 @@ def _written(run: GuardedRun, committed: int | None, train_state: TrainState, fa
 
 
 def _bad_before_update(incident: Incident) -> bool:
-    """Whether what the update went by was bad already, as `observe` lets it."""
+    """Whether the inputs of the update were already bad, as is possible under `observe`."""
     return any(f.kind == "nonfinite" and f.site in ("inputs", "outputs", "loss", "gradients") for f in incident.findings)
 
 

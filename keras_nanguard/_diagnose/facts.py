@@ -163,7 +163,7 @@ def target_fault(model: Any, targets: Sequence[np.ndarray[Any, Any]], widths: Se
 
 
 def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
-    """Return the problem of the targets that a negative loss implies, where no loss of the model can be negative."""
+    """Return the problem of the targets that a negative loss implies, if no loss of the model can be negative."""
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None

@@ -1,4 +1,4 @@
-"""What a diagnosis reads of a guarded run, and what the run asks of a diagnosis."""
+"""The interface between a guarded run and its diagnosis."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Explains(Protocol):
         """Return why an incident happened."""
 
     def bundle(self, run: GuardedRun, incident: Incident, report: Report | None) -> str | None:
-        """Write a bundle from which the step can be run again; returns its path, `None` where none was written."""
+        """Write a bundle from which the step can be run again; returns its path, `None` if none was written."""
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, `None` where it says nothing."""
+        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says nothing."""
 
 
 class NoExplainer:

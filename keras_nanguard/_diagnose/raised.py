@@ -59,7 +59,7 @@ def explained(model: Any, error: BaseException, batch: Any = None) -> tuple[Find
 
 
 def by_replay(model: Any, evidence: Evidence, report: Any) -> Diagnosis | None:
-    """Return the diagnosis of a step whose replay raises an exception, `None` where the exception has none.
+    """Return the diagnosis of a step whose replay raises an exception, `None` if the exception has none.
 
     Args:
         model: the model.
@@ -119,7 +119,7 @@ def _label(model: Any, labels: Sequence[int], value: int, low: int, high: int) -
 
 
 def _labels_per_row(model: Any) -> int:
-    """Return the number of labels per row of the batch, 0 where it is not known."""
+    """Return the number of labels per row of the batch, 0 if unknown."""
     shapes = keras_layers.output_shapes(model)
     if len(shapes) != 1:
         return 0
@@ -160,7 +160,7 @@ def _broken(model: Any, message: str, words: str) -> tuple[Finding, Diagnosis]:
 
 
 def _called(model: Any, message: str) -> Any:
-    """Return the only layer of the class that Keras reports as being called, `None` where that is not known."""
+    """Return the only layer of the class that Keras reports as being called, `None` if unknown."""
     words = CALLED.search(message)
     layers = [layer for layer in keras_layers.layers_of(model)[1:] if words is not None and type(layer).__name__ == words[1]]
     return layers[0] if len(layers) == 1 else None

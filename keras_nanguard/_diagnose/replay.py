@@ -265,5 +265,5 @@ class _InitialState:
         self._arrays = dict(arrays)
 
     def value(self, variable: Any) -> np.ndarray[Any, Any] | None:
-        """Return the value of one variable, `None` where there is none."""
+        """Return the value of one variable, `None` if there is none."""
         return self._arrays.get(variable.path)

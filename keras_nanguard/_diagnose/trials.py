@@ -1,4 +1,4 @@
-"""The trials on one refused step: each answers one question, and runs only where its answer can decide the cause."""
+"""The trials on one refused step: each answers one question, and runs only if its answer can decide the cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trials:
         step: the step, on the state before it.
         batch: its arguments.
         evidence: the evidence that needs no replay.
-        start: a snapshot of the state before the first step, `None` where there is none.
+        start: a snapshot of the state before the first step, `None` if there is none.
     """
 
     def __init__(self, step: ReplayableStep, batch: Any, evidence: Evidence, start: Any = None):
@@ -263,7 +263,7 @@ class Trials:
 
 
 def with_names(evidence: Evidence, model: Any) -> Evidence:
-    """Return the evidence with the names of the model's inputs in place of their indices, where the user named them."""
+    """Return the evidence with the names of the model's inputs in place of their indices, if the user named them."""
     names = input_names(model)
     if not any(names):
         return evidence

@@ -42,7 +42,7 @@ __all__ = [
 def print_message(text: str) -> None:
     """Print lines as Keras does: to the screen, or to the log.
 
-    A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, where nothing can
+    A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, if nothing can
     be cleared, it is left above.
     """
     if sys.stdout is None and keras.config.is_interactive_logging_enabled():  # a program without a console
@@ -156,7 +156,7 @@ class _Epoch(int):
 
 
 def running_data() -> Any:
-    """Return the data adapter of the innermost running `evaluate` or `predict`, `None` where it can be read only once."""
+    """Return the data adapter of the innermost running `evaluate` or `predict`, `None` if it can be read only once."""
     adapter = _adapter("evaluate", "predict")
     return None if "Generator" in type(adapter).__name__ else adapter
 
@@ -170,7 +170,7 @@ def write_text(callbacks: Iterable[Any], name: str, text: str, step: int) -> Non
 
 
 def running_spec() -> Any:
-    """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` where there is none."""
+    """Return the `element_spec` of the `tf.data.Dataset` that the innermost `fit` trains on, `None` if there is none."""
     iterator = _epoch_iterator("fit")
     return getattr(getattr(iterator, "_distributed_dataset", None), "element_spec", None)
 
@@ -200,7 +200,7 @@ def _adapter(*calls: str) -> Any:
 
 
 def _epoch_iterator(*calls: str) -> Any:
-    """Return the `EpochIterator` of the innermost running call of these functions, `None` where there is none."""
+    """Return the `EpochIterator` of the innermost running call of these functions, `None` if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in calls and "epoch_iterator" in frame.f_locals:

@@ -162,7 +162,7 @@ def _over_list(step: Callable[..., Any], state: Any, batches: Any) -> Any:
 
 
 def shardings(model: Any) -> Any:
-    """Return the shardings of the arrays of the state, `None` where all of them are on one device."""
+    """Return the shardings of the arrays of the state, `None` if all of them are on one device."""
     several = keras.distribution.distribution() is not None
     return tuple([v.value.sharding for v in part] for part in by_part(model)) if several else None
 

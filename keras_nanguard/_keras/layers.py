@@ -45,7 +45,9 @@ def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]
 
 
 def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Put the earlier value back where a call has put a tensor in its place, as nothing of that is a write to a variable."""
+    """Restore attributes in which a call has replaced a tensor, because this is not a write to a
+    variable.
+    """
     for held, name, before in attributes:
         if held.get(name) is not before and keras.ops.is_tensor(held.get(name)):
             held[name] = before
@@ -143,7 +145,7 @@ def output_shapes(model: Any) -> list[tuple[int | None, ...]]:
 
 
 def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the argument that calls a model in training or inference mode, none where its `call` takes none."""
+    """Return the argument that calls a model in training or inference mode, none if its `call` takes none."""
     return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
 
 

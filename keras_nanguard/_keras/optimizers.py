@@ -3,10 +3,10 @@
 Names private to Keras that are used here, because there is no public way:
 
 - ``Optimizer._get_current_learning_rate()``: the rate of this step, be it a number, a schedule or a callable; every step
-  reads the rate through it. The public property returns the variable itself where the rate is a number.
+  reads the rate through it. The public property returns the variable itself if the rate is a number.
 - ``Optimizer._learning_rate``: the rate as it was given; the public property does not distinguish a number, a schedule
   and a callable, and evaluates a schedule at the next iteration.
-- ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them where gradients are accumulated.
+- ``Optimizer._iterations``: the steps that a schedule sees; the public property divides them if gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables that an optimizer was
   built for, and their moving averages.
 - ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its slots of a variable;
@@ -100,7 +100,7 @@ def set_rate(optimizer: Any, changed: Callable[[Callable[[], Any]], Any], overri
 
 
 def scales_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the variables of the optimizer's loss scale, `()` where it has none."""
+    """Return the variables of the optimizer's loss scale, `()` if it has none."""
     return (optimizer.dynamic_scale, optimizer.step_counter) if is_loss_scaled(optimizer) and optimizer.built else ()
 
 

@@ -1,14 +1,4 @@
-"""A model under `tf.distribute` as one of its replicas sees it, outside of the strategy.
-
-Names private to Keras that are used here, because there is no public way:
-
-- ``Variable._value``: TensorFlow's own variable behind one of Keras'; under a strategy the copies
-  of all replicas in one.
-- ``Optimizer._distribution_strategy``: the strategy in whose scope the optimizer was made. It
-  updates only variables of that strategy.
-
-``tests/keras_internals/test_internals.py`` fails when a release of Keras removes one of them.
-"""
+"""A model under `tf.distribute` as one of its replicas, outside of the strategy."""
 
 from __future__ import annotations
 

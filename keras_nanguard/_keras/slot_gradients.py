@@ -34,7 +34,7 @@ LEAST = 20.0
 
 BLOCK = 1 << 13
 """Entries that are compared at once: fewer than 10,000, from which on OpenBLAS wakes threads for each `dot`
-(interface/dot.c), which takes 2 ms where all cores are busy."""
+(interface/dot.c), which takes 2 ms if all cores are busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class GradientSlot:
         kept: the share of it that a step leaves.
         scale: what the gradient is multiplied by.
         squared: whether its square is added.
-        updates: the variable that counts the updates of the optimizer: the gradient is known where there was one.
+        updates: the variable that counts the updates of the optimizer: the gradient is known if there was one.
     """
 
     variable: Any

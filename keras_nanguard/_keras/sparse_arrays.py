@@ -41,7 +41,7 @@ def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
 
 
 def dense(value: Any) -> Any:
-    """Return a sparse array of JAX with its zeros, or its stored values where they are too many."""
+    """Return a sparse array of JAX with its zeros, or its stored values if they are too many."""
     return value.todense() if fits(value) else value.data
 
 

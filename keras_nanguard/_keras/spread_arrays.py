@@ -32,13 +32,13 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
 
 @contextlib.contextmanager
 def waiting_for(what: str, processes: int) -> Iterator[None]:
-    """Raise an error with what was waited for, and how long, where another process has ended or does not respond.
+    """Name the exchange and the time in the error if another process has ended or does not respond.
 
-    The backend sets the timeout: the process group on PyTorch, the coordination service on JAX. It ends the wait with a
-    `RuntimeError` that says neither.
+    The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
+    It ends the wait with a `RuntimeError` that has neither.
 
     Args:
-        what: what the processes exchange, in words.
+        what: a description of the exchange.
         processes: number of processes.
 
     Raises:

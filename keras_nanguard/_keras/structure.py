@@ -56,7 +56,7 @@ def loss_options(loss: Any) -> dict[str, Any]:
 
 
 def given_metrics(model: Any) -> Any:
-    """Return the metrics as they were given to `compile`, `None` where there are none."""
+    """Return the metrics as they were given to `compile`, `None` if there are none."""
     return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
 
 

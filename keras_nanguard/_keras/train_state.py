@@ -30,7 +30,7 @@ class TrainState:
         rates: learning-rate variables of optimizers whose rate is a number.
         optimizers: the outermost optimizers.
         unlisted: variables that a step may write although no list of Keras contains them: native variables of the backend
-            in attributes of layers, and the generator that Keras uses where no seed is given.
+            in attributes of layers, and the generator that Keras uses if no seed is given.
         layers: the model and its layers at any depth.
         results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls have left in layers.
     """

@@ -4,9 +4,9 @@ Names private to Keras that are used here, because there is no public way:
 
 - ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is another class, which no
   layer uses.
-- ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only where it is used.
+- ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only if it is used.
 - The attribute ``global_seed_generator`` of Keras' global state (``keras.src.backend.common.global_state``): the generator
-  that Keras uses where no seed is given.
+  that Keras uses if no seed is given.
 
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 """
@@ -89,7 +89,7 @@ def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def bytes_of(variable: Any) -> int:
-    """Return how many bytes the value of a variable takes, which is not read for it; 0 where that is not known."""
+    """Return the bytes of the value of a variable without reading it; 0 if unknown."""
     bits = re.search(r"[0-9]+", str(variable.dtype))
     try:
         count = math.prod(int(n or 0) for n in variable.shape)
@@ -190,7 +190,7 @@ def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 def global_seed_variables() -> list[Any]:
-    """Return the state of the generator that Keras uses where no seed is given, if it exists already.
+    """Return the state of the generator that Keras uses if no seed is given, if it exists already.
 
     `keras.src.random.seed_generator.global_seed_generator` creates it on first use.
     """

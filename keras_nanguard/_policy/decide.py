@@ -130,7 +130,7 @@ def _bound(policy: Policy, state: PolicyState, incident: Incident) -> _Choice | 
 
 
 def _of_policy(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
-    """Return what the policy does about an incident that no rule decides."""
+    """Return the choice of the policy for an incident that no rule decides."""
     if _before_training(incident):
         return _Choice(
             "before_training", (policy.ending,), "the model is bad before the first step"
@@ -163,7 +163,7 @@ def _is_bad_state(incident: Incident) -> bool:
 
 
 def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
-    """Return the stage that the streak of bad steps has come to."""
+    """Return the present stage of the escalation."""
     place = min(state.climb, len(policy.escalation)) - 1
     rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
     nothing_committed = incident.committed == 0

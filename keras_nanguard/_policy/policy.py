@@ -1,4 +1,4 @@
-"""`Policy`: what the guard does about bad steps, on one page. Imports no backend."""
+"""`Policy`: the policy of a guard. Imports no backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules: what is done about some incidents in place of what the policy does about all of them.
-
-Imports no backend.
-"""
+"""Rules: actions for some incidents instead of those of the policy."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class PolicyState(Record):
         return self.replaced(action_steps=found)
 
     def performed(self, outcomes: Iterable[Outcome]) -> PolicyState:
-        """Return the state with what came of the actions: one without effect is not repeated."""
+        """Return the state after the actions. An action without effect is not repeated."""
         status = {outcome.action: outcome.status for outcome in outcomes}
         skipped = {name for name, what in status.items() if what == "skipped"}
         kept = {name for name in self.without_effect if status.get(name) != "done"}

@@ -80,7 +80,7 @@ class Attachment(StateAccess):
     """
 
     END_OF_DATA: tuple[type[BaseException], ...] = ()
-    """What an execution raises where there is no batch."""
+    """What an execution raises if there is no batch."""
 
     LOGS_RESTORED = False
     """Whether a refused step returns the logs of the restored metrics, not those that it computed."""

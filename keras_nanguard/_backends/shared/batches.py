@@ -46,7 +46,7 @@ def _has_numbers(value: Any) -> bool:
 
 
 def row_count(args: Any) -> int:
-    """Return the number of rows of a batch: the length of its arrays, 0 where they do not agree or have none."""
+    """Return the number of rows of a batch: the length of its arrays, 0 if they do not agree or have none."""
     lengths = {int(p.value.shape[0]) for p in parts(args) if len(p.value.shape) and p.value.shape[0]}
     return lengths.pop() if len(lengths) == 1 else 0
 
@@ -84,7 +84,7 @@ def bad(args: Any, roles: Sequence[str]) -> tuple[Constant, ...]:
 
 
 def _bad_rows(part: Part, array: np.ndarray[Any, Any], count: int) -> tuple[int, ...]:
-    """Return the rows of an array, widened, that hold NaN or Inf; none where its rows are not those of the batch."""
+    """Return the rows of an array, widened, that hold NaN or Inf; none if its rows are not those of the batch."""
     if tuple(int(n) for n in part.value.shape[:1]) != (count,):
         return ()
     if sparse_arrays.has_coordinates(part.value):
