@@ -1,4 +1,5 @@
-"""The library of today reads what earlier releases wrote: each folder of `tests/formats` holds the files of one."""
+"""The library of today reads what earlier releases wrote: each folder of `tests/formats` holds the
+files of one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ from formats import make
 from support.public_api import FORMATS
 
 import keras_nanguard
-from keras_nanguard import BundleError, FileFormatError, GuardError, Incident, NanGuard, Policy, PolicyError, Recording, lint, replay, scan
+from keras_nanguard import (
+    BundleError,
+    FileFormatError,
+    GuardError,
+    Incident,
+    NanGuard,
+    Policy,
+    PolicyError,
+    Recording,
+    lint,
+    replay,
+    scan,
+)
 from keras_nanguard._core import atomic_files
 from keras_nanguard._diagnose import bundle
 from keras_nanguard._fit import snapshot_files
@@ -53,33 +66,65 @@ def test_policies(release):
     """The three forms of a policy file give one policy, and it is written as it was."""
     policies = [Policy.load(release / f"policy.{suffix}") for suffix in ("toml", "json", "yaml")]
     assert policies[0] == policies[1] == policies[2]
-    assert policies[0].max_abs("norm/moving_mean", "statistics") == 1e5 and policies[0].snapshot.every == 4
+    assert (
+        policies[0].max_abs("norm/moving_mean", "statistics") == 1e5
+        and policies[0].snapshot.every == 4
+    )
     rule = next(rule for rule in policies[0].rules if rule.name == "bad-data")
-    assert rule.cause == ("input_nonfinite",) and [action.name for action in rule.do] == ["quarantine", "lower_lr"]
+    assert rule.cause == ("input_nonfinite",) and [action.name for action in rule.do] == [
+        "quarantine",
+        "lower_lr",
+    ]
 
 
 def test_incidents(release):
-    """The log, the two forms of a report, the bundle, the recording and the quarantine hold the same incident."""
-    paths = ["run/incidents.jsonl", "incidents.json", "incidents.jsonl", "run", "run/recording.sqlite"]
+    """The log, the two forms of a report, the bundle, the recording and the quarantine hold the
+    same incident."""
+    paths = [
+        "run/incidents.jsonl",
+        "incidents.json",
+        "incidents.jsonl",
+        "run",
+        "run/recording.sqlite",
+    ]
     found = [files.read(release / path) for path in paths]
     assert [len(incidents) for incidents in found] == [1] * len(found)
     incident = found[0][0]
     assert all(other.to_dict() == incident.to_dict() for (other,) in found)
-    assert (incident.step, incident.refused, incident.diagnosis.cause) == (9, True, "input_nonfinite")
-    assert incident.diagnosis.samples == (3,) and {outcome.action for outcome in incident.outcomes} >= {"quarantine", "lower_lr"}
+    assert (incident.step, incident.refused, incident.diagnosis.cause) == (
+        9,
+        True,
+        "input_nonfinite",
+    )
+    assert incident.diagnosis.samples == (3,) and {
+        outcome.action for outcome in incident.outcomes
+    } >= {"quarantine", "lower_lr"}
     assert incident.to_dict() == json.loads((release / "run/incidents.jsonl").read_text("utf-8"))
     with np.load(release / "run/quarantine/step-00000009.npz", allow_pickle=False) as arrays:
-        assert arrays["x"].shape == (8, 2) and np.isnan(arrays["x"][3, 1]) and arrays["y"].shape == (8, 1)
+        assert (
+            arrays["x"].shape == (8, 2)
+            and np.isnan(arrays["x"][3, 1])
+            and arrays["y"].shape == (8, 1)
+        )
         assert Incident.from_dict(json.loads(str(arrays["incident"]))).step == 9
 
 
 def test_recording(release):
     """A recording has its steps, events and bad samples."""
     recording = Recording.read(release / "run")
-    assert recording.steps["step"].tolist() == list(range(12)) and recording.steps["status"].tolist() == [0] * 9 + [1] + [0] * 2
-    assert next(event.kind for event in recording.events) == "begin" and recording.meta["status"] == "finished"
+    assert (
+        recording.steps["step"].tolist() == list(range(12))
+        and recording.steps["status"].tolist() == [0] * 9 + [1] + [0] * 2
+    )
+    assert (
+        next(event.kind for event in recording.events) == "begin"
+        and recording.meta["status"] == "finished"
+    )
     assert [sample.index for sample in recording.samples] == [75]
-    assert {path.rpartition("sample/")[2] for path in recording.layers} >= {"hidden/kernel", "norm/moving_variance"}
+    assert {path.rpartition("sample/")[2] for path in recording.layers} >= {
+        "hidden/kernel",
+        "norm/moving_variance",
+    }
 
 
 def test_bundle(release):
@@ -93,10 +138,16 @@ def test_bundle(release):
 def test_bundle_replays(release):
     """The step of a bundle goes bad again, for the same reason."""
     again = replay(release / BUNDLE, make.model())
-    assert again.reproduced and again.diagnosis.cause == "input_nonfinite" and again.diagnosis.samples == (3,)
+    assert (
+        again.reproduced
+        and again.diagnosis.cause == "input_nonfinite"
+        and again.diagnosis.samples == (3,)
+    )
 
 
-@pytest.mark.requires_backend("tensorflow", reason="a run goes on where it began, and these were written there")
+@pytest.mark.requires_backend(
+    "tensorflow", reason="a run goes on where it began, and these were written there"
+)
 def test_snapshots(release):
     """A run goes on from the snapshots, with what the policy had changed."""
     written = snapshot_files.written(release / "run" / "snapshots")
@@ -105,10 +156,16 @@ def test_snapshots(release):
     assert PolicyState.from_dict(guard_state["policy_state"]).total == 1
     guard = NanGuard(make.POLICY, directory=release / "run", resume=True, verbose=0)
     network = make.model()
-    network.fit(*make.data(bad=False), batch_size=make.BATCH, shuffle=False, verbose=0, callbacks=[guard])
-    resumed = next(event for event in Recording.read(release / "run").events if event.kind == "resume")
+    network.fit(
+        *make.data(bad=False), batch_size=make.BATCH, shuffle=False, verbose=0, callbacks=[guard]
+    )
+    resumed = next(
+        event for event in Recording.read(release / "run").events if event.kind == "resume"
+    )
     assert (resumed.epoch, resumed.step) == (0, 8)  # the newest that is verified
-    assert float(network.optimizer.learning_rate) == pytest.approx(0.025)  # what the policy had lowered afterwards
+    assert float(network.optimizer.learning_rate) == pytest.approx(
+        0.025
+    )  # what the policy had lowered afterwards
 
 
 REPORTS = {"scan": scan, "lint": lint}
@@ -119,14 +176,26 @@ def test_reports(release, name):
     """What a report said under a number it says today: no field is gone."""
     model = make.model()
     model.get_layer("norm").moving_variance.assign(np.full(3, np.nan))
-    assert _missing(json.loads((release / f"reports/{name}.json").read_text("utf-8")), REPORTS[name](model).to_dict()) == []
+    assert (
+        _missing(
+            json.loads((release / f"reports/{name}.json").read_text("utf-8")),
+            REPORTS[name](model).to_dict(),
+        )
+        == []
+    )
 
 
 def _missing(old, new, path="") -> list[str]:
-    """Return the fields that were there and are not, in dictionaries at any depth and in the first entry of each list."""
+    """Return the fields that were there and are not, in dictionaries at any depth and in the first
+    entry of each list."""
     if isinstance(old, dict) and isinstance(new, dict):
         gone = [f"{path}.{key}" for key in old if key not in new]
-        return gone + [name for key in old if key in new for name in _missing(old[key], new[key], f"{path}.{key}")]
+        return gone + [
+            name
+            for key in old
+            if key in new
+            for name in _missing(old[key], new[key], f"{path}.{key}")
+        ]
     if isinstance(old, list) and isinstance(new, list) and old and new:
         return _missing(old[0], new[0], f"{path}[]")
     return []
@@ -137,18 +206,24 @@ NEWER = {
     "incidents.json": (files.read, GuardError),
     "run/incidents.jsonl": (files.read, GuardError),
     f"{BUNDLE}/bundle.json": (lambda path: bundle.read(path.parent), BundleError),
-    "run/snapshots/snapshot-00000004/snapshot.json": (lambda path: snapshot_files.read(path.parent), FileFormatError),
+    "run/snapshots/snapshot-00000004/snapshot.json": (
+        lambda path: snapshot_files.read(path.parent),
+        FileFormatError,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NEWER)
 def test_a_newer_format_is_refused(release, name):
-    """A file with a higher number is refused with an error of the library that names the number; it is not misread."""
+    """A file with a higher number is refused with an error of the library that names the number; it
+    is not misread."""
     path, (read, error) = release / name, NEWER[name]
     if name.endswith("snapshot.json"):  # sealed with a checksum
         atomic_files.write_json(path, {**atomic_files.read_json(path), "format": 7})
     else:
-        path.write_text(re.sub(r'"(format|version)": \d', r'"\1": 7', path.read_text("utf-8")), "utf-8")
+        path.write_text(
+            re.sub(r'"(format|version)": \d', r'"\1": 7', path.read_text("utf-8")), "utf-8"
+        )
     with pytest.raises(error, match=r"7|format 1|version"):
         read(path)
 
@@ -167,4 +242,6 @@ def test_the_sample_says_who_wrote_it(release):
     """The version that wrote a folder is in its recording: the one that its name says."""
     written = Recording.read(release / "run").meta["versions"]["keras_nanguard"]
     assert f"v{'.'.join(written.split('.')[:2])}" == release.name
-    assert tuple(map(int, written.split(".")[:2])) <= tuple(map(int, keras_nanguard.__version__.split(".")[:2]))
+    assert tuple(map(int, written.split(".")[:2])) <= tuple(
+        map(int, keras_nanguard.__version__.split(".")[:2])
+    )

@@ -24,20 +24,7 @@ _FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
 
 @dataclass(frozen=True, slots=True)
 class RepairOptions:
-    """How each role is repaired, and what is repaired at all.
-
-    Attributes:
-        statistics: `"initial"`: bad values are replaced by initial values; `"source"`: the whole
-            variable comes from the good file; `"keep"`: nothing is done.
-        weights: the same, or bad values are replaced by 0 (`"zeros"`) or 1 (`"ones"`).
-        slots: `"reset"`: all slots of an optimizer with a bad one are reset.
-        limit: magnitude above which any value is bad, or `None`.
-        statistics_limit: magnitude above which a moving statistic is bad.
-        only: shell patterns; only variables of which path, layer or location matches one are
-            repaired.
-        dry_run: change nothing.
-        seed: seed of the random initial values of a file, or `None`.
-    """
+    """How each role is repaired, and what is repaired at all: the arguments of `repair`."""
 
     statistics: str = "initial"
     weights: str = "keep"

@@ -163,7 +163,8 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
     "NaN or Inf in weights, statistics or slots",
     why="The first step computes NaN from it, and so does every prediction. Training never makes "
     "it finite again.",
-    fix="Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad value.",
+    fix="Load a good file, or use keras_nanguard.repair; keras_nanguard.scan lists every bad "
+    "value.",
     program="model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n{}",
     invalid="model.layers[0].kernel.assign(np.full((4, 2), np.inf))",
     valid="",

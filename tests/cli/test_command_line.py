@@ -1,4 +1,5 @@
-"""The command line: exit codes, one sentence for an error, JSON for machines, a quick start, no backend."""
+"""The command line: exit codes, one sentence for an error, JSON for machines, a quick start, no
+backend."""
 
 import io
 import json
@@ -16,7 +17,18 @@ import pytest
 
 from keras_nanguard._cli.parser import CLEAN, FOUND, MISUSE, main, parser
 
-COMMANDS = ("scan", "repair", "recalibrate", "lint", "diagnose", "check-policy", "replay", "report", "watch", "demo")
+COMMANDS = (
+    "scan",
+    "repair",
+    "recalibrate",
+    "lint",
+    "diagnose",
+    "check-policy",
+    "replay",
+    "report",
+    "watch",
+    "demo",
+)
 
 
 @pytest.fixture
@@ -39,7 +51,12 @@ def bad(good, tmp_path):
 
 def run(*words):
     """Run the program as a user does."""
-    return subprocess.run([sys.executable, "-m", "keras_nanguard", *words], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "keras_nanguard", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_scan_says_clean_found_and_misuse_by_its_exit_code(good, bad, tmp_path, capsys):
@@ -75,7 +92,8 @@ def test_json_is_one_strict_document_a_line(good, bad, capsys):
 
 
 def test_repair_writes_a_new_file_and_says_what_it_did(bad, tmp_path, capsys):
-    """The new file is clean; a second run refuses to write over it; what is left bad exits with 1."""
+    """The new file is clean; a second run refuses to write over it; what is left bad exits with
+    1."""
     assert main(["repair", bad]) == CLEAN
     assert "done batch_normalization/moving_variance: 4 of 4" in capsys.readouterr().out
     assert main(["scan", str(tmp_path / "bad.repaired.weights.h5")]) == CLEAN
@@ -99,7 +117,8 @@ def test_a_policy_with_problems_is_a_finding_and_a_missing_one_is_misuse(tmp_pat
 
 
 def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
-    """A rule that never acts is a warning; with `--model` so is a glob that matches nothing in the file."""
+    """A rule that never acts is a warning; with `--model` so is a glob that matches nothing in the
+    file."""
     path = tmp_path / "policy.json"
     late = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
     glob = {"name": "glob", "site": "weights", "layer": "batch_normalisation", "do": "warn"}
@@ -111,12 +130,17 @@ def test_what_has_no_effect_in_a_policy_is_a_finding(good, tmp_path, capsys):
     path.write_text(json.dumps({"rules": [late]}))
     assert main(["check-policy", str(path), "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
-    assert document["valid"] and document["problems"] == [] and "never acts" in document["warnings"][0]
+    assert (
+        document["valid"] and document["problems"] == [] and "never acts" in document["warnings"][0]
+    )
     assert main(["check-policy", str(path), "--model", str(tmp_path / "missing.keras")]) == MISUSE
     assert main(["check-policy", "recover", "--model", good]) == CLEAN
 
 
-@pytest.mark.parametrize("words", ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]))
+@pytest.mark.parametrize(
+    "words",
+    ([], ["bogus"], ["scan"], ["scan", "x", "--lim", "3"], ["repair", "x", "--weights", "y"]),
+)
 def test_misuse_is_reported_with_usage_and_exit_code_two(words, capsys):
     """Unknown words and missing arguments, and no abbreviation is guessed."""
     assert main(words) == MISUSE
@@ -163,17 +187,18 @@ QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", 
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])
 def test_the_start_imports_no_backend(words, good):
-    """`--help`, `scan` and `check-policy` import no backend, and none of what else takes long to load."""
+    """`--help`, `scan` and `check-policy` import no backend, and none of what else takes long to
+    load."""
     words = [word.format(good=good) for word in words]
     code = (
         "import sys, runpy\nsys.argv[0] = 'keras-nanguard'\n"
         "try: runpy.run_module('keras_nanguard', run_name='__main__')\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'scipy', 'pandas', 'matplotlib') if m in sys.modules])"
+        "slow = ('keras', 'tensorflow', 'jax', 'torch', 'scipy', 'pandas', 'matplotlib')\n"
+        "print([m for m in slow if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +206,9 @@ def model_file(tmp_path_factory):
     """Return the path of a saved model with one hazard and one ruined layer."""
     keras = pytest.importorskip("keras")
     layers = keras.layers
-    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(name="bn"), layers.Dense(3, name="head")])
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.BatchNormalization(name="bn"), layers.Dense(3, name="head")]
+    )
     model.compile("adam", "sparse_categorical_crossentropy")
     model.get_layer("bn").moving_variance.assign(np.full(4, np.nan))
     path = tmp_path_factory.mktemp("model") / "model.keras"
@@ -197,22 +224,39 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
     assert main(["lint", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
     codes = [hazard["code"] for hazard in json.loads(capsys.readouterr().out)["hazards"]]
     assert codes == ["logits_as_probabilities", "nonfinite_weights", "labels_out_of_range"]
-    assert main(["lint", model_file, "--ignore", "logits_as_probabilities", "--ignore", "nonfinite_weights"]) == CLEAN
+    assert (
+        main(
+            [
+                "lint",
+                model_file,
+                "--ignore",
+                "logits_as_probabilities",
+                "--ignore",
+                "nonfinite_weights",
+            ]
+        )
+        == CLEAN
+    )
     assert main(["lint", model_file, "--ignore", "nonsense"]) == MISUSE
 
 
 def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
     """The first bad layer is named, and inference is distinguished from training."""
-    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32))
+    np.savez(
+        tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    )
     assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--json"]) == FOUND
     document = json.loads(capsys.readouterr().out)
     assert "bn" in document["diagnosis"]["culprit"]
-    assert main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--rows", "8"]) == FOUND
+    assert (
+        main(["diagnose", model_file, "--data", str(tmp_path / "data.npz"), "--rows", "8"]) == FOUND
+    )
     assert "In inference mode" in capsys.readouterr().out
 
 
 def test_diagnose_of_data_that_the_model_does_not_take(tmp_path, capsys):
-    """What could not be run is neither clean nor found: exit code 2, and the exception in one sentence."""
+    """What could not be run is neither clean nor found: exit code 2, and the exception in one
+    sentence."""
     keras = pytest.importorskip("keras")
     sound = str(tmp_path / "sound.keras")
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]).save(sound)
@@ -228,22 +272,29 @@ def test_recalibrate_writes_a_healed_model(model_file, tmp_path, capsys):
     x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     output = str(tmp_path / "healed.keras")
-    assert main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == CLEAN
+    assert (
+        main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == CLEAN
+    )
     assert "not finite before" in capsys.readouterr().out
     assert main(["scan", output, "--json"]) == CLEAN
     document = json.loads(capsys.readouterr().out)
     found = {v["path"]: v["statistics"] for layer in document["layers"] for v in layer["variables"]}
     assert found["bn/moving_mean"]["mean"] == pytest.approx(x.mean(), rel=1e-4)
-    assert main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == MISUSE
+    assert (
+        main(["recalibrate", model_file, "--data", str(tmp_path / "x.npy"), "-o", output]) == MISUSE
+    )
     assert "overwrite" in capsys.readouterr().err
 
 
 def test_what_cannot_be_loaded_is_one_sentence(good, tmp_path, capsys):
-    """Weights without a model, a missing file, pickled data, a Lambda with code in it: exit code 2, no code run."""
+    """Weights without a model, a missing file, pickled data, a Lambda with code in it: exit code 2,
+    no code run."""
     keras = pytest.importorskip("keras")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object))
     mark = str(tmp_path / "ran")
-    evil = keras.Sequential([keras.Input((1,)), keras.layers.Lambda(lambda x: __import__("os").mkdir(mark) or x)])
+    evil = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Lambda(lambda x: __import__("os").mkdir(mark) or x)]
+    )
     os.rmdir(mark)
     evil.save(tmp_path / "lambda.keras")
     for words in (
@@ -271,10 +322,19 @@ def test_shells_complete(typed, offered):
     """Commands, options and the choices of an option are completed by argcomplete."""
     pytest.importorskip("argcomplete")
     line = f"keras-nanguard {typed}"
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
     command = ["sh", "-c", f'"{sys.executable}" -m keras_nanguard 8>&1']
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked, "_ARC_DEBUG": ""})
-    assert {word.rstrip() for word in done.stdout.split("\n")} == {word.rstrip() for word in offered}, done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **asked, "_ARC_DEBUG": ""}
+    )
+    assert {word.rstrip() for word in done.stdout.split("\n")} == {
+        word.rstrip() for word in offered
+    }, done.stderr
 
 
 def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
@@ -300,7 +360,11 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path):
 
 def test_a_terminal_gets_tables_and_a_pipe_gets_lines(bad, monkeypatch, capsys):
     """What is printed follows where it goes."""
-    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None))
+    monkeypatch.setattr(
+        sys,
+        "stdout",
+        types.SimpleNamespace(isatty=lambda: False, write=sys.stdout.write, flush=lambda: None),
+    )
     assert main(["scan", bad]) == FOUND
     assert "(error)" in capsys.readouterr().out
     started = time.process_time()

@@ -11,15 +11,22 @@ pytest.importorskip("sklearn")
 
 from keras_nanguard._cli import demo
 
-SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()  # convolutions in float16 on a CPU
+SLOW = (
+    pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()
+)  # convolutions in float16 on a CPU
 
 
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
 def test_the_guarded_run_wins(capsys, epochs):
-    """Stock Keras predicts NaN only, the guarded run is as good as one without the broken images; one line a kind of trouble."""
+    """Stock Keras predicts NaN only, the guarded run is as good as one without the broken images;
+    one line a kind of trouble."""
     assert demo.run(epochs) == 0
     reported = capsys.readouterr().out
-    rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:5]] for line in reported.splitlines() if "│" in line}
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:5]]
+        for line in reported.splitlines()
+        if "│" in line
+    }
     stock, guarded, clean = (float(cell) for cell in rows["test accuracy"])
     assert stock == 0.0 and min(guarded, clean) >= 0.9
     assert rows["predictions that are NaN"] == ["357 of 357", "0 of 357", "0 of 357"]
@@ -47,12 +54,15 @@ def result(accuracy=0.98, loss=0.1, bad=0):
     ],
 )
 def test_what_a_win_is(stock, guarded, clean, won):
-    """The guarded run wins where it is sound, good, close to the one on clean data and far better than stock Keras."""
+    """The guarded run wins where it is sound, good, close to the one on clean data and far better
+    than stock Keras."""
     assert demo.wins(stock, guarded, clean) is won
 
 
 def test_a_guard_without_benefit_fails(monkeypatch, capsys):
     """The exit code is 1 and a line says so where the guarded run does not win."""
-    monkeypatch.setattr(demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"})
+    monkeypatch.setattr(
+        demo, "train", lambda *args: {**result(0.1), "predictions that are NaN": "0 of 357"}
+    )
     assert demo.run(1) == 1
     assert "did not win" in capsys.readouterr().out

@@ -18,7 +18,14 @@ from keras_nanguard._report import files, log
 
 INCIDENTS = [
     Incident(7, 0, 7, (Finding("gradients", "nonfinite", "dense/kernel", 3, 0, 8),), True),
-    Incident(9, 1, 1, (Finding("loss", "nonfinite", value=float("nan")),), True, diagnosis=Diagnosis("loss_domain", "mse", (2,))),
+    Incident(
+        9,
+        1,
+        1,
+        (Finding("loss", "nonfinite", value=float("nan")),),
+        True,
+        diagnosis=Diagnosis("loss_domain", "mse", (2,)),
+    ),
 ]
 
 
@@ -48,7 +55,17 @@ def test_command(tmp_path, capsys):
         assert "dense/kernel" in (tmp_path / f"out.{ending}").read_text()
 
 
-HOSTILE = ["", "[", "[" * 100_000, "null", "[1]", '{"format": 99}', '{"format": 1, "incidents": [{"format": 1}]}', "\x00", '{"format": 1}']
+HOSTILE = [
+    "",
+    "[",
+    "[" * 100_000,
+    "null",
+    "[1]",
+    '{"format": 99}',
+    '{"format": 1, "incidents": [{"format": 1}]}',
+    "\x00",
+    '{"format": 1}',
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -77,12 +94,19 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     with pytest.raises(FileNotFoundError) as caught:
         files.write(INCIDENTS, "head", path)
     assert caught.value.filename == str(path)
-    assert main(["report", str(files.write(INCIDENTS, "", tmp_path / "run.json")), "-o", str(path)]) == 2
-    assert capsys.readouterr().err == f"keras-nanguard: {path} cannot be written: No such file or directory.\n"
+    assert (
+        main(["report", str(files.write(INCIDENTS, "", tmp_path / "run.json")), "-o", str(path)])
+        == 2
+    )
+    assert (
+        capsys.readouterr().err
+        == f"keras-nanguard: {path} cannot be written: No such file or directory.\n"
+    )
 
 
 def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
-    """A line that a process left half-written is not read, and gone once the next process begins; one that does not fit is taken back."""
+    """A line that a process left half-written is not read, and gone once the next process begins;
+    one that does not fit is taken back."""
     log.begin(tmp_path)
     assert files.read(tmp_path) == []
     for incident in INCIDENTS:
@@ -106,12 +130,15 @@ def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
 
 @pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 def test_a_recording_is_enough(tmp_path, capsys):
-    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are reported from its events."""
+    """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are
+    reported from its events."""
     run, healthy = synthetic(300, 2), synthetic(300, 0)
     for name, recording in (("run", run), ("healthy", healthy)):
         (tmp_path / name).mkdir()
         writer = database.Database(tmp_path / name / database.NAME, "me")
-        writer.write(database.Changes(meta=recording.meta, events=tuple(enumerate(recording.events))))
+        writer.write(
+            database.Changes(meta=recording.meta, events=tuple(enumerate(recording.events)))
+        )
         writer.close()
     assert main(["report", str(tmp_path / "healthy")]) == 0
     for path in (tmp_path / "run", tmp_path / "run" / database.NAME):
@@ -119,11 +146,22 @@ def test_a_recording_is_enough(tmp_path, capsys):
         assert len(files.read(path)) == 2 and files.recorded(path).meta["model"] == "net"
     assert "loss_domain in &#39;net/dense&#39;" in (tmp_path / "run.html").read_text()
     (tmp_path / "run" / database.NAME).unlink()
-    assert main(["report", str(tmp_path / "run")]) == main(["report", str(tmp_path / "run" / database.NAME)]) == 2
+    assert (
+        main(["report", str(tmp_path / "run")])
+        == main(["report", str(tmp_path / "run" / database.NAME)])
+        == 2
+    )
     assert "Traceback" not in capsys.readouterr().err
 
 
-ODD = {"step": "7", "findings": ["x"], "diagnosis": "d", "values": {"loss": []}, "bundle": 3, "outcomes": [{"action": "skip", "status": 1}]}
+ODD = {
+    "step": "7",
+    "findings": ["x"],
+    "diagnosis": "d",
+    "values": {"loss": []},
+    "bundle": 3,
+    "outcomes": [{"action": "skip", "status": 1}],
+}
 
 
 @pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
@@ -137,7 +175,8 @@ def test_a_field_of_another_type(tmp_path, capsys, field):
 
 
 def test_the_directory_of_a_guard(tmp_path, capsys):
-    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, while it runs too; without a log the bundles."""
+    """`keras-nanguard report run1` after `NanGuard(directory="run1")`: all incidents, while it runs
+    too; without a log the bundles."""
     keras = pytest.importorskip("keras")
     from keras_nanguard import NanGuard
 
@@ -152,7 +191,15 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
             met.append(len(files.read(run)))
 
     guard = NanGuard(directory=run, verbose=0)
-    model.fit(x, x[:, :1] * 0 + 1, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[guard, Watch()])
+    model.fit(
+        x,
+        x[:, :1] * 0 + 1,
+        batch_size=8,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[guard, Watch()],
+    )
     assert met == [1, 2]
     assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
     assert main(["report", str(run)]) == 1

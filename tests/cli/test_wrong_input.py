@@ -1,4 +1,5 @@
-"""Every command with every kind of wrong input: one sentence on stderr, in the words of the command line, and exit code 2."""
+"""Every command with every kind of wrong input: one sentence on stderr, in the words of the command
+line, and exit code 2."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ def test_wrong_input_is_one_sentence(command, given, good, tmp_path, capfd):
     code = main([word.format(path, **good) for word in COMMANDS[command]])
     captured = capfd.readouterr()
     reported = [line for line in captured.err.splitlines() if line.startswith("keras-nanguard: ")]
-    if command == "check-policy" and code == 1:  # a policy that can be read, and is wrong, is a finding
+    if (
+        command == "check-policy" and code == 1
+    ):  # a policy that can be read, and is wrong, is a finding
         assert captured.out and not reported
         return
     assert code == MISUSE, captured
@@ -154,19 +157,31 @@ def test_options_go_by_their_own_names(given, good, tmp_path, capsys):
     assert "=" not in text.replace(str(tmp_path), "")
     with pytest.raises(GuardError) as caught:
         repair(path, output, weights="zeros")
-    assert OUTPUTS[given][1].replace("--overwrite", "overwrite=True").replace("--in-place", "in_place=True") in str(caught.value)
+    assert OUTPUTS[given][1].replace("--overwrite", "overwrite=True").replace(
+        "--in-place", "in_place=True"
+    ) in str(caught.value)
 
 
 def test_what_was_left_names_the_option_that_replaces_it(good, capsys):
     """`--weights zeros` on the command line, in JSON too; `weights='zeros'` in Python."""
     assert main(["repair", good["model"]]) == 1
-    assert "choose --weights initial or --weights zeros or --weights ones, or name a source" in capsys.readouterr().out
+    assert (
+        "choose --weights initial or --weights zeros or --weights ones, or name a source"
+        in capsys.readouterr().out
+    )
     assert main(["repair", good["model"], "--json"]) == 1
     assert "--weights zeros" in json.loads(capsys.readouterr().out)["changes"][0]["detail"]
     assert "weights='zeros'" in repair(good["model"]).changes[0].detail
 
 
-@pytest.mark.parametrize("words", (["scan", "x", "--limit", "-1"], ["repair", "x", "--slots", "source"], ["scan", "x", "--limit", "nan"]))
+@pytest.mark.parametrize(
+    "words",
+    (
+        ["scan", "x", "--limit", "-1"],
+        ["repair", "x", "--slots", "source"],
+        ["scan", "x", "--limit", "nan"],
+    ),
+)
 def test_wrong_values_of_options(words, good, capsys):
     """A value that an option does not take."""
     assert main([good["model"] if word == "x" else word for word in words]) == MISUSE
@@ -186,7 +201,8 @@ def test_wrong_values_of_options(words, good, capsys):
     ),
 )
 def test_numbers_that_cannot_be_are_misuse(words, capsys):
-    """A number of rows, batches or a seed out of range is reported with the option, before a file is opened."""
+    """A number of rows, batches or a seed out of range is reported with the option, before a file
+    is opened."""
     assert main(words) == MISUSE
     assert f"argument {words[-2]}: " in capsys.readouterr().err
 
@@ -196,7 +212,9 @@ def model(tmp_path_factory):
     """Return a saved model that takes rows of four numbers."""
     keras = pytest.importorskip("keras")
     path = tmp_path_factory.mktemp("model") / "m.keras"
-    keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]).save(path)
+    keras.Sequential(
+        [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    ).save(path)
     return str(path)
 
 
@@ -227,7 +245,10 @@ def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
     """It is named as such, and not taken for an unreadable input."""
     recalibrated = ["recalibrate", model, "--data", good["data"], "-o", "/proc/out.keras"]
     np.save(good["data"], ROWS)
-    for words in (["repair", good["model"], "--weights", "zeros", "-o", "/proc/out.npz"], recalibrated):
+    for words in (
+        ["repair", good["model"], "--weights", "zeros", "-o", "/proc/out.npz"],
+        recalibrated,
+    ):
         assert main(words) == MISUSE
         assert f"keras-nanguard: {words[-1]} cannot be written: " in capsys.readouterr().err
 
@@ -243,7 +264,8 @@ def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
 
 
 def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
-    """What nobody expected ends with 2 and one sentence, which says how to see where it happened."""
+    """What nobody expected ends with 2 and one sentence, which says how to see where it
+    happened."""
     monkeypatch.setattr(commands, "_limits", lambda given: 1 // 0)
     assert main(["scan", good["model"]]) == MISUSE
     assert "ZeroDivisionError" in (text := capsys.readouterr().err) and text.count("\n") == 1
@@ -254,7 +276,12 @@ def test_a_model_that_keras_cannot_load(tmp_path, capsys):
     pytest.importorskip("keras")
     from keras_nanguard._files.loaded import load_model
 
-    for config in ("[]", "{}", '{"class_name": "Sequential", "config": {"layers": [{"class_name": "No"}]}}', "nonsense"):
+    for config in (
+        "[]",
+        "{}",
+        '{"class_name": "Sequential", "config": {"layers": [{"class_name": "No"}]}}',
+        "nonsense",
+    ):
         with zipfile.ZipFile(tmp_path / "odd.keras", "w") as archive:
             archive.writestr("metadata.json", "{}")
             archive.writestr("config.json", config)

@@ -1,8 +1,10 @@
-"""Write a sample of each file format, as the library of today writes it: once for each release that changes a format.
+"""Write a sample of each file format, as the library of today writes it: once for each release that
+changes a format.
 
     python tests/formats/make.py 1.0
 
-What is in the folder stays as it is: `tests/test_formats.py` reads every folder with the library of today.
+What is in the folder stays as it is: `tests/test_formats.py` reads every folder with the library of
+today.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ POLICY = {
     "preset": "recover",
     "snapshot": {"every": 4, "verify_after": 2, "storage": "disk"},
     "limits": [{"site": "statistics", "max_abs": 1e5}],
-    "rules": [{"name": "bad-data", "cause": "input_nonfinite", "do": ["quarantine", {"lower_lr": {"factor": 0.5}}]}],
+    "rules": [
+        {
+            "name": "bad-data",
+            "cause": "input_nonfinite",
+            "do": ["quarantine", {"lower_lr": {"factor": 0.5}}],
+        }
+    ],
 }
 BATCH, BATCHES, BAD = 8, 12, 9
 
@@ -34,7 +42,11 @@ BATCH, BATCHES, BAD = 8, 12, 9
 def model() -> keras.Model:
     """Return the network of the samples."""
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(3, name="hidden"), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(1, name="head")]
+    layers = [
+        keras.layers.Dense(3, name="hidden"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dense(1, name="head"),
+    ]
     made = keras.Sequential([keras.Input((2,), name="features"), *layers], name="sample")
     made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     return made
@@ -75,12 +87,19 @@ def write() -> None:
         }
     Path("reports").mkdir()
     for name, report in reports.items():
-        Path("reports", f"{name}.json").write_text(json.dumps(report.to_dict(), indent=1).replace(elsewhere, "."), "utf-8")
-    for name, words in {"checked_policy": ("check-policy", "policy.toml"), "compared_runs": ("report", "run", "run")}.items():
+        Path("reports", f"{name}.json").write_text(
+            json.dumps(report.to_dict(), indent=1).replace(elsewhere, "."), "utf-8"
+        )
+    for name, words in {
+        "checked_policy": ("check-policy", "policy.toml"),
+        "compared_runs": ("report", "run", "run"),
+    }.items():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             main([*words, "--json"])
-        Path("reports", f"{name}.json").write_text(printed.getvalue().splitlines()[0] + "\n", "utf-8")
+        Path("reports", f"{name}.json").write_text(
+            printed.getvalue().splitlines()[0] + "\n", "utf-8"
+        )
 
 
 def _yaml(policy: Policy) -> str:
@@ -94,4 +113,5 @@ if __name__ == "__main__":
     folder.mkdir()
     os.chdir(folder)
     write()
-    print(f"{folder}, written by keras_nanguard {keras_nanguard.__version__}, Keras {keras.__version__}")
+    versions = f"keras_nanguard {keras_nanguard.__version__}, Keras {keras.__version__}"
+    print(f"{folder}, written by {versions}")

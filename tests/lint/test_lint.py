@@ -1,4 +1,5 @@
-"""Each rule finds its hazard in its own sample and nothing in the sample put right; good models are left in peace."""
+"""Each rule finds its hazard in its own sample and nothing in the sample put right; good models are
+left in peace."""
 
 import functools
 import json
@@ -46,7 +47,9 @@ def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
     exec(rule.invalid, made)
     model, data = made["model"], (made.get("x"), made.get("y"))
     rest = lint(model, *data, ignore=[rule.code]).hazards
-    assert rest == tuple(hazard for hazard in lint(model, *data).hazards if hazard.code != rule.code)
+    assert rest == tuple(
+        hazard for hazard in lint(model, *data).hazards if hazard.code != rule.code
+    )
 
 
 def test_the_page_in_the_docs_is_the_one_that_the_rules_make():
@@ -96,12 +99,16 @@ def head(activation, loss, units=3, **options):
     ],
 )
 def test_loss_and_last_activation(activation, loss, codes):
-    """Every pairing that Keras' documentation shows is silent, every one that takes a log of the wrong thing is not."""
+    """Every pairing that Keras' documentation shows is silent, every one that takes a log of the
+    wrong thing is not."""
     assert head(activation, loss) == codes
 
 
 FIVES, LABELS = np.full((4, 3), 5.0), np.array([0, 1, 2, 1])
-SPARSE, IGNORED = keras.losses.sparse_categorical_crossentropy, keras.losses.SparseCategoricalCrossentropy
+SPARSE, IGNORED = (
+    keras.losses.sparse_categorical_crossentropy,
+    keras.losses.SparseCategoricalCrossentropy,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,10 @@ SPARSE, IGNORED = keras.losses.sparse_categorical_crossentropy, keras.losses.Spa
         (IGNORED(ignore_class=255), [0, 7, 255, 2], "softmax", False),
         (IGNORED(), [0, 1, 255, 2], "softmax", False),
         (functools.partial(SPARSE), [0, 1, 255, 2], "softmax", False),
-        *((name, FIVES, "softmax", False) for name in ("kl_divergence", "kld", "KLD", "kullback_leibler_divergence")),
+        *(
+            (name, FIVES, "softmax", False)
+            for name in ("kl_divergence", "kld", "KLD", "kullback_leibler_divergence")
+        ),
         (keras.losses.KLDivergence(), FIVES, "softmax", False),
         (keras.losses.kl_divergence, FIVES, "softmax", False),
         (keras.losses.kl_divergence, np.eye(3)[LABELS], "softmax", True),
@@ -135,7 +145,8 @@ def test_targets_are_compared_with_what_the_loss_accepts(loss, targets, activati
 
 
 def test_the_last_activation_is_found_behind_other_layers():
-    """Nested models, Activation layers, Softmax, reshapes and operations on the way do not hide it."""
+    """Nested models, Activation layers, Softmax, reshapes and operations on the way do not hide
+    it."""
     inner_input = keras.Input((4,))
     inner = keras.Model(inner_input, layers.Dense(3, activation="softmax")(inner_input))
     outer_input = keras.Input((4,))
@@ -154,7 +165,10 @@ def test_the_last_activation_is_found_behind_other_layers():
 def test_each_output_is_held_against_its_own_loss_and_targets():
     """With several outputs, losses and targets are matched by name or by place."""
     inputs = keras.Input((4,))
-    outputs = {"a": layers.Dense(2, activation="softmax", name="a")(inputs), "b": layers.Dense(1, name="b")(inputs)}
+    outputs = {
+        "a": layers.Dense(2, activation="softmax", name="a")(inputs),
+        "b": layers.Dense(1, name="b")(inputs),
+    }
     model = keras.Model(inputs, outputs)
     model.compile("adam", {"a": "sparse_categorical_crossentropy", "b": "mse"})
     assert lint(model).ok
@@ -164,7 +178,10 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     assert [hazard.path for hazard in lint(model).hazards] == ["b"]
 
 
-@pytest.mark.parametrize(("rate", "bad"), [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("rate", "bad"),
+    [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)],
+)
 def test_learning_rates(rate, bad):
     """Zero, negative, NaN and absurd rates are reported; what is merely large is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
@@ -176,9 +193,14 @@ def test_schedules_are_looked_at_along_their_way():
     """A warm-up from 0 is in order; a schedule that goes negative is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     schedules = keras.optimizers.schedules
-    model.compile(keras.optimizers.Adam(schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)), "mse")
+    model.compile(
+        keras.optimizers.Adam(schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)),
+        "mse",
+    )
     assert lint(model).ok
-    model.compile(keras.optimizers.Adam(schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)), "mse")
+    model.compile(
+        keras.optimizers.Adam(schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)), "mse"
+    )
     assert not lint(model).ok
 
 
@@ -194,11 +216,14 @@ def test_operations_are_safe_behind_what_keeps_them_in_their_domain():
     ):
         assert lint(keras.Model(inputs, expression)).ok
     for expression in (ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)):
-        assert [hazard.code for hazard in lint(keras.Model(inputs, expression)).hazards] == ["unprotected_operation"]
+        assert [hazard.code for hazard in lint(keras.Model(inputs, expression)).hazards] == [
+            "unprotected_operation"
+        ]
 
 
 def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_seen():
-    """Lint does not fail on models without a graph, a loss or an optimizer, and does not change what it looks at."""
+    """Lint does not fail on models without a graph, a loss or an optimizer, and does not change
+    what it looks at."""
 
     class Sub(keras.Model):
         def __init__(self):
@@ -210,7 +235,9 @@ def test_a_subclassed_or_uncompiled_model_is_passed_over_where_nothing_can_be_se
 
     model = Sub()
     model(np.ones((2, 3)))
-    assert [hazard.path for hazard in lint(model).hazards] == ["batch_normalization"] or lint(model).hazards
+    assert [hazard.path for hazard in lint(model).hazards] == ["batch_normalization"] or lint(
+        model
+    ).hazards
     before = [variable.numpy() for variable in model.variables]
     lint(model, {"a": np.ones(3)}, [np.ones(3)])
     for variable, value in zip(model.variables, before):
@@ -244,7 +271,9 @@ def application_is_silent(name):
     model = make(weights=None)
     model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
     assert lint(model).hazards == ()
-    model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), keras.losses.SparseCategoricalCrossentropy())
+    model.compile(
+        keras.optimizers.SGD(1e-4, momentum=0.9), keras.losses.SparseCategoricalCrossentropy()
+    )
     assert lint(model).hazards == ()
     keras.backend.clear_session()
 
@@ -263,17 +292,30 @@ def test_every_keras_application_is_left_in_peace(name):
 
 
 def test_what_is_infinite_on_purpose_is_no_hazard():
-    """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance and a bad slot are."""
+    """A mask of -Inf, a NaN marker and a metric that is NaN are not reported; a bad moving variance
+    and a bad slot are."""
 
     class Masked(layers.Layer):
         def build(self, shape):
-            self.mask = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(-np.inf), trainable=False, name="mask")
-            self.mark = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(np.nan), trainable=False, name="mark")
+            self.mask = self.add_weight(
+                shape=(2,),
+                initializer=keras.initializers.Constant(-np.inf),
+                trainable=False,
+                name="mask",
+            )
+            self.mark = self.add_weight(
+                shape=(2,),
+                initializer=keras.initializers.Constant(np.nan),
+                trainable=False,
+                name="mark",
+            )
 
         def call(self, x):
             return x
 
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.BatchNormalization(), Masked()])
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(2), layers.BatchNormalization(), Masked()]
+    )
     model.compile("adam", "mse")
     x = np.full((8, 4), np.nan, "float32")
     model.evaluate(x, x[:, :2], verbose=0)
@@ -283,4 +325,6 @@ def test_what_is_infinite_on_purpose_is_no_hazard():
     for variable in (model.layers[1].moving_variance, slot):
         variable.assign(np.full(variable.shape, np.inf))
     found = [hazard for hazard in lint(model).hazards if hazard.code == "nonfinite_weights"]
-    assert [hazard.severity for hazard in found] == ["error", "error"] and found[0].path == model.layers[1].moving_variance.path
+    assert [hazard.severity for hazard in found] == ["error", "error"] and found[
+        0
+    ].path == model.layers[1].moving_variance.path
