@@ -47,7 +47,7 @@ NOT_OF_KERAS = {
     "_trace",  # JAX
     *("_flatten_dense_tensors", "_foreach_copy_", "_utils"),  # PyTorch
     *("_cdata", "_schema", "_version", "_foreach_norm", "_opt_called", "_torchdynamo_orig_callable"),  # PyTorch
-    *("_get_default_store", "_get_total_norm", "_to_kwargs"),  # PyTorch
+    *("_get_default_store", "_get_total_norm", "_local_tensor", "_to_kwargs"),  # PyTorch
     "_src",  # JAX
     *("_session", "_fields", "_asdict", "_replace"),  # our own, named tuples
 }

@@ -374,12 +374,14 @@ class Host(Protocol):
     """Whether one array may be spread over several processes, so that none of them can compute with it alone."""
 
     def place(self) -> tuple[int, int]:
-        """Return the rank of this process, from 0, and the number of processes that train together.
-        """
+        """Return the rank of this process, from 0, and how many processes train together."""
 
     def trains_together(self, model: Any, loop: bool) -> bool:
         """Whether this process trains the model with others; `loop`: in a loop of the user's own.
         """
+
+    def is_sharded(self, model: Any) -> bool:
+        """Whether each process has another part of the model, so that none can save it alone."""
 
     def gathered(self, payload: bytes, what: str) -> list[bytes]:
         """Return the values of all processes by rank, or raise `GuardError` with the missing rank.

@@ -54,7 +54,8 @@ class Trials:
         self.look_at_batch()
         if self.evidence.state or not self.evidence.refused:
             return self.evidence
-        if processes.count() > 1 and current.host().SPREADS_ARRAYS:
+        host = current.host()
+        if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
             self._add(notes=(f"The step runs in {processes.count()} processes, so one of them alone cannot replay it.",))
             return self.evidence
         copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients

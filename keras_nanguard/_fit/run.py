@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from keras_nanguard._backends import current
+from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import agreement
@@ -76,6 +78,10 @@ class Run:
         self.agreement = agreement(model, loop=optimizers is not None)
         self.ring = Ring(kept.keep, kept.good_steps)
         if directory is not None and kept.storage == "disk":
+            if current.host().is_sharded(model):
+                remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
+                received = 'storage = "disk" for a module that fully_shard has split'
+                raise GuardError(expected("a model that one process can save", received, remedy))
             self.ring = DiskRing(kept.keep, kept.good_steps, directory, self.recovery, say)
         self.ring.agree_on_room = self.agreement.room
         self.short_of_memory: set[str] = set()

@@ -14,6 +14,7 @@ __all__ = [
     "advance_generator",
     "gathered",
     "generator_state",
+    "is_sharded",
     "place",
     "set_generator_state",
     "trains_together",
@@ -38,6 +39,11 @@ def trains_together(model: Any, loop: bool) -> bool:
 def gathered(payload: bytes, what: str) -> list[bytes]:
     """Return the values of all processes, by rank."""
     return [payload]
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether no process can save the model without the others: here each can."""
+    return False
 
 
 def generator_state() -> np.ndarray[Any, Any] | None:

@@ -13,6 +13,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import group, reductions, reports
 from keras_nanguard._backends.torch.compiled_step import Compiled
 from keras_nanguard._backends.torch.intercept import Intercept, StandIns
+from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import Expected, UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -45,6 +46,8 @@ class Parts:
         self.other = [v.value for v in train_state.other]
         self.weights_and_slots = [v.value for v in (*train_state.trainable, *train_state.slots)]
         self.metrics = {id(v.value) for v in train_state.metrics}
+        updated = (*train_state.trainable, *train_state.slots)
+        self.holders = [getattr(v, "of", v.value) for v in updated]  # what has a gradient
         self.judged_elsewhere = self.metrics | {id(t) for t in self.weights_and_slots}
         self.judged_elsewhere |= {id(v.value) for v in (*(s for pair in train_state.scales for s in pair), *train_state.rates)}
         self.results = {id(tensor) for tensor in train_state.results}
@@ -103,11 +106,12 @@ class StepRun:
         fresh = owner.steps < FRESH
         kept = [*owner.untracked.values(), *(parts.other if fresh else ())]
         adds = not owner.stock and (fresh or owner.adds_to_gradients or owner.model is None)  # what a step finds stays alive until its end
-        self.grads = [(t, t.grad, t.grad._version) for t in parts.weights_and_slots if t.grad is not None] if adds else []
+        held = [(t, t.grad) for t in parts.holders if t.grad is not None] if adds else []
+        self.grads = [(t, grad, local(grad)._version) for t, grad in held]
         if fresh and not owner.stock and owner.refuse:
             kept += parts.weights_and_slots
         if (fresh or owner.adds_to_gradients) and owner.refuse:
-            kept += [grad for _, grad, _ in self.grads]
+            kept += [local(grad) for _, grad, _ in self.grads]
         if owner.jit and not fresh:
             self.compiled = owner.compiled = owner.compiled or Compiled(owner.body, owner.model, self.train_state.optimizers)
             self.undo_log = UndoLog((), self._note_created, [*parts.unlisted, *parts.small_state, *kept], watch=False)
@@ -129,7 +133,8 @@ class StepRun:
                         group.leave(error)
                     raise
                 self.error = error
-        owner.adds_to_gradients |= any(grad._version != version for _, grad, version in self.grads)
+        versions = [(local(grad)._version, version) for _, grad, version in self.grads]
+        owner.adds_to_gradients |= any(now != version for now, version in versions)
         if self.created_count:
             owner.stale = True
         if self.may_commit is None:
@@ -237,8 +242,7 @@ class StepRun:
         """
         if self.error is None or self.seen.records:
             return [gradient for record in self.seen.records for gradient in record.gradients]
-        trained = [v.value for v in self.train_state.trainable]
-        return [t.grad for t in trained if t.grad is not None]
+        return [local(t.grad) for t in self.parts.holders if t.grad is not None]
 
     def _tolerate_constants(self) -> bool:
         """Exclude unwritten buffers that are infinite on purpose; return whether there are any.
@@ -358,7 +362,7 @@ class StepRun:
 
     def _clear_gradients(self) -> None:
         """Remove the gradients of a refused step, for a body that accumulates them."""
-        for tensor in self.parts.weights_and_slots:
+        for tensor in self.parts.holders:
             tensor.grad = None
         for tensor, grad, _ in self.grads:
             tensor.grad = grad

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from keras_nanguard._backends.torch.group import gathered, place
-from keras_nanguard._backends.torch.local_replay import communicates
+from keras_nanguard._backends.torch.local_replay import communicates, is_sharded
 
 __all__ = [
     "SPREADS_ARRAYS",
     "advance_generator",
     "gathered",
     "generator_state",
+    "is_sharded",
     "place",
     "set_generator_state",
     "trains_together",

@@ -16,6 +16,7 @@ import keras
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Undo, Update
 from keras_nanguard._core.verdict import named_outputs, predicted
 from keras_nanguard._keras.overrides import Overrides
@@ -47,7 +48,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def _touches(self, args: Iterable[Any]) -> bool:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if _storage(arg) in self.storages:
+                if _storage(local(arg)) in self.storages:
                     return True
             elif isinstance(arg, (list, tuple)) and self._touches(arg):
                 return True

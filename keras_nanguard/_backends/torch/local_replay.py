@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_nanguard._backends.torch.group import place
 from keras_nanguard._keras.overrides import ThreadOverrides
 
-__all__ = ["communicates", "locally"]
+__all__ = ["communicates", "is_sharded", "locally"]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor")
 """Namespaces in which torch registers operations that communicate."""
@@ -67,6 +67,11 @@ def communicates(model: Any) -> bool:
     module = getattr(model, "of", model)
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
     return any(_is_parallel(type(part)) for part in modules)
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether each process has another part of the parameters of this model."""
+    return any(getattr(v, "of", v.value) is not v.value for v in model.variables)
 
 
 def _is_parallel(kind: type) -> bool:

@@ -13,19 +13,25 @@ import keras
 import numpy as np
 import torch
 
-__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted"]
+__all__ = ["TensorVariable", "TorchModule", "TorchOptimizer", "adapted", "local"]
+
+
+def local(tensor: Any) -> Any:
+    """Return the part of a tensor that this process has: all of it, or its shard."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class TensorVariable:
     """A torch tensor as a variable with a path and `assign`.
 
     Attributes:
-        value: the tensor.
+        of: the tensor.
+        value: the part of it that this process has: its shard if `fully_shard` has split it.
         path, name: its name in the module or optimizer.
     """
 
     def __init__(self, tensor: Any, path: str, trainable: bool = False):
-        self.value, self.path, self.trainable = tensor, path, trainable
+        self.of, self.value, self.path, self.trainable = tensor, local(tensor), path, trainable
         self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
 
     @property
@@ -64,11 +70,14 @@ class TorchModule:
     @property
     def variables(self) -> list[TensorVariable]:
         """Parameters and buffers."""
+        for module in self.of.modules():  # a pass without a backward pass leaves whole parameters
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                module.reshard()
         named = [*self.of.named_parameters(), *self.of.named_buffers()]
         found = []
         for name, tensor in named:
             known = self._known.get(id(tensor))
-            if known is None or known.value is not tensor:
+            if known is None or known.of is not tensor:
                 known = self._known[id(tensor)] = TensorVariable(tensor, name)
             known.trainable = tensor.requires_grad
             found.append(known)
@@ -153,15 +162,16 @@ class TorchOptimizer:
             for key, tensor in slots.items():
                 if isinstance(tensor, torch.Tensor):
                     known = self._known.get(id(tensor))
-                    if known is None or known.value is not tensor:
-                        path = f"{self.name}/{self._paths.get(id(p), 'a parameter')}/{key}"
+                    if known is None or known.of is not tensor:
+                        path = f"{self.name}/{self._paths.get(id(local(p)), 'a parameter')}/{key}"
                         known = self._known[id(tensor)] = TensorVariable(tensor, path)
                     found.append(known)
         return found
 
     def trains_any(self, tensors: Container[int]) -> bool:
         """Whether the `id` of a parameter that it trains is among these."""
-        return any(id(p) in tensors for group in self.of.param_groups for p in group["params"])
+        params = (p for group in self.of.param_groups for p in group["params"])
+        return any(id(local(p)) in tensors for p in params)
 
     def held(self) -> Callable[[], None]:
         """Return what puts the state back as it is now, numbers that are no tensors and missing entries included."""

@@ -134,6 +134,8 @@ def preserved(variables: Sequence[Any]) -> Iterator[None]:
     """Restore these variables, everything else that Keras writes, and torch's generators at the
     end; leave no gradient.
     """
+    if any(getattr(v, "of", v.value) is not v.value for v in variables if hasattr(v, "value")):
+        raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
     natives = [getattr(v, "value", v) for v in variables]
     natives = list({id(v): v for v in natives if isinstance(v, torch.Tensor)}.values())
     undo_log = UndoLog(natives, lambda variable: None)

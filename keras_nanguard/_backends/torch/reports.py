@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.batches import as_tensors
+from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._core.verdict import Report, Verdict
 
 __all__ = ["ReportQueue", "places"]
@@ -42,8 +43,8 @@ def places(run: Any) -> list[tuple[str, str, Any]]:
     found = [("outputs", name, t) for name, t in seen.outputs]
     found += [("gradients", v.path, g) for record in seen.records for g, v in record.pairs]
     if run.error is not None and not seen.records:
-        trained = [v for v in train_state.trainable if v.value.grad is not None]
-        found += [("gradients", v.path, v.value.grad) for v in trained]
+        trained = [(v.path, getattr(v, "of", v.value).grad) for v in train_state.trainable]
+        found += [("gradients", path, local(grad)) for path, grad in trained if grad is not None]
     found += [("statistics", paths.get(id(t), "unlisted variable"), t) for t in run.statistics]
     if seen.undo or not run.owner.refuse:
         for site, variables in (("weights", train_state.trainable), ("slots", train_state.slots)):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import first_value
+from keras_nanguard._backends.torch.modules import first_value, local
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 __all__ = ["KerasUpdate", "TorchUpdate", "Undo", "Update"]
@@ -146,8 +146,9 @@ class TorchUpdate(Update):
         self.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
         self.slots = self._names()
         written = [(g, p) for p, g in self.grads if g is not None]
-        self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in written]
-        self.tensors = [p for _, p in written]
+        parts = [(local(g), local(p)) for g, p in written]
+        self.pairs = [(g, Named(paths.get(id(p), "a parameter"), p)) for g, p in parts]
+        self.tensors = [p for _, p in parts]
 
     def _names(self) -> dict[Any, tuple[str, ...]]:
         return {p: tuple(slots) for p, slots in self.torch.state.items()}
@@ -166,7 +167,8 @@ class TorchUpdate(Update):
         found = []
         for p, slots in self.torch.state.items():
             known = self.slots.get(p, ())
-            found += [(t, first_value(k, t)) for k, t in slots.items() if k not in known and isinstance(t, torch.Tensor)]
+            new = {k: local(t) for k, t in slots.items() if k not in known}
+            found += [(t, first_value(k, t)) for k, t in new.items() if isinstance(t, torch.Tensor)]
         return found
 
     def _call(self) -> None:
