@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: nightly clients demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
+.PHONY: nightly clients healthy demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,9 +64,15 @@ test-torch: .venv-torch/.ready  ## the suite on PyTorch
 test-full-xla:  ## the tests with XLA's default optimization, as users have it
 	$(MAKE) test FAST_XLA=
 
-nightly:  ## everything: also the site, all pages, notebooks, browser, other libraries, campaigns and slow tests
+healthy: $(READY) .venv-jax/.ready .venv-torch/.ready  ## healthy programs on three backends: the guard must leave them alone
+	KERAS_BACKEND=tensorflow $(BIN)/python benchmarks/healthy.py --check
+	KERAS_BACKEND=jax .venv-jax/bin/python benchmarks/healthy.py --check
+	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/healthy.py --check
+
+nightly:  ## everything: also the site, all pages, notebooks, browser, other libraries, campaigns, slow tests and healthy programs
 	$(MAKE) test SHARE="--share --nightly"
 	$(MAKE) slow
+	$(MAKE) healthy
 
 test-all:  ## every test on every backend: before a release, and after a change above the backends
 	$(MAKE) test SHARE=--nightly

@@ -10,12 +10,9 @@ anything there. `--check` exits with 1 if the guard recovers fewer than 90%, or 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +24,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import keras
-import numpy as np
-from diverging_programs import PROGRAMS, Program
+from diverging_programs import PROGRAMS, Program, finite
+from program_options import Options
 
 from keras_nanguard import NanGuard
 
@@ -64,7 +61,7 @@ def run(program: Program, rate: float, seed: int, callbacks: Sequence[Any] = ())
     """Train once; return accuracy or loss on the train data, NaN where the model is not finite."""
     fit = program.build(rate, seed)
     fit.model.fit(fit.x, fit.y, batch_size=fit.batch_size, epochs=fit.epochs, verbose=0, callbacks=[*callbacks, *fit.callbacks])
-    if not all(np.isfinite(keras.ops.convert_to_numpy(v)).all() for v in fit.model.weights):
+    if not finite(fit.model):
         return math.nan
     return float(fit.model.evaluate(fit.x, fit.y, batch_size=256, verbose=0, return_dict=True)[program.figure])
 
@@ -94,14 +91,10 @@ def measured(program: Program, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="programs, all by default")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    chosen = [p for p in PROGRAMS if not options.names or p.name in options.names]
-    rows, started = [], time.perf_counter()
+    command = Options(__doc__, PROGRAMS)
+    command.parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    options, chosen = command.read()
+    rows = []
     ways = " ".join(f"{name:>15s}" for name in WAYS)
     print(f"{'program':22s} {'seed':>4s} {ways} {'best':>9s} {'at rate /':>9s}  at the best rate")
     for program in chosen:
@@ -115,9 +108,7 @@ def main() -> int:
     loud = sum(not row["quiet"] for row in rows)
     shown = " ".join(f"{counts[name]:>8d} of {len(rows):3d}" for name in WAYS)
     print(f"{'recovered (*)':27s} {shown}   {loud} not silent at the best rate")
-    print(f"{keras.backend.backend()}, {time.perf_counter() - started:.0f} s")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    command.end(rows, options.json)
     return int(options.check and (counts["NanGuard"] < 0.9 * len(rows) or loud > 0))
 
 

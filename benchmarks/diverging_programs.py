@@ -5,8 +5,9 @@ Each is posed at a rate 10 to 1000 times too high. `Program.build(rate, seed)` r
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +54,19 @@ class Program:
 
     def build(self, rate: float, seed: int) -> Fit:
         """Return a new model with the data, at this rate and seed."""
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(seed)
+        fresh(seed)
         return self.make(rate)
+
+
+def fresh(seed: int) -> None:
+    """Forget earlier models, and seed everything random."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+
+
+def finite(model: Any) -> bool:
+    """Return whether every weight of a model is finite."""
+    return all(np.isfinite(keras.ops.convert_to_numpy(v)).all() for v in model.weights)
 
 
 @functools.cache
@@ -111,15 +122,14 @@ def mlp(optimizer: Callable[[float], Any], activation: str = "relu", depth: int 
     return make
 
 
-def half_precision(make: Callable[[float], Fit]) -> Callable[[float], Fit]:
-    def made(rate: float) -> Fit:
-        keras.mixed_precision.set_global_policy("mixed_float16")
-        try:
-            return make(rate)
-        finally:
-            keras.mixed_precision.set_global_policy("float32")
-
-    return made
+@contextlib.contextmanager
+def half_precision() -> Iterator[None]:
+    """Layers that are made within are of mixed_float16."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
 
 
 def cnn(optimizer: Callable[[float], Any]) -> Callable[[float], Fit]:
@@ -236,14 +246,14 @@ PROGRAMS = tuple(
         ("mlp-adam-x10", 0.1, "accuracy", mlp(optimizers.Adam)),
         ("mlp-rmsprop", 1.0, "accuracy", mlp(optimizers.RMSprop)),
         ("mlp-deep-tanh", 3.0, "accuracy", mlp(momentum, "tanh", 4)),
-        ("mlp-float16", 3.0, "accuracy", half_precision(mlp(momentum))),
+        ("mlp-float16", 3.0, "accuracy", half_precision()(mlp(momentum))),
         ("mlp-rising", 3.0, "accuracy", mlp(rising)),
         ("mlp-steps-up", 5.0, "accuracy", mlp(steps_up)),
         ("mlp-rate-finder", 0.01, "accuracy", found),
         ("cnn-sgd", 30.0, "accuracy", cnn(optimizers.SGD)),
         ("cnn-momentum", 10.0, "accuracy", cnn(momentum)),
         ("cnn-adam", 3.0, "accuracy", cnn(optimizers.Adam)),
-        ("cnn-float16", 30.0, "accuracy", half_precision(cnn(optimizers.SGD))),
+        ("cnn-float16", 30.0, "accuracy", half_precision()(cnn(optimizers.SGD))),
         ("rnn-momentum", 3.0, "accuracy", recurrent(layers.SimpleRNN, momentum)),
         ("lstm-adam", 1.0, "accuracy", recurrent(layers.LSTM, optimizers.Adam)),
         ("gru-rmsprop", 1.0, "accuracy", recurrent(layers.GRU, optimizers.RMSprop)),
