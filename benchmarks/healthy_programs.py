@@ -746,7 +746,8 @@ def masked_lm_tiny_transformer() -> Training:
     given = np.where(masked, 0, text).astype("int32")
     inputs = keras.Input((length,), dtype="int32")
     tokens = layers.Embedding(words, 32)(inputs)
-    h = tokens + layers.Embedding(length, 32)(ops.arange(length))
+    places = layers.Embedding(length, 32)(ops.arange(length))  # random, and not trained
+    h = tokens + ops.stop_gradient(places)
     for _ in range(2):
         normed = layers.LayerNormalization()(h)
         h = h + layers.MultiHeadAttention(2, 16)(normed, normed)
@@ -884,7 +885,8 @@ def quantile_pinball_weights_1e4() -> Training:
     quantiles = np.array([0.05, 0.5, 0.95], "float32")
 
     def pinball(y: Any, p: Any) -> Any:
-        return ops.sum(ops.maximum(quantiles * (y - p), (quantiles - 1) * (y - p)), -1)
+        q = ops.convert_to_tensor(quantiles)
+        return ops.sum(ops.maximum(q * (y - p), (q - 1) * (y - p)), -1)
 
     model = mlp(4, 64, 64, 3)
     model.compile(optimizers.Adam(schedules.CosineDecay(3e-3, 1560)), pinball)
