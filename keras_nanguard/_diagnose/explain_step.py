@@ -83,7 +83,7 @@ class Explainer:
             return None
 
     def of_error(self, run: GuardedRun, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, `None` if it says nothing."""
+        """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
             given = run.transaction.given
             return raised.explained(run.model, error, getattr(given, "args", None))

@@ -40,10 +40,10 @@ __all__ = [
 
 
 def print_message(text: str) -> None:
-    """Print lines as Keras does: to the screen, or to the log.
+    """Print lines like Keras: to the screen, or to the log.
 
-    A progress bar that stands in the line is cleared from it, and drawn again below by its next update; in a file, if nothing can
-    be cleared, it is left above.
+    A progress bar in the present line is cleared first, and drawn again below by its next update.
+    In a file it cannot be cleared and stays above.
     """
     if sys.stdout is None and keras.config.is_interactive_logging_enabled():  # a program without a console
         return

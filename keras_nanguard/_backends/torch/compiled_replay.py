@@ -1,4 +1,4 @@
-"""Replays on PyTorch, if a diagnosis always runs eagerly, operation by operation."""
+"""Replays on PyTorch, where a diagnosis always runs eagerly, operation by operation."""
 
 from __future__ import annotations
 
