@@ -111,7 +111,8 @@ class Tally:
                 return
             low, high = float(values.min()), float(values.max())
         self._min, self._max = min(self._min, low), max(self._max, high)
-        self._sum += float(values.sum(dtype=np.float64))
+        total = float(values.sum())
+        self._sum += total if math.isfinite(total) else float(values.sum(dtype=np.float64))
         magnitudes = np.abs(values)
         if magnitudes.min() < tiny:
             zeros = int(np.count_nonzero(magnitudes == 0))

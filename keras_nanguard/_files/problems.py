@@ -73,7 +73,8 @@ class Statistics:
             given.
         min: smallest finite value, or `None` if there is none.
         max: largest finite value, or `None` if there is none.
-        mean: mean of the finite values, summed in float64, or `None` if there is none.
+        mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is
+            none.
     """
 
     size: int = 0
