@@ -258,7 +258,7 @@ def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
     lines += ["Run the step again:", "", "    python reproduce.py", "", "or", ""]
     lines += [f"    keras-nanguard replay {incident.bundle}", ""]
     if not about["model"]["config"]:
-        lines += ["The model has no configuration that could be kept: pass it, `--model file.keras`.", ""]
+        lines += ["The model has no configuration that can be saved. Pass it with `--model file.keras`.", ""]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return "\n".join([*lines, *(f"{markdown_text(note)}\n" for note in about["notes"]), f"Written by {versions}.", ""])
 
@@ -290,11 +290,11 @@ def read(path: str | Path | None) -> Bundle:
     folder = Path(path or "")
     if path is None or not folder.exists():
         received = "None" if path is None else f"{str(path)!r}, which is not there"
-        remedy = f"An incident with a diagnosis of its own has one, Incident.bundle; the newest {MAX_BUNDLES} of a directory are kept."
+        remedy = f"Pass Incident.bundle of a diagnosed incident; a directory keeps the newest {MAX_BUNDLES}."
         raise BundleError(expected("the folder of an incident", received, remedy))
     if not (folder / "bundle.json").is_file():
         raise BundleError(
-            expected("the folder of an incident", f"{str(path)!r}", "It holds bundle.json; see Incident.bundle.")
+            expected("the folder of an incident", f"{str(path)!r}", "It contains bundle.json; see Incident.bundle.")
         )
     try:
         about = _json(folder / "bundle.json")

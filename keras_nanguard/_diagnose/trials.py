@@ -56,12 +56,12 @@ class Trials:
             return self.evidence
         host = current.host()
         if processes.count() > 1 and (host.SPREADS_ARRAYS or host.is_sharded(self.step.model)):
-            self._add(notes=(f"The step runs in {processes.count()} processes, so one of them alone cannot replay it.",))
+            self._add(notes=(f"The step runs in {processes.count()} processes, so it cannot be replayed in one of them.",))
             return self.evidence
         copied = (*self.step.variables(), *self.train_state.trainable)  # the state, and gradients
         size = sum(keras_variables.bytes_of(v) for v in copied if keras_variables.on_host(v))
         if not memory.room_for(size):
-            self._add(notes=(f"The step was not run again: that takes {memory.readable(size)} of memory, which are not free.",))
+            self._add(notes=(f"The step was not replayed: this needs {memory.readable(size)} of free memory.",))
             return self.evidence
         run = self._replayed()
         self._check_targets(run)

@@ -58,7 +58,7 @@ def _require_disk(kept: Snapshot, directory: Path | None, resume: bool) -> None:
         raise GuardError(expected("a directory to keep snapshots in", received, 'Write NanGuard(..., directory="run1").'))
     if resume and kept.storage != "disk":
         received = "resume=True, with a policy whose snapshot.storage is 'memory'"
-        raise GuardError(expected("snapshots on disk to resume from", received, "Leave the storage out."))
+        raise GuardError(expected("snapshots on disk to resume from", received, "Omit snapshot.storage."))
     if resume and not kept.every:
         received = "resume=True, with a policy whose snapshot.every is 0"
         raise GuardError(expected("snapshots to resume from", received, 'Write NanGuard(..., snapshot={"every": 100}).'))
@@ -148,5 +148,5 @@ def sample_ids(value: Any) -> Any:
     """
     if value is None or isinstance(value, str) or (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
         return value
-    what = "sample_ids to hold a name for each row of x, or to be the key of the batch that does"
+    what = "sample_ids to be one name for each row of x, or the key of the batch with the names"
     raise GuardError(expected(what, repr(value), 'Write sample_ids=names or sample_ids="id".'))

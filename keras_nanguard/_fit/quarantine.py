@@ -44,13 +44,13 @@ def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int
     atomic_files.sweep(folder)
     kept = sorted(folder.glob("step-*.npz"))
     if len(kept) >= max_batches:
-        return "skipped", f"{len(kept)} batches are in {folder} already, and max_batches is {max_batches}"
+        return "skipped", f"{folder} already has {len(kept)} batches, and max_batches is {max_batches}"
     arrays = arrays_of(batch)
     arrays["incident"] = np.array(incident.to_json())
     size = sum(array.nbytes for array in arrays.values())
     taken = sum(path.stat().st_size for path in kept)
     if taken + size > max_mb * 1e6:
-        return "skipped", f"{(taken + size) / 1e6:.3g} MB would be in {folder}, and max_mb is {max_mb:g}"
+        return "skipped", f"{folder} would have {(taken + size) / 1e6:.3g} MB, and max_mb is {max_mb:g}"
     path = _free(folder, f"step-{incident.step:08d}")
     with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]

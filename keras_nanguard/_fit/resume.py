@@ -64,7 +64,7 @@ class Resumed:
                 optimizer.create_state()
         train_state = recovery.state.train_state()
         if self.record.untrained and self.record.signature != signature(variables_of(train_state)):
-            text = f"NanGuard begins with the weights that the model has: {self.path} is from before they were created."
+            text = f"NanGuard begins with the present weights: {self.path} was written before they were created."
             warnings.warn(text, stacklevel=2)
         else:
             self._write(recovery.state.model, train_state)
@@ -74,8 +74,8 @@ class Resumed:
         try:
             drawn = load(model, variables_of(train_state), train_state.metrics, self.path, self.record)
         except FileFormatError as error:
-            remedy = "Build the model as in the run before (call it on data once), or leave resume=True out."
-            raise GuardError(expected("the model that the snapshot is of", error, remedy)) from error
+            remedy = "Build the model as in the previous run (call it on data once), or omit resume=True."
+            raise GuardError(expected("the model of the snapshot", error, remedy)) from error
         for metric, value in fresh if not self.batch else ():
             keras_variables.write(metric, value)
         if drawn is not None:
@@ -144,7 +144,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
             epoch, batch = epoch + 1, batch - steps
         return Resumed(path, record, guard_state, epoch, batch)
     if faults:
-        remedy = f"Start anew without resume=True, or after removing {folder}."
+        remedy = f"Start without resume=True, or remove {folder}."
         raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))
     return None
 

@@ -46,7 +46,7 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
         GuardError: if there is no such directory, or its files cannot be read.
     """
     if not Path(directory).is_dir():
-        remedy = "Give the directory that was given to NanGuard(directory=...)."
+        remedy = "Pass the directory of NanGuard(directory=...)."
         raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is not a folder", remedy))
     screen = screen or Console(highlight=False)
     seen = _Seen.look(directory)
@@ -121,7 +121,7 @@ def frame(
         table = Table.grid(padding=(0, 2))
         for rule, actions, count, times in left:
             table.add_row(Text(rule, style="bold"), Text(actions), Text(f"{count} of {times} left", style="" if count else "bold red"))
-        parts.append(Panel(table, title="what the policy may still do", title_align="left"))
+        parts.append(Panel(table, title="remaining limits of the policy", title_align="left"))
     return Group(*parts)
 
 
@@ -138,7 +138,7 @@ def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Te
     if len(recording.samples):
         words += f", {len(recording.samples)} bad rows"
     if status == "running" and quiet > _STALE:
-        words += f"; nothing was written for {quiet:.0f} s: it may have died"
+        words += f"; no update for {quiet:.0f} s"
     return Text(console.printable(words), style={"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
 
 

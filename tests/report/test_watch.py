@@ -54,7 +54,7 @@ def test_names_are_plain_text(name):
 def test_a_run_that_may_have_died():
     recording = synthetic(900, 0)
     running = Recording({**recording.meta, "status": "running", "written": 1000.0}, recording.steps)
-    assert "nothing was written for 120 s" in text_of(running, now=1120.0)
+    assert "no update for 120 s" in text_of(running, now=1120.0)
     assert "nothing was written" not in text_of(running, now=1030.0)
 
 
@@ -91,7 +91,7 @@ def test_command(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     log.begin(tmp_path / "new")
     assert main(["watch", str(tmp_path / "new")]) == 0
-    assert main(["watch", str(tmp_path / "none")]) == 2 and "no folder" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "none")]) == 2 and "not a folder" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "new"), "--interval", "0"]) == 2
     (tmp_path / "new" / "recording.sqlite").write_text("another file")
     assert main(["watch", str(tmp_path / "new")]) == 2
