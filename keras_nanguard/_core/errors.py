@@ -72,8 +72,9 @@ class NanGuardError(Exception):
 
 
 class GuardError(NanGuardError, ValueError):
-    """An argument, model or optimizer cannot be used (an uncompiled model, no optimizer, a wrong
-    type).
+    """An argument, a model or an optimizer cannot be used.
+
+    Examples are an uncompiled model, a missing optimizer, or an argument of the wrong type.
     """
 
 
