@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -56,6 +57,15 @@ def jax_started(directories, *arguments):
     return [subprocess.Popen([sys.executable, program, *command], **piped) for command in commands]
 
 
+def ended(processes):
+    """Return what each process printed, and its errors; reads from all of them at once.
+
+    One that waits for room in its pipe would let all others wait for it.
+    """
+    with ThreadPoolExecutor(len(processes)) as readers:
+        return list(readers.map(lambda process: process.communicate(timeout=LIMIT), processes))
+
+
 def jax_runs(directory, count, spread, *runs):
     """Return for each run what all processes reported at its end, and what each printed during it.
 
@@ -66,7 +76,7 @@ def jax_runs(directory, count, spread, *runs):
         runs: runs of `jax_processes.py`, one after the other.
     """
     processes = jax_started([directory] * count, *spread, *runs)
-    ends = [process.communicate(timeout=LIMIT) for process in processes]
+    ends = ended(processes)
     found = [_parted(out) for out, _ in ends]
     assert [len(parts) for parts in found] == [len(runs)] * count, [
         error[-2000:] for _, error in ends

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.several_processes import LIMIT, assert_same, jax_runs, jax_started
+from support.several_processes import LIMIT, assert_same, ended, jax_runs, jax_started
 
 from keras_nanguard import Recording
 
@@ -192,5 +192,5 @@ def test_not_the_same_directory(way, runs, tmp_path):
     here, (count, spread) = tmp_path / "here", WAYS[way]
     shutil.copytree(runs[1] / "whole", here / "killed")
     processes = jax_started([here, *[tmp_path / "elsewhere"] * (count - 1)], *spread, "resumed")
-    errors = [process.communicate(timeout=LIMIT)[1] for process in processes]
+    errors = [error for _, error in ended(processes)]
     assert all("Expected all processes to find the same snapshot" in error for error in errors)
