@@ -1,6 +1,7 @@
 """What the flight recorder costs a step, in processor time: `python benchmarks/recorder.py`. Needs neither Keras nor a backend.
 
-Told for each step: in the step itself (one append), when steps are put into arrays, about once a second, and in the thread that writes.
+For each step: in the step itself (one append), for the database in memory, about once a second, and
+in the thread that writes the file.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from keras_nanguard._recording.database import Database
 from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.writer import File
 
 STEPS, ROUNDS = 1000, 50
 
@@ -25,17 +26,17 @@ def cost(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    made, found = Recorder(), {"in the step": [], "into arrays": [], "into the file": []}
+    made, found = Recorder(), {"in the step": [], "into memory": [], "into the file": []}
     made.begin({}, scaled=False, path=None)
     with tempfile.TemporaryDirectory() as folder:
-        database = Database(Path(folder) / "recording.sqlite", "benchmark")
+        file = File(Path(folder) / "recording.sqlite", "benchmark", made._memory.unwritten())
         for number in range(ROUNDS):
             steps = range(number * STEPS, (number + 1) * STEPS)
             found["in the step"].append(cost(lambda steps=steps: [made.push(step, 0.5, 0.25, 1.0) for step in steps]))
-            found["into arrays"].append(cost(made._fold))
-            changes = made._changes()
-            found["into the file"].append(cost(lambda changes=changes: database.write(changes)))
-        database.close()
+            found["into memory"].append(cost(made._fold))
+            new = made._memory.unwritten()
+            found["into the file"].append(cost(lambda new=new: file.write(new)))
+        file.close()
     for name, costs in found.items():
         print(f"{name:15}{statistics.median(costs):6.2f} us for each step")
 

@@ -152,7 +152,7 @@ def look_recording(path: Path) -> None:
         for name in MEASURED:
             recording.series(name, 50)
         for table in ("steps", "bins", "events", "samples"):
-            recording._columns(table)
+            recording._rows(table)
         with contextlib.suppress(NanGuardError):
             _shown_incidents(path, recording, None)
     finally:

@@ -231,14 +231,17 @@ def _guard(directory: str | None) -> Any:
 
 def counted(guard: Any, directory: str | None) -> dict[str, Any]:
     """Return how many steps a long run has made, and how its incidents compare with the faults so far."""
+    from keras_nanguard import Recording
+
     steps = guard.session.step
     made = [(step, True, CAUSES[number % len(CAUSES)]) for number, step in enumerate(range(PERIOD - 1, steps, PERIOD))]
     found = [(incident.step, incident.refused, incident.diagnosis.cause) for incident in guard.incidents]
     result = {"steps": steps, "faults": len(made), "refused": guard.session.refused, "incidents": len(found), "wrong": wrong(made, found)}
     if directory:
         files = [file.stat().st_size for file in Path(directory).rglob("*") if file.is_file()]
-        with Path(directory, "incidents.jsonl").open("rb") as log:
-            result |= {"logged": sum(1 for _ in log), "disk": sum(files), "disk_files": len(files)}
+        guard._recorder.flush()
+        logged = sum(event.kind == "incident" for event in Recording.read(directory).events)
+        result |= {"logged": logged, "disk": sum(files), "disk_files": len(files)}
     return result
 
 

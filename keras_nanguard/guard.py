@@ -167,7 +167,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         self._attachment = attachment(model, self.session)
         self._attachment.in_use = self._at_work
         self._attachment.attach()
-        self._reporter.begin(self.session.directory)
+        self._reporter.begin()
         self._firewall = Firewall(self.session, self._fit.callbacks if self._fit is not None else ())
 
     def _at_work(self, strictly: bool = False) -> bool:
@@ -241,7 +241,7 @@ class NanGuard(ResumeMixin, LoopMixin, FlightMixin, CopyMixin, keras.callbacks.C
         keras.callbacks.Callback.set_model(self, model)
         self.set_params(params)
         self._training = True
-        self._reporter.begin(None)
+        self._reporter.begin()
         self._begin_fit()
 
     def _print_policy_warnings(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from keras_nanguard._recording import samples_file
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report import console, plots
+from keras_nanguard._report import console, html, plots
 
 __all__ = ["FlightMixin"]
 
@@ -35,6 +34,7 @@ class FlightMixin:
 
     session: Session | None
     incidents: list[Incident]
+    directory: Path | None
     _recorder: Recorder
     _reporter: Reporter
     _bad_rows: BadRows
@@ -104,7 +104,8 @@ class FlightMixin:
 
     def _record_incident(self, incident: Incident) -> None:
         """Record an incident, and send it to the trackers of the run."""
-        self._recorder.event("incident", incident.step, incident.epoch, incident=incident)
+        text, data = str(incident), incident.to_dict()
+        self._recorder.event("incident", incident.step, incident.epoch, text, data)
         if self._trackers is not None:
             self._trackers.incident(incident)
 
@@ -116,11 +117,7 @@ class FlightMixin:
 
     def _page(self) -> str:
         """Return the report as HTML."""
-        with tempfile.TemporaryDirectory(prefix="keras_nanguard-") as folder:
-            return self.report(Path(folder) / "report.html").read_text(encoding="utf-8")
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        raise NotImplementedError
+        return html.page(self.recording, self.incidents, self.summary(), self.directory)
 
     def _add_counts(self, logs: Any) -> None:
         """Convert the counts in the logs from floats back to integers. Add them if they are missing."""

@@ -81,7 +81,7 @@ class LoopMixin:
                 received = f"an object of type {type(given).__name__}"
                 raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
         self.session = self._session(model, optimizers)
-        self._reporter.begin(self.session.directory)
+        self._reporter.begin()
         self._print_policy_warnings()
         self._resume()
         if self.session.resuming is not None:

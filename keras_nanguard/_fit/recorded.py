@@ -47,7 +47,7 @@ def say_problem(run: Run) -> None:
     """Print once that the recording is no longer written to its file, and why."""
     problem = run.recorder.problem()
     if problem:
-        run.say(f"NanGuard: {database.NAME} is not written: {problem}")
+        run.say(f"NanGuard: {problem}")
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The console output of a guard, and the log of incidents in its directory."""
+"""The console output of a guard."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.counts import Counts
 from keras_nanguard._recording.records import BadSample
-from keras_nanguard._report import closing, console, log
+from keras_nanguard._report import closing, console
 
 __all__ = ["Reporter"]
 
 
 class Reporter:
-    """Prints the lines of one guard, and writes its log.
+    """Prints the lines of one guard.
 
     Args:
-        verbose: 0 prints only that the log cannot be written, 1 new kinds of incidents, 2 every
-            incident.
+        verbose: 0 prints nothing, 1 new kinds of incidents, 2 every incident.
     """
 
     def __init__(self, verbose: int):
@@ -28,24 +27,23 @@ class Reporter:
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
 
-    def begin(self, directory: str | None) -> None:
-        """Begin the log of a run."""
+    def begin(self) -> None:
+        """Begin a run."""
         self._of_run = []
-        self._log(directory, log.begin)
 
     def incident(
         self, incident: Incident, directory: str | None, samples: Sequence[BadSample] = ()
     ) -> None:
-        """Log an incident, and print its line if it has one.
+        """Print the line of an incident, if it has one.
 
         Args:
             incident: the incident.
             directory: the directory of the run, or `None`.
             samples: the bad rows of its step.
         """
-        self._log(directory, lambda folder: log.add(folder, incident))
         self._of_run.append(incident)
-        self.attempt("print a line", lambda: self._print(self._lines.line(incident, samples, _details(directory))))
+        details = _details(directory)
+        self._print_made("a line", lambda: self._lines.line(incident, samples, details))
 
     def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
         """Print the line at the end of an epoch, if there is one.
@@ -57,7 +55,7 @@ class Reporter:
         if ordinary and self.verbose < 2:
             return
         seen = (counts.epoch_refused, counts.epoch_committed, sorted(unmeasured), committed_before)
-        self.attempt("print a line", lambda: self._print(self._lines.epoch(epoch, *seen)))
+        self._print_made("a line", lambda: self._lines.epoch(epoch, *seen))
 
     def bad_rows(self, line: str) -> None:
         """Print the line with bad rows, if there is a new one."""
@@ -69,7 +67,7 @@ class Reporter:
         if incidents and self.verbose:
             seen = (counts.step, counts.refused, counts.run_again, len(incidents))
             head = console.closing_line(*seen, _details(directory))
-            self.attempt("print a table", lambda: self._print(closing.table_text(incidents, head)))
+            self._print_made("a table", lambda: closing.table_text(incidents, head))
 
     def line(self, text: str) -> None:
         """Print a line about a change that is not an incident."""
@@ -80,6 +78,9 @@ class Reporter:
         if line not in self._printed:
             self._printed.add(line)
             processes.print_line(line)
+
+    def _print_made(self, what: str, make: Callable[[], str]) -> None:
+        self.attempt(f"print {what}", lambda: self._print(make()))
 
     def _print(self, text: str) -> None:
         if text and self.verbose:
@@ -92,11 +93,6 @@ class Reporter:
         except Exception as error:  # noqa: BLE001  training continues
             reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self.once(f"NanGuard: cannot {what}: {reason}.")
-
-    def _log(self, directory: str | None, write: Callable[[str], None]) -> None:
-        """Write to the log of incidents in the directory."""
-        if directory is not None:
-            self.attempt(f"write {log.NAME}", lambda: write(directory))
 
 
 def _details(directory: str | None) -> str:

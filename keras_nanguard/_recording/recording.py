@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._recording import database
-from keras_nanguard._recording.layer_table import by_path
-from keras_nanguard._recording.records import BIN_COLUMNS, MEASURED, STEP_COLUMNS, BadSample, Event, empty
+from keras_nanguard._core.errors import GuardError, NanGuardError, expected
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._recording import reading
+from keras_nanguard._recording.database import path_of
+from keras_nanguard._recording.records import (
+    BIN_COLUMNS,
+    MEASURED,
+    STEP_COLUMNS,
+    BadSample,
+    Event,
+    empty,
+)
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "from_database", "incidents"]
 
 Array = np.ndarray[Any, Any]
 
-_TABLES = ("steps", "bins", "events", "samples")
+_LAYER_COLUMNS = {"trainable": ("gradient_norm", "weight_norm", "update_ratio")}
+"""Names of the numbers of a variable, by its kind; `_STATISTICS` for any other."""
+
+_STATISTICS = ("low", "high")
+
+_TABLES = {
+    "steps": tuple(STEP_COLUMNS),
+    "bins": tuple(BIN_COLUMNS),
+    "events": ("step", "epoch", "time", "kind", "text", "data"),
+    "samples": ("label", "index", "fingerprint", "times", "why", "steps"),
+}
+"""Columns of the tables that become data frames."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +57,9 @@ class Recording:
             `rule`, `do`, `used`, `times`, `per_steps`).
         steps: at least the last 8,192 steps in the order in which they ran, as one array for each
             of `step`, `epoch`, `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`,
-            `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale handles, 3
-            skipped) and `undone` (by a rollback). A step that runs again has another row with the
-            same number.
+            `time`, `status` (0 committed, 1 refused, 2 overflow that the loss scale handles,
+            3 skipped) and `undone` (by a rollback). A step that runs again has another row with
+            the same number.
         bins: older steps in bins: `first`, `last`, `count`, `refused`, `overflows`, `undone`, the
             smallest and largest value of each measured column (`loss_min`, `loss_max`, ...),
             `loss_mean`, and the `time` of the last step.
@@ -66,13 +88,14 @@ class Recording:
             GuardError: if there is no such file, or if it is not a recording, of a newer version,
                 damaged or too large.
         """
-        found = database.read(path)
-        meta = {key: value for key, value in found["meta"].items() if key != "writer"}
-        return cls(meta, found["steps"], found["bins"], tuple(found["events"]), by_path(found["layers"]), tuple(found["samples"]))
+        file = path_of(path)
+        with reading.opened(file) as connection:
+            return from_database(connection, file)
 
     def __repr__(self) -> str:
         model, status = self.meta.get("model", ""), self.meta.get("status", "")
-        return f"Recording({model!r}, status={status!r}, steps={len(self)}, events={len(self.events)}, samples={len(self.samples)})"
+        counts = f"steps={len(self)}, events={len(self.events)}, samples={len(self.samples)}"
+        return f"Recording({model!r}, status={status!r}, {counts})"
 
     def __len__(self) -> int:
         """Number of steps that have run, including undone ones."""
@@ -93,15 +116,18 @@ class Recording:
             GuardError: if there is no such column, or `points` is not at least 1.
         """
         if name not in MEASURED:
-            raise GuardError(expected(f"name to be one of {', '.join(MEASURED)}", repr(name), "Correct the name."))
+            wanted = f"name to be one of {', '.join(MEASURED)}"
+            raise GuardError(expected(wanted, repr(name), "Correct the name."))
         if points < 1:
-            raise GuardError(expected("points to be at least 1", repr(points), "Pass a larger number."))
-        step = np.concatenate([(self.bins["first"] + self.bins["last"]) // 2, self.steps["step"]])
-        low = np.concatenate([self.bins[f"{name}_min"], self.steps[name]])
-        high = np.concatenate([self.bins[f"{name}_max"], self.steps[name]])
-        finite = np.isfinite(low) & np.isfinite(high)
-        order = np.argsort(step[finite], kind="stable")
-        return _envelope(step[finite][order], low[finite][order], high[finite][order], points)
+            received = repr(points)
+            raise GuardError(expected("points to be at least 1", received, "Pass a larger number."))
+        bins, steps = self.bins, self.steps
+        step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
+        low = np.concatenate([bins[f"{name}_min"], steps[name]])
+        high = np.concatenate([bins[f"{name}_max"], steps[name]])
+        finite = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
+        order = finite[np.argsort(step[finite], kind="stable")]
+        return _envelope(step[order], low[order], high[order], points)
 
     def to_pandas(self, table: str = "steps") -> Any:
         """Return a table as a pandas `DataFrame`: `"steps"`, `"bins"`, `"events"` or `"samples"`.
@@ -109,7 +135,7 @@ class Recording:
         Raises:
             GuardError: if there is no such table, or pandas is not installed.
         """
-        return _frames("pandas").DataFrame(self._columns(table))
+        return self._frame("pandas", table)
 
     def to_polars(self, table: str = "steps") -> Any:
         """Return a table as a polars `DataFrame`: `"steps"`, `"bins"`, `"events"` or `"samples"`.
@@ -117,24 +143,36 @@ class Recording:
         Raises:
             GuardError: if there is no such table, or polars is not installed.
         """
-        return _frames("polars").DataFrame(self._columns(table))
+        return self._frame("polars", table)
 
-    def _columns(self, table: str) -> dict[str, Any]:
+    def _frame(self, library: str, table: str) -> Any:
+        try:
+            frames = importlib.import_module(library)
+        except ImportError as error:
+            wanted, remedy = f"{library} to be installed", f"Run: pip install {library}"
+            raise GuardError(expected(wanted, "no such module", remedy)) from error
+        return frames.DataFrame(self._rows(table))
+
+    def _rows(self, table: str) -> dict[str, Any]:
+        """Return a table as columns."""
         if table not in _TABLES:
-            raise GuardError(expected(f"table to be one of {', '.join(_TABLES)}", repr(table), "Correct the name."))
-        if table in ("steps", "bins"):
-            return dict(getattr(self, table))
-        if table == "events":
-            names = ("step", "epoch", "time", "kind", "text")
-            columns: dict[str, Any] = {name: [getattr(event, name) for event in self.events] for name in names}
-            return {**columns, "data": [json.dumps(dict(event.data)) for event in self.events]}
-        names = ("label", "index", "fingerprint", "times", "why")
-        columns = {name: [getattr(sample, name) for sample in self.samples] for name in names}
-        return {**columns, "steps": [json.dumps(list(sample.steps)) for sample in self.samples]}
+            wanted = f"table to be one of {', '.join(_TABLES)}"
+            raise GuardError(expected(wanted, repr(table), "Correct the name."))
+        found = getattr(self, table)
+        if isinstance(found, tuple):
+            found = {name: [_cell(getattr(row, name)) for row in found] for name in _TABLES[table]}
+        return dict(found)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as it is in a data frame: a list or an object as JSON."""
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return json.dumps(list(value)) if isinstance(value, tuple) else value
 
 
 def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array, Array, Array]:
-    """Fold neighbours together until no more than so many points are left; repeated steps are folded in any case."""
+    """Merge neighbours until at most `points` are left; repeated steps are merged in any case."""
     if not len(step):
         return step, low, high
     width = max(-(-(int(step[-1]) - int(step[0]) + 1) // points), 1)
@@ -143,10 +181,42 @@ def _envelope(step: Array, low: Array, high: Array, points: int) -> tuple[Array,
     return step[starts], np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
 
 
-def _frames(library: str) -> Any:
-    import importlib
+def _by_path(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
+    """Return the rows of `layers` as arrays, by the path of the variable."""
+    own: dict[str, list[tuple[Any, ...]]] = {}
+    for row in rows:
+        own.setdefault(row[1], []).append(row)
+    found = {}
+    for path, of_path in own.items():
+        steps, _, kinds, *numbers = zip(*of_path)
+        names = _LAYER_COLUMNS.get(kinds[0], _STATISTICS)
+        found[path] = {"step": np.array(steps, np.int64)}
+        found[path] |= {name: np.array(column) for name, column in zip(names, numbers)}
+    return found
 
-    try:
-        return importlib.import_module(library)
-    except ImportError as error:
-        raise GuardError(expected(f"{library} to be installed", "no such module", f"Run: pip install {library}")) from error
+
+def from_database(connection: sqlite3.Connection, file: Path | None = None) -> Recording:
+    """Return the recording in a database: that of a file, or one in memory."""
+    found = reading.contents(connection, file)
+    return Recording(**{**found, "layers": _by_path(found["layers"])})
+
+
+def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident, int]]:
+    """Return each incident of a recording, with its step counted across all fits.
+
+    Args:
+        recording: the recording.
+        strict: whether a damaged incident is an error; else it is left out.
+
+    Raises:
+        FileFormatError: if one is damaged, or of a newer version.
+    """
+    found = []
+    for event in recording.events:
+        if event.kind == "incident":
+            try:
+                found.append((Incident.from_dict(event.data), event.step))
+            except NanGuardError:
+                if strict:
+                    raise
+    return found

@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the format of a recording. It increases whenever a reader of the old format would
-misread the new one."""
+"""Version of the format of a recording. It increases if a reader of the old format would misread
+the new one."""
 
 COMMITTED, REFUSED, OVERFLOW, SKIPPED = range(4)
 STATUSES = ("committed", "refused", "overflow", "skipped")
@@ -48,7 +48,7 @@ STEP_COLUMNS: dict[str, type] = {
     "status": np.int8,
     "undone": np.bool_,
 }
-"""The columns of `Recording.steps`. Steps, epochs and batches count from 0, `time` is in seconds
+"""The columns of `Recording.steps`. Steps, epochs and batches count from 0; `time` is in seconds
 since 1970."""
 
 BIN_COLUMNS: dict[str, type] = {
@@ -62,10 +62,13 @@ BIN_COLUMNS: dict[str, type] = {
     "loss_mean": np.float64,
     "time": np.float64,
 }
-"""The columns of `Recording.bins`. Each row summarizes `count` consecutive steps, from `first` to
+"""The columns of `Recording.bins`. A row summarizes `count` consecutive steps, from `first` to
 `last`."""
 
-EVENT_KINDS = ("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall", "resume", "end")
+EVENT_KINDS = (
+    *("begin", "epoch", "incident", "rollback", "learning_rate", "snapshot", "firewall"),
+    *("resume", "end"),
+)
 
 
 @dataclass(frozen=True, slots=True)

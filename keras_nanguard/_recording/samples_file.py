@@ -26,10 +26,15 @@ def write(samples: Sequence[BadSample], path: str | os.PathLike[str]) -> None:
     """
     file = Path(path)
     if file.suffix.lower() != ".csv":
-        raise GuardError(expected("a file that ends in .csv", repr(os.fspath(path)), 'Write guard.bad_samples("bad.csv").'))
-    with atomic_files.beside(file) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as opened:
+        received, remedy = repr(os.fspath(path)), 'Write guard.bad_samples("bad.csv").'
+        raise GuardError(expected("a file that ends in .csv", received, remedy))
+    with (
+        atomic_files.beside(file) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as opened,
+    ):
         writer = csv.writer(opened)
         writer.writerow(COLUMNS)
         for one in samples:
             index = "" if one.index is None else one.index
-            writer.writerow((one.label, index, one.times, " ".join(map(str, one.steps)), one.why, one.fingerprint))
+            steps = " ".join(map(str, one.steps))
+            writer.writerow((one.label, index, one.times, steps, one.why, one.fingerprint))

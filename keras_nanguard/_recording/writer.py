@@ -1,4 +1,4 @@
-"""Writes a recording to its file in a separate thread, so that no step waits for a disk."""
+"""Writes a recording to its file, in a thread, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -8,35 +8,139 @@ import queue
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from keras_nanguard._recording.database import Changes, Database
+from keras_nanguard._core import atomic_files
+from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._recording.database import Statement, as_json, make, transaction
+from keras_nanguard._recording.reading import check_header
 
-__all__ = ["Writer"]
+__all__ = ["INCIDENTS", "File", "Writer"]
+
+INCIDENTS = "incidents.jsonl"
+"""Name of the export of all incidents beside the recording, written at the end of a fit."""
 
 WAIT = 30.0
-"""Maximum seconds that the end of a run waits for the disk."""
+"""Maximum time that the end of a run waits for the disk, in seconds."""
+
+LOCKED = 10.0
+"""Maximum time that one attempt waits for a file that is locked by a program, in seconds."""
+
+_NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
+"""The last bytes of an SQLite journal of a transaction over several files: it names another one."""
+
+
+class File:
+    """The file while its run writes it: in WAL mode, and intact whenever the process ends.
+
+    Args:
+        path: the file.
+        writer: identifies the run. The file belongs to the run that opened it last.
+        statements: the first ones. A reader sees all of their results, or the file as it was.
+
+    Raises:
+        GuardError: if the path has a file that is not a recording, or unsafe to write to.
+        sqlite3.Error, OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, writer: str, statements: Sequence[Statement]):
+        self._path, self._writer = path, (as_json(writer),)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
+        _check_safe(path)
+        if not fresh:
+            check_header(path)
+        self._connection = sqlite3.connect(
+            path, timeout=LOCKED, isolation_level=None, check_same_thread=False
+        )
+        run = self._connection.execute
+        try:
+            if not fresh:
+                run("PRAGMA journal_mode = WAL").fetchone()
+            run("PRAGMA synchronous = NORMAL")
+            run("PRAGMA cache_size = -512")  # KiB
+            with transaction(self._connection):
+                if fresh:
+                    make(self._connection)
+                run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", self._writer)
+                self._execute(statements)
+            run("PRAGMA journal_mode = WAL").fetchone()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def write(self, statements: Sequence[Statement]) -> bool:
+        """Execute statements in one transaction; return whether the file belongs to this run."""
+        with transaction(self._connection):
+            query = "SELECT value FROM meta WHERE key = 'writer'"
+            if self._connection.execute(query).fetchone() != self._writer:
+                return False
+            self._execute(statements)
+        return True
+
+    def _execute(self, statements: Sequence[Statement]) -> None:
+        for statement, rows in statements:
+            self._connection.executemany(statement, rows)
+
+    def export(self) -> None:
+        """Write the incidents beside the file as JSON lines, atomically.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        query = "SELECT data FROM events WHERE kind = 'incident' ORDER BY id"
+        with (
+            atomic_files.beside(self._path.with_name(INCIDENTS)) as unfinished,
+            unfinished.open("w", encoding="utf-8", errors="replace", newline="\n") as stream,
+        ):
+            stream.writelines(f"{line}\n" for (line,) in self._connection.execute(query))
+
+    def close(self) -> None:
+        """Close the file. The log beside it is merged into it, unless a program reads it."""
+        try:
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+        except sqlite3.Error:
+            pass
+        self._connection.close()
+
+
+def _check_safe(file: Path) -> None:
+    """Check that SQLite will write to this file alone.
+
+    SQLite rolls back a journal beside a file that it opens, and removes the file that the journal
+    of a transaction over several files names. A recording has no such journal.
+
+    Raises:
+        GuardError: if it would write to another file, or remove one.
+    """
+    remedy = "Give the guard a directory of its own, or remove the file."
+    if file.is_symlink():
+        raise GuardError(expected(f"a recording at {file}", "a link", remedy))
+    journal = file.with_name(f"{file.name}-journal")
+    if journal.is_file() and journal.read_bytes().endswith(_NAMES_ANOTHER):
+        received = "one that names another file"
+        raise GuardError(expected(f"the journal of one recording at {journal}", received, remedy))
 
 
 class Writer:
-    """The writing thread.
+    """The thread that writes.
 
     Args:
         path: the file.
         writer: identifies the run.
-        end: a method that is called if the process exits before `close`; only a weak reference is
-            kept.
+        end: a method that is called if the process ends before `close`. It is not kept alive.
 
     Attributes:
-        problem: why nothing is written any more, or `""`.
-        ending: whether the run is ending; a lock is then waited for only once more.
+        problem: the reason why nothing is written any more; `""` if there is none.
+        ending: whether the run ends: a locked file is then waited for only once.
     """
 
     def __init__(self, path: Path, writer: str, end: Callable[[], None]):
         self.path, self.problem, self.ending = path, "", False
         self._writer, self._process = writer, os.getpid()
-        self._jobs: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Sequence[Statement] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="NanGuard recording", daemon=True)
@@ -45,57 +149,58 @@ class Writer:
         atexit.register(self._at_exit)
 
     @property
-    def here(self) -> bool:
-        """Whether this is the writing process, not a fork of it."""
+    def _is_here(self) -> bool:
+        """Whether this is the process with the thread, and not a fork of it."""
         return os.getpid() == self._process
 
     @property
     def ready(self) -> bool:
-        """Whether new data would be written at once. Never true in a fork of the writing process.
-        """
-        return self._idle.is_set() and not self.problem and self.here
+        """Whether statements that are put now are executed at once."""
+        return self._idle.is_set() and not self.problem and self._is_here
 
-    def put(self, changes: Changes) -> None:
-        """Queue data for writing."""
+    def put(self, statements: Sequence[Statement]) -> None:
+        """Have statements executed in one transaction."""
         self._idle.clear()
-        self._jobs.put(changes)
+        self._jobs.put(statements)
 
     def wait(self) -> bool:
         """Wait until everything is written, for a limited time; return whether it is."""
-        return self.here and self._idle.wait(WAIT) and not self.problem
+        return self._is_here and self._idle.wait(WAIT) and not self.problem
 
     def close(self) -> None:
-        """Write the remaining data, and close the file."""
+        """Write what is left, and close the file."""
         atexit.unregister(self._at_exit)
-        if self.here:
+        if self._is_here:
             self._jobs.put(None)
             self._thread.join(WAIT)
             if self._thread.is_alive():
-                self.problem = self.problem or f"{self.path} was not written within {WAIT:g} seconds"
+                late = f"{self.path} was not written within {WAIT:g} seconds"
+                self.problem = self.problem or late
 
     def _at_exit(self) -> None:
         end = self._end()
-        if end is not None and self.here:
+        if end is not None and self._is_here:
             end()
 
     def _run(self) -> None:
-        database = None
-        while (changes := self._jobs.get()) is not None:
+        file = None
+        while (statements := self._jobs.get()) is not None:
             while not self.problem:
                 try:
-                    if database is None:
-                        database = Database(self.path, self._writer, changes)
-                    elif not database.write(changes):
+                    if file is None:
+                        file = File(self.path, self._writer, statements)
+                    elif not file.write(statements):
                         self.problem = f"another run writes to {self.path}"
                     break
-                except Exception as error:  # noqa: BLE001  whatever it is: training goes on, and a line says so
-                    if self.ending or not _is_locked(error):
+                except Exception as error:  # noqa: BLE001  training continues, and a line says so
+                    locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+                    if self.ending or not locked:
                         self.problem = str(error) or type(error).__name__
             self._idle.set()
-        if database is not None:
-            database.close()
-
-
-def _is_locked(error: Exception) -> bool:
-    """Whether the error is only a lock of another process, which may be released."""
-    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+        if file is not None:
+            try:
+                if self.ending and not self.problem:
+                    file.export()
+            except Exception as error:  # noqa: BLE001
+                self.problem = f"{INCIDENTS} is not written: {error}"
+            file.close()

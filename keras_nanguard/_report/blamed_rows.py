@@ -41,7 +41,10 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 def layer_table(folder: Path | None) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
     try:
-        return "" if folder is None else _regular(folder / "layers.txt", MAX_TABLE_BYTES).read_text(encoding="utf-8", errors="replace")
+        if folder is None:
+            return ""
+        file = _regular(folder / "layers.txt", MAX_TABLE_BYTES)
+        return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
 
@@ -78,10 +81,12 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[d
         if chosen is None or len(found) == MAX_ROWS:
             continue
         path, array = chosen
-        others = np.delete(array, [r for r in rows if 0 <= r < len(array)], axis=0).astype(np.float64)
-        picture = _picture(array[row], others)
-        columns = [] if picture else _columns(array[row].reshape(-1).astype(np.float64), others.reshape(len(others), array[row].size))
-        found.append({"row": row, "of": argument_path(path), "picture": picture, "columns": columns})
+        array = array.astype(np.float64)
+        others = np.delete(array, [r for r in rows if 0 <= r < len(array)], axis=0)
+        one = {"row": row, "of": argument_path(path), "picture": _picture(array[row], others)}
+        flat = others.reshape(len(others), array[row].size)
+        columns = [] if one["picture"] else _columns(array[row].reshape(-1), flat)
+        found.append({**one, "columns": columns})
     return found
 
 
@@ -89,13 +94,15 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
     known = [(path, array) for path, array in parts if 0 <= row < len(array)]
     bad = [(path, array) for path, array in known if not np.isfinite(array[row]).all()]
     blamed = [(path, array) for path, array in bad or known if culprit and path == culprit]
-    usual = [(path, array) for path, array in known if array.ndim > 1 and not path.startswith(("targets", "sample_weight"))]
-    return next(iter((*blamed, *bad, *usual)), None)
+    no_input = ("targets", "sample_weight")
+    inputs = [part for part in known if part[1].ndim > 1 and not part[0].startswith(no_input)]
+    return next(iter((*blamed, *bad, *inputs)), None)
 
 
 _UNREADABLE = (
-    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RuntimeError, MemoryError, SyntaxError),
-    *(NotImplementedError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
+    *(OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError),
+    *(RuntimeError, MemoryError, SyntaxError),
+    *(struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -109,14 +116,19 @@ def _parts(folder: Path) -> list[tuple[str, Array]]:
             if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES:
                 return []
         with np.load(file, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in sorted(stored.files, key=lambda name: (len(name), name))}
+            names = sorted(stored.files, key=lambda name: (len(name), name))
+            found = {name: stored[name] for name in names}
     except _UNREADABLE:
         return []
     paths, dtypes = _reported(folder)
-    arrays = {name: array for name, array in found.items() if isinstance(array, np.ndarray)}  # of another member it returns the bytes
-    typed = [(paths.get(name, ""), _widened(array, dtypes.get(name, ""))) for name, array in arrays.items()]
-    fits = MAX_BYTES // 8  # numbers as float64, in which they are compared
-    return [(path, array) for path, array in typed if array.ndim and 0 < array.size <= fits and array.dtype.kind in "fiu"]
+    parts = []
+    for name, array in found.items():
+        if isinstance(array, np.ndarray):  # of another member it is the bytes
+            array = _widened(array, dtypes.get(name, ""))
+            fits = 0 < array.size <= MAX_BYTES // 8  # they are compared as float64
+            if array.ndim and fits and array.dtype.kind in "fiu":
+                parts.append((paths.get(name, ""), array))
+    return parts
 
 
 def _reported(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -147,8 +159,9 @@ def _input_names(folder: Path) -> tuple[str, ...]:
     """
     try:
         layers = _document(folder / "model.json")["config"]["input_layers"]
-        entries = [layers] if layers and isinstance(layers[0], str) else [entry for entry in layers if isinstance(entry, list)]
-        return tuple("" if str(entry[0]).startswith(GENERATED_PREFIXES) else str(entry[0]) for entry in entries)
+        entries = [layers] if isinstance(layers[0], str) else layers
+        names = [str(entry[0]) for entry in entries if isinstance(entry, list)]
+        return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
     except _UNREADABLE:
         return ()
 
@@ -168,11 +181,16 @@ def _columns(row: Array, others: Array) -> list[tuple[int, str, str, str, bool]]
     with np.errstate(all="ignore"):
         finite = np.where(np.isfinite(others), others, np.nan)
         empty = np.isnan(finite).all(axis=0) if len(finite) else np.ones(len(row), bool)
-        low = np.where(empty, np.nan, np.nanmin(np.where(empty, 0.0, finite), axis=0, initial=np.inf))
-        high = np.where(empty, np.nan, np.nanmax(np.where(empty, 0.0, finite), axis=0, initial=-np.inf))
+        filled = np.where(empty, 0.0, finite)  # NumPy warns of columns without a number
+        low = np.where(empty, np.nan, np.nanmin(filled, axis=0, initial=np.inf))
+        high = np.where(empty, np.nan, np.nanmax(filled, axis=0, initial=-np.inf))
         unusual = ~np.isfinite(row) | (row < low - (high - low)) | (row > high + (high - low))
     order = np.argsort(~unusual, kind="stable")[:MAX_COLUMNS]
-    return [(int(n), f"{row[n]:.4g}", f"{low[n]:.4g}", f"{high[n]:.4g}", bool(unusual[n])) for n in order]
+    found = []
+    for n in order.tolist():
+        texts = f"{row[n]:.4g}", f"{low[n]:.4g}", f"{high[n]:.4g}"
+        found.append((n, *texts, bool(unusual[n])))
+    return found
 
 
 def _picture(row: Array, others: Array) -> str:
@@ -184,11 +202,12 @@ def _picture(row: Array, others: Array) -> str:
     if row.ndim != 3 or row.shape[-1] not in (1, 3, 4) or min(row.shape[:2]) < 4:
         return ""
     step = -(-max(row.shape[:2]) // MAX_SIDE)
-    values = row[::step, ::step, :3].astype(np.float64)
+    values = row[::step, ::step, :3]
     usual = others[np.isfinite(others)]
     low, high = (float(usual.min()), float(usual.max())) if usual.size else (0.0, 1.0)
     bad = ~np.isfinite(values).all(axis=-1)
-    grey = np.clip((np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / ((high - low) or 1.0), 0.0, 1.0) * 255.0
+    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    grey = np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0) * 255.0
     pixels = np.repeat(grey, 3, axis=-1) if grey.shape[-1] == 1 else grey
     pixels = pixels.astype(np.uint8)
     pixels[bad] = (255, 0, 200)
@@ -199,9 +218,11 @@ def _png(pixels: Array) -> bytes:
     """Return pixels, uint8 `(height, width, 3)`, as a PNG."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        size, check = len(content), zlib.crc32(kind + content)
+        return struct.pack(">I", size) + kind + content + struct.pack(">I", check)
 
     height, width = pixels.shape[:2]
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

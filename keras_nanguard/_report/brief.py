@@ -164,7 +164,8 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
         known = first.index is not None and first.label == f"x[{first.index}]"
         name = f"{shortened(data)}[{first.index}]" if known else f"{_quoted(data)} of {first.label}"
     elif diagnosis.samples:
-        name, others = f"{_quoted(data)}, row {diagnosis.samples[0]} of the batch", len(diagnosis.samples) - 1
+        name = f"{_quoted(data)}, row {diagnosis.samples[0]} of the batch"
+        others = len(diagnosis.samples) - 1
     else:
         return _quoted(data)
     return f"{name} and {others} more row{'s' if others > 1 else ''}" if others else name

@@ -15,13 +15,12 @@ from keras_nanguard._recording.records import BadSample
 from keras_nanguard._report import blamed_rows, console
 from keras_nanguard._report.snippets import snippet
 
-__all__ = ["MAX_CARDS", "card", "cards"]
+__all__ = ["MAX_CARDS", "cards"]
 
 MAX_CARDS = 200
 """Maximum number of kinds with a card. All others share one."""
 
-_MAX_LISTED, _MAX_FINDINGS, _MAX_OUTCOMES = 40, 60, 12
-_MAX_BEFORE, _MAX_LAYER_ROWS = 6, 60
+_MAX_OUTCOMES, _MAX_BEFORE, _MAX_LAYER_ROWS = 12, 6, 60
 
 Layers = Mapping[str, Mapping[str, Any]]
 
@@ -44,71 +43,47 @@ def cards(
         steps: the step of each incident, counted as in samples and layers; by default its own,
             counted from the beginning of a fit.
     """
-    at = {id(incident): step for incident, step in zip(incidents, steps or [i.step for i in incidents])}
-    labels: dict[int, list[str]] = {}
-    for sample in samples:
-        for step in sample.steps:
-            labels.setdefault(step, []).append(sample.label)
+    at = dict(zip(map(id, incidents), steps or [incident.step for incident in incidents]))
     groups = console.kinds(incidents)
     kept = sorted(groups[:MAX_CARDS], key=lambda group: (group[0].step, group[0].epoch))
-    if len(groups) > MAX_CARDS:
-        kept.append([incident for group in groups[MAX_CARDS:] for incident in group])
+    others = groups[MAX_CARDS:]
+    if others:
+        kept.append([incident for group in others for incident in group])
     number = {id(incident): n for n, group in enumerate(kept) for incident in group}
-    found = [card(group, directory, labels, layers, at) for group in kept]
-    if len(groups) > MAX_CARDS:
-        found[-1]["title"] = f"{len(groups) - MAX_CARDS} more kinds of trouble; this is the first of them"
+    found = []
+    for group in kept:
+        one = _card(group, directory)
+        step = at[id(one["first"])]
+        labels = [sample.label for sample in samples if step in sample.steps]
+        found.append({**one, "labels": labels[:20], "before": _before(layers or {}, step)})
+    if others:
+        found[-1]["title"] = f"{len(others)} more kinds of trouble; this is the first of them"
     return found, [number[id(incident)] for incident in incidents]
 
 
-def card(
-    group: Sequence[Incident], directory: Path | None, labels: Mapping[int, Sequence[str]], layers: Layers | None, at: Mapping[int, int]
-) -> dict[str, Any]:
-    """Return one card as plain values, with plain text only.
-
-    Args:
-        group: its incidents.
-        directory: the directory of the run.
-        labels: names of the bad rows, by step.
-        layers: measurements of each layer over time.
-        at: the step of each incident by its `id`.
-    """
-    first = next((incident for incident in group if blamed_rows.bundle_folder(incident.bundle, directory)), group[0])
-    diagnosis = first.diagnosis
-    folder = blamed_rows.bundle_folder(first.bundle, directory)
+def _card(group: Sequence[Incident], directory: Path | None) -> dict[str, Any]:
+    """Return one card: records and plain text, which the page escapes."""
+    folders = [blamed_rows.bundle_folder(incident.bundle, directory) for incident in group]
+    shown = next((n for n, folder in enumerate(folders) if folder is not None), 0)
+    first, folder, diagnosis = group[shown], folders[shown], group[shown].diagnosis
     bundle = "" if folder is None and directory is not None else first.bundle or ""
-    done = Counter((o.action, o.status, o.detail) for incident in group for o in incident.outcomes if str(o) != "warn")
+    outcomes = [o for incident in group for o in incident.outcomes if str(o) != "warn"]
+    done = Counter((o.action, o.status, o.detail) for o in outcomes)
+    rows: Sequence[Any] = ()
+    if diagnosis is not None:
+        rows = blamed_rows.shown(folder, diagnosis.samples, diagnosis.culprit)
     return {
         "title": console.why(group[0]),
-        "times": len(group),
-        "refused": group[0].refused,
-        "moment": group[0].moment,
-        "last": group[-1].moment,
-        "shown": first.moment,
-        "labels": list(labels.get(at[id(first)], ()))[:20],
-        "headline": diagnosis.headline if diagnosis is not None else str(first.first or ""),
-        "confidence": f"{diagnosis.confidence:.0%}" if diagnosis is not None and diagnosis.confidence else "",
-        "evidence": diagnosis.evidence if diagnosis is not None else (),
-        "advice": diagnosis.advice if diagnosis is not None else (),
-        "code": snippet(diagnosis) if diagnosis is not None else "",
-        "decision": first.decision.reason if first.decision is not None else "",
+        "group": group,
+        "first": first,
+        "findings": sorted(first.findings, key=lambda finding: SITES.index(finding.site)),
         "outcomes": [(*what, n) for what, n in done.most_common(_MAX_OUTCOMES)],
-        "measured": [(name, f"{value:.6g}") for name, value in first.values.items()],
-        "findings": [_finding(f) for f in sorted(first.findings, key=lambda f: SITES.index(f.site))[:_MAX_FINDINGS]],
-        "more_findings": max(len(first.findings) - _MAX_FINDINGS, 0),
+        "code": snippet(diagnosis) if diagnosis is not None else "",
         "layers": blamed_rows.layer_table(folder),
-        "samples": diagnosis.samples[:20] if diagnosis is not None else (),
-        "rows": blamed_rows.shown(folder, diagnosis.samples, diagnosis.culprit) if diagnosis is not None else [],
+        "rows": rows,
         "bundle": bundle,
-        "replay": f"keras-nanguard replay {shlex.quote(console.printable(bundle))}" if bundle else "",
-        "before": _before(layers or {}, at[id(first)]),
-        "listed": [i.moment for i in group[:_MAX_LISTED]],
-        "more_listed": max(len(group) - _MAX_LISTED, 0),
+        "replay": f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
     }
-
-
-def _finding(finding: Any) -> tuple[str, ...]:
-    counts = (("" if n is None else str(n)) for n in (finding.nan, finding.inf, finding.size))
-    return (finding.site, finding.path, finding.kind, *counts, "" if finding.value is None else f"{finding.value:.4g}")
 
 
 def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
@@ -123,5 +98,6 @@ def _before(layers: Layers, step: int) -> list[tuple[str, str, str, bool]]:
             last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN is what was not measured
             if name != "step" and len(last):
                 grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0)
-                found.append((path, name.replace("_", " "), " → ".join(f"{v:.3g}" for v in last), grown))
+                course = " → ".join(f"{value:.3g}" for value in last)
+                found.append((path, name.replace("_", " "), course, grown))
     return sorted(found, key=lambda row: not row[3])[:_MAX_LAYER_ROWS]

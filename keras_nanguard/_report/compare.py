@@ -61,7 +61,10 @@ def _spark(steps: list[int], values: list[float]) -> str:
         return ""
     low, high = min(values), max(values)
     across, up = (steps[-1] - steps[0]) or 1, (high - low) or 1.0
-    return "M" + "L".join(f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - (v - low) / up * 30:.1f}" for s, v in zip(steps, values))
+    return "M" + "L".join(
+        f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - (v - low) / up * 30:.1f}"
+        for s, v in zip(steps, values)
+    )
 
 
 def common(runs: Sequence[RunSeen]) -> list[str]:
@@ -72,23 +75,22 @@ def common(runs: Sequence[RunSeen]) -> list[str]:
     found = [f"{len(bad)} of {len(runs)} runs had incidents."]
     for why, n in Counter(why for run in bad for why in set(run.causes)).most_common(_MAX_CAUSES):
         if n > 1 or len(bad) == 1:
-            firsts = [next(i for i in run.incidents if console.why(i) == why).step + 1 for run in bad if why in run.causes]
-            found.append(f"{why}: in {n} of them, first between step {min(firsts)} and step {max(firsts)}.")
-    for name, pick in (("highest learning rate", _rate), ("backend", lambda run: run.recording.meta.get("backend"))):
-        theirs, others = ([value for run in group if (value := pick(run)) is not None] for group in (bad, good))
-        if not theirs:
-            continue
-        if name == "backend":
-            if others and set(theirs) == {theirs[0]} and theirs[0] not in others:
-                found.append(f"All of them ran on {theirs[0]}, and the others did not.")
-        elif others and min(theirs) > max(others):
-            found.append(f"Their {name} was at least {min(theirs):.3g}, that of the others at most {max(others):.3g}.")
-        elif others and max(theirs) < min(others):
-            found.append(f"Their {name} was at most {max(theirs):.3g}, that of the others at least {min(others):.3g}.")
+            steps = ([i.step + 1 for i in run.incidents if console.why(i) == why] for run in bad)
+            firsts = [of_run[0] for of_run in steps if of_run]
+            between = f"between step {min(firsts)} and step {max(firsts)}"
+            found.append(f"{why}: in {n} of them, first {between}.")
+    rates = [[rate for run in group if (rate := _rate(run)) is not None] for group in (bad, good)]
+    if all(rates):
+        theirs, others = rates
+        apart = "Their highest learning rate was at {} {:.3g}, that of the others at {} {:.3g}."
+        if min(theirs) > max(others):
+            found.append(apart.format("least", min(theirs), "most", max(others)))
+        elif max(theirs) < min(others):
+            found.append(apart.format("most", max(theirs), "least", min(others)))
     rows = Counter(s.label for run in bad for s in run.recording.samples)
     shared = [label for label, n in rows.most_common(5) if n > 1]
     if shared:
-        found.append(f"The same rows of the data were to blame in several of them: {', '.join(shared)}.")
+        found.append(f"Rows of the data to blame in several of them: {', '.join(shared)}.")
     return found
 
 
@@ -103,11 +105,15 @@ def text(runs: Sequence[RunSeen]) -> str:
     for run in runs:
         row = run.row()
         steps = f"{row['steps']} steps" if row["steps"] else "steps unknown"
-        happened = f"{row['incidents']} incidents, the first at {row['first']}: {row['causes']}" if run.incidents else "no incident"
+        happened = "no incident"
+        if run.incidents:
+            count, first, causes = row["incidents"], row["first"], row["causes"]
+            happened = f"{count} incidents, the first at {first}: {causes}"
         lines.append(f"{run.name}: {' '.join(filter(None, (row['status'], steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
 
 def page(runs: Sequence[RunSeen]) -> str:
     """Return the comparison as one HTML file."""
-    return rendered("compare.html", {}, title=f"{len(runs)} runs", sentences=common(runs), rows=[run.row() for run in runs])
+    rows, title = [run.row() for run in runs], f"{len(runs)} runs"
+    return rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)

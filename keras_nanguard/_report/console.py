@@ -36,9 +36,7 @@ class Lines:
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._most_printed = 0
 
-    def line(
-        self, incident: Incident, samples: Sequence[BadSample] = (), details: str = ""
-    ) -> str:
+    def line(self, incident: Incident, samples: Sequence[BadSample] = (), details: str = "") -> str:
         """Return the line of an incident, or `""` if it is only counted.
 
         Args:
@@ -54,10 +52,19 @@ class Lines:
         if self.every:
             return incident_line(incident)
         repeats = count if round_number and not new else 0
-        return printable(brief_line(incident, samples, details, repeats)) if new or round_number else ""
+        return (
+            printable(brief_line(incident, samples, details, repeats))
+            if new or round_number
+            else ""
+        )
 
     def epoch(
-        self, epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
+        self,
+        epoch: int,
+        refused: int,
+        committed: int,
+        unmeasured: Sequence[str] = (),
+        committed_before: bool = True,
     ) -> str:
         """Return the line at the end of an epoch, or `""` if it would repeat an earlier one.
 
@@ -87,7 +94,11 @@ def printable(text: str) -> str:
 
 
 def epoch_line(
-    epoch: int, refused: int, committed: int, unmeasured: Sequence[str] = (), committed_before: bool = True
+    epoch: int,
+    refused: int,
+    committed: int,
+    unmeasured: Sequence[str] = (),
+    committed_before: bool = True,
 ) -> str:
     """Return the line about the refused steps of an epoch, or `""`."""
     if not refused:
@@ -115,13 +126,21 @@ def closing_line(steps: int, refused: int, run_again: int, incidents: int, detai
     return f"NanGuard: {counted}{replayed}, {times(incidents, 'incident')}. Details: {details}"
 
 
-def summary(incidents: Sequence[Incident], steps: int | None, refused: int, overflows: int, run_again: int = 0) -> str:
+def summary(
+    incidents: Sequence[Incident],
+    steps: int | None,
+    refused: int,
+    overflows: int,
+    run_again: int = 0,
+) -> str:
     """Return the numbers of steps (if known), refused steps, incidents by cause, and actions."""
     counted = "" if steps is None else f"{steps} steps, "
     more = f", {refused_before(run_again)}" if run_again else ""
-    lines = [f"NanGuard: {counted}{refused} refused{more}, {len(incidents)} {'incident' if len(incidents) == 1 else 'incidents'}."]
+    found = times(len(incidents), "incident")
+    lines = [f"NanGuard: {counted}{refused} refused{more}, {found}."]
     if overflows:
-        lines.append(f"  {overflows} of those were ordinary float16 overflows, which loss scaling handled.")
+        ordinary = "of those were ordinary float16 overflows, which loss scaling handled."
+        lines.append(f"  {overflows} {ordinary}")
     causes = Counter(why(i) for i in incidents if i.diagnosis is not None)
     lines += [f"  {n} x {why}" for why, n in causes.most_common()]
     actions = Counter(o.action for i in incidents for o in i.outcomes if o.status == "done")
@@ -149,10 +168,12 @@ def _kind(incident: Incident) -> tuple[Any, ...]:
 
 def why(incident: Incident) -> str:
     """Return cause and place, or the first finding if there is no diagnosis."""
-    if incident.diagnosis is None:
-        first = incident.first
-        return " ".join(filter(None, (first.kind, first.site, first.path and f"of {first.path!r}"))) if first is not None else "incident"
-    return incident.diagnosis.place
+    if incident.diagnosis is not None:
+        return incident.diagnosis.place
+    first = incident.first
+    if first is None:
+        return "incident"
+    return " ".join(filter(None, (first.kind, first.site, first.path and f"of {first.path!r}")))
 
 
 def markdown(incidents: Iterable[Incident], head: str) -> str:
@@ -160,11 +181,13 @@ def markdown(incidents: Iterable[Incident], head: str) -> str:
     parts = ["# NanGuard report", "", "```", head.replace("```", "'''"), "```", ""]
     for incident in incidents:
         moment = incident.moment
-        parts += [f"## {moment[0].upper()}{moment[1:]}", "", *(f"- {markdown_text(finding)}" for finding in incident.findings)]
+        parts += [f"## {moment[0].upper()}{moment[1:]}", ""]
+        parts += [f"- {markdown_text(finding)}" for finding in incident.findings]
         diagnosis = incident.diagnosis
         if diagnosis is not None:
             parts += ["", markdown_text(diagnosis.headline), ""]
             parts += [f"- seen: {markdown_text(text)}" for text in diagnosis.evidence]
             parts += [f"- do: {markdown_text(text)}" for text in diagnosis.advice]
-        parts += ["", *(f"- {markdown_text(f'{o.action}, {o.status}: {o.detail}')}" for o in incident.outcomes), ""]
+        outcomes = (f"{o.action}, {o.status}: {o.detail}" for o in incident.outcomes)
+        parts += ["", *(f"- {markdown_text(outcome)}" for outcome in outcomes), ""]
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Files of incidents: written by a guard, read by the command line. They contain only data; nothing in them is executed."""
+"""Files of incidents: written by a guard, read by the command line. Nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from keras_nanguard._core import atomic_files, plain_json
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.incident import FORMAT, Incident
 from keras_nanguard._core.plain_text import plain_text
-from keras_nanguard._recording import database
-from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import console, html, log, recorded_incidents
+from keras_nanguard._recording import database, reading
+from keras_nanguard._recording.recording import Recording, incidents as incidents_of
+from keras_nanguard._recording.writer import INCIDENTS
+from keras_nanguard._report import console, html
 
 __all__ = ["read", "recorded", "save", "without_removed_bundles", "write"]
 
 MAX_BYTES = 256 << 20
 """Maximum size of a file that is read."""
 
-_RECORDING = Path(database.NAME).suffix
+_SQLITE = Path(database.NAME).suffix
+
+_BUNDLES = ("incident.json", "*/incident.json", "incidents/*/incident.json")
+
+_REMEDY = (
+    "Pass a .json or .jsonl file that guard.report(path) wrote, a recording (.sqlite), "
+    "or the directory that was given to NanGuard."
+)
 
 
 def write(
@@ -39,7 +47,7 @@ def write(
         path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line),
             `.md` or `.html`.
         recording: the recording of the run, for HTML.
-        directory: the directory of the run, for the bundles in HTML.
+        directory: the directory of the run, for HTML: it shows the contents of bundles.
 
     Raises:
         GuardError: for another suffix.
@@ -47,14 +55,16 @@ def write(
             names `path`.
     """
     path = Path(path)
+    document = {"format": FORMAT, "incidents": incidents}
     texts: dict[str, Callable[[], str]] = {
-        ".json": lambda: json.dumps({"format": FORMAT, "incidents": [i.to_dict() for i in incidents]}, indent=2),
-        ".jsonl": lambda: "".join(i.to_json() + "\n" for i in incidents),
+        ".json": lambda: json.dumps(document, indent=2, default=Incident.to_dict),
+        ".jsonl": lambda: "".join(f"{incident.to_json()}\n" for incident in incidents),
         ".md": lambda: console.markdown(incidents, head),
         ".html": lambda: html.page(recording or Recording(), incidents, head, directory),
     }
     if path.suffix not in texts:
-        raise GuardError(expected("a path that ends in .json, .jsonl, .md or .html", f"path={str(path)!r}", "Choose one of them."))
+        wanted = "a path that ends in .json, .jsonl, .md or .html"
+        raise GuardError(expected(wanted, f"path={str(path)!r}", "Choose one of them."))
     return save(texts[path.suffix](), path)
 
 
@@ -69,41 +79,39 @@ def save(text: str, path: Path) -> Path:
     return path
 
 
-def recorded(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording in the directory of a run, or in a file `.sqlite`; an empty one if there
-    is none yet.
-
-    Raises:
-        GuardError: if it is damaged or of a newer version.
-    """
-    file = database.path_of(path)
-    return Recording.read(file) if file.suffix == _RECORDING and _is_made(file) else Recording()
-
-
-def _is_made(file: Path) -> bool:
-    """Whether a recording has its tables, which a run creates at its beginning."""
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(100)
-    except OSError:
-        return file.exists()  # reading it says why
-    application, version = head[68:72], head[60:64]
-    return bool(head) and not (application == database.APPLICATION.to_bytes(4, "big") and not any(version))
-
-
 def without_removed_bundles(incidents: Iterable[Incident], newest: str) -> list[Incident]:
-    """Return incidents, with `bundle=None` for those whose bundle was removed."""
+    """Return incidents, with `bundle=None` if their bundle is no longer beside the newest one."""
     folder = os.path.dirname(newest)
     try:
         there = {os.path.join(folder, name) for name in os.listdir(folder)}
     except OSError:
         return list(incidents)
-    gone = (i.bundle is not None and os.path.dirname(i.bundle) == folder and i.bundle not in there for i in incidents)
-    return [i.with_(bundle=None) if removed else i for i, removed in zip(incidents, gone)]
+
+    def removed(bundle: str | None) -> bool:
+        return bundle is not None and os.path.dirname(bundle) == folder and bundle not in there
+
+    return [i.with_(bundle=None) if removed(i.bundle) else i for i in incidents]
+
+
+def recorded(path: str | os.PathLike[str]) -> Recording:
+    """Return the recording in the directory of a run, or in a `.sqlite` file.
+
+    It is empty if there is none, or none yet.
+
+    Raises:
+        GuardError: if it is damaged or of a newer version.
+    """
+    file = database.path_of(path)
+    there = file.suffix == _SQLITE and reading.is_made(file)
+    return Recording.read(file) if there else Recording()
 
 
 def read(path: str | os.PathLike[str]) -> list[Incident]:
-    """Read incidents from the directory of a guard, a `.json` or `.jsonl` file of `write`, a bundle, a folder of bundles, or a recording.
+    """Read incidents.
+
+    Args:
+        path: the directory of a guard, a recording, a `.json` or `.jsonl` file of `write`, a
+            bundle, or a folder of bundles.
 
     Raises:
         GuardError: if there is no such file, or it contains something else.
@@ -111,12 +119,14 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
     path = Path(path)
     if path.is_dir():
         return _of_folder(path)
-    if path.suffix == ".jsonl":
-        return _lines(path)
-    if path.suffix == _RECORDING:
+    if path.suffix == _SQLITE:
         return _of_recording(path)
+    if path.suffix == ".jsonl":
+        lines = _text(path).split("\n")
+        return [_incident(_document(line, path), path) for line in lines if line.strip()]
     if path.suffix == ".html" and path.is_file():
-        raise GuardError(expected("a file of incidents", f"{str(path)!r}, a page that is finished", f"Open it in a browser. {_REMEDY}"))
+        remedy = f"Open it in a browser. {_REMEDY}"
+        raise GuardError(expected("a file of incidents", f"{str(path)!r}, a finished page", remedy))
     document = _document(_text(path), path)
     if isinstance(document, dict) and isinstance(document.get("incidents"), list):
         return [_incident(entry, path) for entry in document["incidents"]]
@@ -124,64 +134,53 @@ def read(path: str | os.PathLike[str]) -> list[Incident]:
 
 
 def _of_folder(path: Path) -> list[Incident]:
-    """Return the incidents in the directory of a run: those of its log, else of its recording, and
-    of further bundles.
-    """
-    logged = None
-    if (path / log.NAME).is_file():
-        logged = _lines(path / log.NAME)
-    elif (path / database.NAME).is_file():
-        logged = _of_recording(path / database.NAME)
-    listed = {Path(incident.bundle).name for incident in logged or () if incident.bundle}
-    patterns = ("incident.json", "*/incident.json", "incidents/*/incident.json")
-    files = sorted({p for pattern in patterns for p in path.glob(pattern) if p.is_file() and p.parent.name not in listed})
-    if not files and logged is None:
-        raise GuardError(expected("the directory of a guard, or a folder with bundles", f"{str(path)!r}, which contains neither", _REMEDY))
-    bundled = sorted((_incident(_document(_text(file), file), file) for file in files), key=lambda i: i.step)
-    return [*bundled, *(logged or ())]
+    """Return the incidents of a run: of its recording or else the export, and other bundles."""
+    sources = [path / name for name in (database.NAME, INCIDENTS) if (path / name).is_file()]
+    found = read(sources[0]) if sources else []
+    listed = {Path(incident.bundle).name for incident in found if incident.bundle}
+    files = {file for pattern in _BUNDLES for file in path.glob(pattern) if file.is_file()}
+    files = {file for file in files if file.parent.name not in listed}
+    if not files and not sources:
+        wanted = "the directory of a guard, or a folder with bundles"
+        raise GuardError(expected(wanted, f"{str(path)!r}, which contains neither", _REMEDY))
+    bundled = [incident for file in sorted(files) for incident in read(file)]
+    return [*sorted(bundled, key=lambda incident: incident.step), *found]
 
 
 def _of_recording(path: Path) -> list[Incident]:
     if not path.exists():
         raise GuardError(expected("a readable report", f"{str(path)!r}: no such file", _REMEDY))
     try:
-        return [incident for incident, _ in recorded_incidents.incidents(recorded(path))]
+        return [incident for incident, _ in incidents_of(recorded(path))]
     except FileFormatError as error:
         raise GuardError(f"{path}: {error}") from error
-
-
-def _lines(path: Path) -> list[Incident]:
-    """Return the incidents of a `.jsonl` file. An incomplete last line belongs to a process that is
-    writing, or was killed.
-    """
-    lines = _text(path).split("\n")
-    if path.name == log.NAME:
-        del lines[-1]
-    return [_incident(_document(line, path), path) for line in lines if line.strip()]
-
-
-_REMEDY = "Pass a .json or .jsonl file that guard.report(path) wrote, a recording (.sqlite), or the directory that was given to NanGuard."
 
 
 def _text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():  # a pipe would block
-            raise GuardError(expected("a file or a folder", f"{str(path)!r}, which is neither", _REMEDY))
+            received = f"{str(path)!r}, which is neither"
+            raise GuardError(expected("a file or a folder", received, _REMEDY))
         if path.stat().st_size > MAX_BYTES:
-            raise GuardError(expected(f"a file of at most {MAX_BYTES} bytes", f"{str(path)!r}, which is larger", _REMEDY))
+            received = f"{str(path)!r}, which is larger"
+            raise GuardError(expected(f"a file of at most {MAX_BYTES} bytes", received, _REMEDY))
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         if isinstance(error, GuardError):
             raise
-        reason = error.strerror if isinstance(error, OSError) else "not a text file" if isinstance(error, UnicodeDecodeError) else error
-        raise GuardError(expected("a readable report", f"{str(path)!r}: {reason}", _REMEDY)) from error
+        reason: object = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, UnicodeDecodeError):
+            reason = "not a text file"
+        received = f"{str(path)!r}: {reason}"
+        raise GuardError(expected("a readable report", received, _REMEDY)) from error
 
 
 def _document(text: str, path: Path) -> Any:
     try:
         return plain_json.loads(text)
     except ValueError as error:
-        raise GuardError(expected("JSON", f"{str(path)!r}: {plain_text(error)}", _REMEDY)) from error
+        received = f"{str(path)!r}: {plain_text(error)}"
+        raise GuardError(expected("JSON", received, _REMEDY)) from error
 
 
 def _incident(data: Any, path: Path) -> Incident:
@@ -190,4 +189,5 @@ def _incident(data: Any, path: Path) -> Incident:
     except GuardError as error:
         raise GuardError(f"{path}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise GuardError(expected("an incident", f"{str(path)!r}: {plain_text(error)}", _REMEDY)) from error
+        received = f"{str(path)!r}: {plain_text(error)}"
+        raise GuardError(expected("an incident", received, _REMEDY)) from error

@@ -11,18 +11,15 @@ import json
 import math
 import os
 import time
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording.recording import Recording
+from keras_nanguard._recording.recording import Recording, incidents as incidents_of
 from keras_nanguard._recording.records import MEASURED, OVERFLOW, REFUSED
-from keras_nanguard._report import recorded_incidents
 from keras_nanguard._report.cards import cards
 
 __all__ = ["page", "rendered"]
@@ -30,23 +27,34 @@ __all__ = ["page", "rendered"]
 POINTS = 2000
 """Points of each curve."""
 
-_TITLES = {"loss": "loss", "gradient_norm": "gradient norm", "learning_rate": "learning rate", "loss_scale": "loss scale"}
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
 _MEASURES = ("update_ratio", "weight_norm", "gradient_norm")
-_MOMENT = ("step", "epoch", "batch")
 _MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
+
+
+_PAGE = Path(__file__).parent / "page"
+
+_PARTS = {
+    "uplot": "uPlot.iife.min.js",
+    "uplot_style": "uPlot.min.css",
+    "style": "report.css",
+    "script": "report.js",
+}
+"""Our own files that each page contains, by their names in the templates."""
+
+_ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
 @functools.cache
 def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
-    return Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True, undefined=StrictUndefined)
-
-
-@functools.cache
-def _part(name: str) -> str:
-    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+    loader = FileSystemLoader(_PAGE)
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    for name, file in _PARTS.items():
+        found.globals[name] = Markup((_PAGE / file).read_text(encoding="utf-8"))
+    return found
 
 
 def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
@@ -59,17 +67,17 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     """
     from markupsafe import Markup
 
-    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for character, escape in escapes.items():
-        text = text.replace(character, escape)
-    parts = {"uplot": "uPlot.iife.min.js", "uplot_style": "uPlot.min.css", "style": "report.css", "script": "report.js"}
-    own = {name: Markup(_part(file)) for name, file in parts.items()}  # ours, and nothing of a run
-    page: str = _environment().get_template(template).render(data=Markup(text), **own, **values)
-    return page
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
+    made: str = _environment().get_template(template).render(data=Markup(text), **values)
+    return made
 
 
-def page(recording: Recording, incidents: Sequence[Incident], summary: str, directory: str | os.PathLike[str] | None = None) -> str:
+def page(
+    recording: Recording,
+    incidents: Sequence[Incident],
+    summary: str,
+    directory: str | os.PathLike[str] | None = None,
+) -> str:
     """Return the report of one run.
 
     Args:
@@ -80,9 +88,11 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
             bundles.
     """
     incidents, steps = _placed(recording, incidents)
-    found, numbers = cards(incidents, Path(directory) if directory is not None else None, recording.samples, recording.layers, steps)
+    folder = Path(directory) if directory is not None else None
+    found, numbers = cards(incidents, folder, recording.samples, recording.layers, steps)
     layers, layer_rows = _layers(recording)
     meta, versions = recording.meta, recording.meta.get("versions")
+    versions = versions if isinstance(versions, Mapping) else {}
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
         "marks": _marks(recording, incidents, numbers, steps),
@@ -105,29 +115,22 @@ def page(recording: Recording, incidents: Sequence[Incident], summary: str, dire
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
         events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
         policy=str(meta.get("policy", "")),
-        versions=sorted((str(k), str(v)) for k, v in versions.items()) if isinstance(versions, Mapping) else [],
+        versions=sorted((str(name), str(version)) for name, version in versions.items()),
     )
 
 
-def _placed(recording: Recording, incidents: Sequence[Incident]) -> tuple[Sequence[Incident], list[int]]:
-    """Return all incidents of a recording, or the given ones if they are more, each with its step
-    in the recording.
+def _placed(
+    recording: Recording, incidents: Sequence[Incident]
+) -> tuple[Sequence[Incident], list[int]]:
+    """Return the incidents, and the step of each as the recording counts them.
 
-    The log of a run may be ahead of its recording. Incidents that are not in the recording belong
-    to the present fit.
+    They are those of the recording, unless the given ones are more: old ones may have been dropped.
     """
-    known = [event for event in recording.events if event.kind == "incident"]
-    if len(known) > len(incidents):
-        found = recorded_incidents.incidents(recording, strict=False)
-        return [incident for incident, _ in found], [step for _, step in found]
-    at: dict[str, deque[int]] = {}
-    for event in known:
-        at.setdefault(repr([event.data.get(name) for name in _MOMENT]), deque()).append(event.step)
-    base, steps = _whole(recording.meta.get("base"), 0), []
-    for incident in incidents:
-        same = at.get(repr([getattr(incident, name) for name in _MOMENT]))
-        steps.append(same.popleft() if same else base + incident.step)
-    return incidents, steps
+    known = incidents_of(recording, strict=False)
+    if len(known) >= len(incidents):
+        return [incident for incident, _ in known], [step for _, step in known]
+    base = _whole(recording.meta.get("base"), 0)
+    return incidents, [base + incident.step for incident in incidents]
 
 
 def _rollbacks(recording: Recording) -> list[list[Any]]:
@@ -148,68 +151,77 @@ def _whole(value: Any, default: int) -> int:
 
 
 def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
-    recording = _without_what_ran_again(recording)
-    step, low, high = recording.series(name, POINTS)
-    if not len(step) or (name == "loss_scale" and float(high.max()) == float(low.min()) == 1.0):
+    """Return a chart for the script: at most `POINTS` points, each with its extremes.
+
+    Values that a rollback has undone are in a curve of their own, unless they are in bins.
+    """
+    bins, steps = recording.bins, recording.steps
+    step = np.concatenate([(bins["first"] + bins["last"]) // 2, steps["step"]])
+    low = np.concatenate([bins[f"{name}_min"], steps[name]])
+    high = np.concatenate([bins[f"{name}_max"], steps[name]])
+    undone = np.concatenate([np.zeros(len(bins["first"]), bool), steps["undone"]])
+    finite = np.isfinite(low) & np.isfinite(high)
+    step, low, high, undone = (column[finite] for column in (step, low, high, undone))
+    if not len(step) or (name == "loss_scale" and low.min() == high.max() == 1.0):
         return None
-    positive = float(low.min()) > 0.0
-    decades = math.log10(float(high.max())) - math.log10(float(low.min())) if positive else 0.0
+    first, last = step.argmin(), step.argmax()
+    width = max(-(-(int(step[last]) - int(step[first]) + 1) // POINTS), 1)
+    groups, place = np.unique((step - step[first]) // width, return_inverse=True)
+    x = np.full(len(groups), np.iinfo(np.int64).max)
+    np.minimum.at(x, place, step)
+
+    def curve(pick: Any, values: Any, own: Any) -> Any:
+        found = np.full(len(groups), np.nan)
+        pick.at(found, place[own], values[own])
+        return _short(found)
+
+    title = name.replace("_", " ")
+    decades = math.log10(high.max()) - math.log10(low.min()) if low.min() > 0.0 else 0.0
     words = (
-        f"{_TITLES[name]}: from {high[0]:.4g} at step {step[0] + 1} to {low[-1]:.4g} at step {step[-1] + 1}; "
-        f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, highest {high.max():.4g} at step {step[high.argmax()] + 1}."
+        f"{title}: from {high[first]:.4g} at step {step[first] + 1} "
+        f"to {low[last]:.4g} at step {step[last] + 1}; "
+        f"lowest {low.min():.4g} at step {step[low.argmin()] + 1}, "
+        f"highest {high.max():.4g} at step {step[high.argmax()] + 1}."
     )
     return {
         "name": name,
-        "title": _TITLES[name],
+        "title": title,
         "words": words,
         "log": decades > math.log10(50.0),
         "decades": decades,
-        **_courses(recording, name, step),
+        "x": (x + 1).tolist(),
+        "low": curve(np.fmin, low, ~undone),
+        "high": curve(np.fmax, high, ~undone),
+        **({"undone": curve(np.fmax, high, undone)} if undone.any() else {}),
     }
 
 
-def _without_what_ran_again(recording: Recording) -> Recording:
-    """Return a recording without the refused steps that a rollback has undone."""
-    steps = recording.steps
-    later = np.minimum.accumulate(np.r_[steps["step"], np.iinfo(np.int64).max][:0:-1])[::-1]
-    keep = steps["undone"] | (later > steps["step"])
-    return replace(recording, steps={key: column[keep] for key, column in steps.items()})
-
-
-def _courses(recording: Recording, name: str, at: Any) -> dict[str, Any]:
-    """Return the smallest and the largest value near some steps, and separately the largest undone
-    one.
-    """
-    steps = recording.steps
-    parts = [{key: column[mask] for key, column in steps.items()} for mask in (~steps["undone"], steps["undone"])]
-    kept, undone = replace(recording, steps=parts[0]).series(name, POINTS), Recording(steps=parts[1]).series(name, POINTS)
-
-    def placed(step: Any, values: Any, pick: Any) -> Any:
-        """Return values at the last of `at` before their steps, or NaN."""
-        found = np.full(len(at), np.nan)
-        pick.at(found, np.searchsorted(at, step, side="right") - 1, values)
-        return found
-
-    low, high = placed(kept[0], kept[1], np.fmin), placed(kept[0], kept[2], np.fmax)
-    values = {"x": (at + 1).tolist(), "low": _short(low), "high": _short(high)}
-    return values | ({"undone": _short(placed(undone[0], undone[2], np.fmax))} if len(undone[0]) else {})
-
-
 def _short(values: Any) -> list[float | None]:
-    return [float(f"{v:.6g}") if math.isfinite(v) else None for v in np.asarray(values, np.float64).tolist()]
+    return [
+        float(f"{v:.6g}") if math.isfinite(v) else None
+        for v in np.asarray(values, np.float64).tolist()
+    ]
 
 
-def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]) -> dict[str, Any]:
+def _marks(
+    recording: Recording, incidents: Sequence[Incident], numbers: Sequence[int], at: Sequence[int]
+) -> dict[str, Any]:
     """Return the marks on the timeline. Steps count from 1, as on the console."""
     steps, bins = recording.steps, recording.bins
     thinned = bins["overflows"] > 0
-    overflows = ((bins["first"] + bins["last"])[thinned] // 2 + 1).tolist() + (steps["step"][steps["status"] == OVERFLOW] + 1).tolist()
+    overflows = ((bins["first"] + bins["last"])[thinned] // 2 + 1).tolist() + (
+        steps["step"][steps["status"] == OVERFLOW] + 1
+    ).tolist()
     known = set(at)
     refused = [s + 1 for s in steps["step"][steps["status"] == REFUSED].tolist() if s not in known]
     events = recording.events
     rates = [[e.step + 1, e.text] for e in events if e.kind == "learning_rate"]
     return {
-        "incidents": [[step + 1 for step in at], list(numbers), [int(i.refused) for i in incidents]],
+        "incidents": [
+            [step + 1 for step in at],
+            list(numbers),
+            [int(i.refused) for i in incidents],
+        ],
         "refused": refused,
         "overflows": overflows,
         "overflow_count": _overflows(recording),
@@ -220,24 +232,30 @@ def _marks(recording: Recording, incidents: Sequence[Incident], numbers: Sequenc
 
 def _facts(recording: Recording, incidents: Sequence[Incident]) -> list[tuple[str, str]]:
     meta, steps, bins = recording.meta, recording.steps, recording.bins
-    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum()) if len(recording) else sum(i.refused for i in incidents)
+    refused = int((steps["status"] == REFUSED).sum() + bins["refused"].sum())
+    if not len(recording):
+        refused = sum(incident.refused for incident in incidents)
     overflows = _overflows(recording)
-    kinds = Counter(e.kind for e in recording.events)
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{len(recording):,}" if len(recording) else ""),
+        ("refused steps", f"{refused:,}"),
+        ("incidents", f"{len(incidents):,}"),
+        ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
+        ("bad rows", str(len(recording.samples))),
+        ("float16 overflows", f"{overflows:,}" if overflows else ""),
+        ("backend", str(meta.get("backend", ""))),
+        ("start", _when(meta.get("began"))),
+        ("duration", _took(meta)),
     ]
-    facts += [("refused steps", f"{refused:,}")]
-    facts += [("incidents", f"{len(incidents):,}"), ("rollbacks", str(kinds["rollback"])), ("bad rows", str(len(recording.samples)))]
-    facts += [("float16 overflows", f"{overflows:,}")] if overflows else []
-    facts += [("backend", str(meta.get("backend", ""))), ("start", _when(meta.get("began"))), ("duration", _took(meta))]
     return [(name, value) for name, value in facts if value]
 
 
 def _healthy(recording: Recording) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
     if _overflows(recording):
-        return "No incidents. All refused steps are ordinary float16 overflows, which loss scaling handles."
+        overflows = "ordinary float16 overflows, which loss scaling handles"
+        return f"No incidents. All refused steps are {overflows}."
     return "No incidents: every step was finite and committed." if len(recording) else ""
 
 
@@ -247,7 +265,7 @@ def _overflows(recording: Recording) -> int:
 
 def _when(seconds: Any) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(seconds))).replace("-", "\N{NON-BREAKING HYPHEN}")
+        return time.strftime("%Y\u2011%m\u2011%d %H:%M", time.localtime(float(seconds)))
     except (TypeError, ValueError, OverflowError, OSError):
         return ""
 
@@ -257,7 +275,9 @@ def _took(meta: Mapping[str, Any]) -> str:
         seconds = float(meta["written"]) - float(meta["began"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return ""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
@@ -268,14 +288,17 @@ def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, 
     rows = []
     for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:
         step = np.asarray(columns["step"])
-        measures = {name: np.asarray(v, np.float64) for name, v in columns.items() if name != "step"}
+        names = [name for name in columns if name != "step"]
+        measures = {name: np.asarray(columns[name], np.float64) for name in names}
         if "high" in measures:
             measures = {"range": np.maximum(np.abs(measures["low"]), np.abs(measures["high"]))}
-        measures = {name: v for name, v in measures.items() if not np.isnan(v).all()}
-        if not len(step) or not measures:
+        known = {name: v[~np.isnan(v)] for name, v in measures.items()}
+        known = {name: v for name, v in known.items() if len(v)}
+        if not known:
             continue
         pick = np.linspace(0, len(step) - 1, min(len(step), _LAYER_POINTS)).astype(int)
-        found.append({"step": (step[pick] + 1).tolist(), **{name: _short(v[pick]) for name, v in measures.items()}})
-        table = [f"{v[~np.isnan(v)][0]:.3g} → {v[~np.isnan(v)][-1]:.3g}" for v in measures.values()]
-        rows.append((path, " / ".join(measures), table))
+        strips = {name: _short(measures[name][pick]) for name in known}
+        found.append({"step": (step[pick] + 1).tolist(), **strips})
+        ends = [f"{v[0]:.3g} → {v[-1]:.3g}" for v in known.values()]
+        rows.append((path, " / ".join(known), ends))
     return {"rows": found}, rows

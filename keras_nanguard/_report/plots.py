@@ -9,7 +9,20 @@ from keras_nanguard._recording.recording import Recording
 
 __all__ = ["curves"]
 
-_PANELS = (("loss", "loss"), ("gradient_norm", "gradient norm"), ("learning_rate", "learning rate"), ("loss_scale", "loss scale"))
+_PANELS = (
+    ("loss", "loss"),
+    ("gradient_norm", "gradient norm"),
+    ("learning_rate", "learning rate"),
+    ("loss_scale", "loss scale"),
+)
+
+
+_MARKS = (
+    ("incident", "incident", "#c0262d", "-"),
+    ("rollback", "rollback", "#7a3fc0", "-"),
+    ("learning_rate", "learning rate changed", "#1b7a3d", "--"),
+)
+"""Kind of event, name, colour and line of each mark."""
 
 
 def curves(recording: Recording) -> Any:
@@ -20,25 +33,24 @@ def curves(recording: Recording) -> Any:
     shown = [panel for panel in series if len(panel[1])]
     figure = new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
     panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
-    marks = (
-        ("incident", "#c0262d", "-", [e.step + 1 for e in recording.events if e.kind == "incident"]),
-        ("rollback", "#7a3fc0", "-", [e.step + 1 for e in recording.events if e.kind == "rollback"]),
-        ("learning rate changed", "#1b7a3d", "--", [e.step + 1 for e in recording.events if e.kind == "learning_rate"]),
-    )
+    at = {kind: [e.step + 1 for e in recording.events if e.kind == kind] for kind, *_ in _MARKS}
     for axes, (title, step, low, high) in zip(panels, shown):
         axes.fill_between(step + 1, low, high, alpha=0.3, linewidth=0)
         axes.plot(step + 1, high, linewidth=1.0)
         if low.min() > 0.0 and high.max() / low.min() > 50.0:
             axes.set_yscale("log")
-        for word, colour, style, at in marks:
-            height = (0.0, 0.12) if word == "incident" else (0.0, 1.0)
-            axes.vlines(at, *height, transform=axes.get_xaxis_transform(), colors=colour, linestyles=style, linewidth=1.0, label=word)
+        across = {"transform": axes.get_xaxis_transform(), "linewidth": 1.0}
+        for kind, word, colour, style in _MARKS:
+            height = 0.12 if kind == "incident" else 1.0
+            look = {"colors": colour, "linestyles": style, "label": word}
+            axes.vlines(at[kind], 0.0, height, **look, **across)
         axes.set_ylabel(title, fontsize=9)
         axes.grid(alpha=0.25)
     if not shown:
         panels[0].text(0.5, 0.5, "nothing is recorded yet", ha="center")
-    elif any(at for *_, at in marks):
-        used = [mark for mark in panels[0].collections if mark.get_label() in {word for word, _, _, at in marks if at}]
+    elif any(at.values()):
+        words = {word for kind, word, *_ in _MARKS if at[kind]}
+        used = [mark for mark in panels[0].collections if mark.get_label() in words]
         figure.legend(handles=used, loc="outside upper right", ncols=3, fontsize=8)
     panels[-1].set_xlabel("step")
     return figure

@@ -16,7 +16,10 @@ old = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # without it
 config = old.get_config()
 """
 
-_CLIPPED = _OPTIMIZER + "config.update(clipnorm=None, clipvalue=None, global_clipnorm=1.0)  # one kind at a time\n"
+_CLIPPED = (
+    _OPTIMIZER
+    + "config.update(clipnorm=None, clipvalue=None, global_clipnorm=1.0)  # one kind at a time\n"
+)
 
 _RATE = "float(keras.ops.convert_to_numpy(old.learning_rate))"
 
@@ -27,7 +30,8 @@ _SNIPPETS = {
     "input_nonfinite": _CLEAN,
     "target_nonfinite": _CLEAN,
     "target_out_of_range": (
-        "print(np.min(y), np.max(y), np.unique(y)[:20])  # the loss takes class indices from 0 to classes - 1"
+        "print(np.min(y), np.max(y), np.unique(y)[:20])  "
+        "# the loss takes class indices from 0 to classes - 1"
     ),
     "input_scale": (
         "normalization = keras.layers.Normalization()\n"
@@ -38,25 +42,37 @@ _SNIPPETS = {
         "layer = keras.layers.Dense(units, dtype='float32')"
     ),
     "float16_underflow": (
-        f"{_OPTIMIZER}config['loss_scale_factor'] = None  # a fixed scale beside the dynamic one would count twice\n"
+        f"{_OPTIMIZER}config['loss_scale_factor'] = None  "
+        "# a fixed scale beside the dynamic one would count twice\n"
         "scaled = keras.optimizers.LossScaleOptimizer(type(old).from_config(config))\n"
         "model.compile(scaled, model.loss)  # add your metrics"
     ),
     "loss_scale_collapsed": (
         "keras.config.set_dtype_policy('mixed_bfloat16')  # the range of float32, and no loss scale"
     ),
-    "loss_domain": "y_pred = keras.ops.clip(y_pred, 1e-7, 1.0 - 1e-7)  # before a log; or loss(..., from_logits=True)",
+    "loss_domain": (
+        "y_pred = keras.ops.clip(y_pred, 1e-7, 1.0 - 1e-7)  "
+        "# before a log; or loss(..., from_logits=True)"
+    ),
     "forward_domain": "x = keras.ops.maximum(x, 1e-7)  # before log, sqrt or a division",
     "gradient_domain": "y = keras.ops.sqrt(x + 1e-7)  # not sqrt(x), whose slope at 0 is infinite",
-    "divergence": f"{_CLIPPED}config['learning_rate'] = {_RATE} / 10  # in place of a schedule, too\n{_COMPILED}",
+    "divergence": (
+        f"{_CLIPPED}config['learning_rate'] = {_RATE} / 10  # in place of a schedule, too\n"
+        f"{_COMPILED}"
+    ),
     "spike": f"{_CLIPPED}{_COMPILED}",
-    "optimizer_domain": f"{_OPTIMIZER}config.update({{'epsilon': 1e-5}} if 'epsilon' in config else {{}})\n{_COMPILED}",
+    "optimizer_domain": (
+        f"{_OPTIMIZER}config.update({{'epsilon': 1e-5}} if 'epsilon' in config else {{}})\n"
+        f"{_COMPILED}"
+    ),
     "batchnorm_statistics": "keras_nanguard.recalibrate(model, x_train)",
     "training_flag": (
         "# hand the argument of call on; check that nothing sets trainable = False\n"
         "y = layer(x, training=training)"
     ),
-    "state_nonfinite": "print(keras_nanguard.scan(model))  # which variables; then load a good checkpoint",
+    "state_nonfinite": (
+        "print(keras_nanguard.scan(model))  # which variables; then load a good checkpoint"
+    ),
 }
 """Code by cause. Code that rebuilds the optimizer only needs the model."""
 
@@ -64,4 +80,6 @@ _SNIPPETS = {
 def snippet(diagnosis: Diagnosis) -> str:
     """Return code to paste, or `""`. It has no name from the data except identifiers."""
     name = diagnosis.culprit_shown
-    return _SNIPPETS.get(diagnosis.cause, "").replace("{name}", name if name.isidentifier() else "x")
+    return _SNIPPETS.get(diagnosis.cause, "").replace(
+        "{name}", name if name.isidentifier() else "x"
+    )

@@ -22,7 +22,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import MEASURED
-from keras_nanguard._report import console, files, recorded_incidents
+from keras_nanguard._report import console, files
 
 __all__ = ["budgets", "curve", "frame", "watch"]
 
@@ -33,7 +33,12 @@ _STALE = 60.0
 _MAX_KINDS, _MAX_LAST = 8, 3
 
 
-def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool = False, screen: Console | None = None) -> bool:
+def watch(
+    directory: str | os.PathLike[str],
+    interval: float = 1.0,
+    once: bool = False,
+    screen: Console | None = None,
+) -> bool:
     """Show a run until it ends or Ctrl+C is pressed, and return whether there were incidents.
 
     Args:
@@ -47,7 +52,8 @@ def watch(directory: str | os.PathLike[str], interval: float = 1.0, once: bool =
     """
     if not Path(directory).is_dir():
         remedy = "Pass the directory of NanGuard(directory=...)."
-        raise GuardError(expected("the directory of a run", f"{str(directory)!r}, which is not a folder", remedy))
+        received = f"{str(directory)!r}, which is not a folder"
+        raise GuardError(expected("the directory of a run", received, remedy))
     screen = screen or Console(highlight=False)
     seen = _Seen.look(directory)
     if once or not screen.is_terminal:
@@ -74,18 +80,10 @@ class _Seen:
 
     @classmethod
     def look(cls, directory: str | os.PathLike[str]) -> _Seen:
-        """Read the files. Before the first step there may be none. If the log is damaged, the
-        recording is used.
-        """
-        recording = files.recorded(directory)
-        try:
-            return cls(recording, files.read(directory))
-        except GuardError as error:
-            if recording.meta:
-                return cls(recording, [incident for incident, _ in recorded_incidents.incidents(recording, strict=False)], str(error))
-            if any(Path(directory).iterdir()):
-                raise
-            return cls(recording, [])
+        """Read the files. Before the first step there may be none."""
+        if not any(Path(directory).iterdir()):
+            return cls(Recording(), ())
+        return cls(files.recorded(directory), files.read(directory))
 
     def next(self, directory: str | os.PathLike[str]) -> _Seen:
         """Read the files again. Files that cannot be read now may be read later."""
@@ -95,74 +93,90 @@ class _Seen:
             return replace(self, problem=str(error))
 
     def shown(self, screen: Console) -> Group:
-        parts: list[Any] = [frame(self.recording, self.incidents, screen.width, ascii_only=screen.options.ascii_only)]
-        if self.problem:
-            parts.append(Text(console.printable(f"Cannot be read: {self.problem}"), style="bold red"))
-        return Group(*parts)
+        ascii_only = screen.options.ascii_only
+        found = frame(self.recording, self.incidents, screen.width, ascii_only=ascii_only)
+        problem = [_text(f"Cannot be read: {self.problem}", "bold red")] if self.problem else []
+        return Group(found, *problem)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Return plain text without control characters, which is never markup."""
+    return Text(console.printable(text), style=style)
 
 
 def frame(
-    recording: Recording, incidents: Sequence[Incident], width: int = 100, now: float | None = None, ascii_only: bool = False
+    recording: Recording,
+    incidents: Sequence[Incident],
+    width: int = 100,
+    now: float | None = None,
+    ascii_only: bool = False,
 ) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
-    parts: list[Any] = [_head(recording, incidents, time.time() if now is None else now)]
     room = max(width - 44, 16)
-    curves = Table.grid(padding=(0, 2))
+    curves, limits = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name in MEASURED:
         _, low, high = recording.series(name, room)
         if len(high):
-            line = Text(curve(high.tolist(), room, _ASCII_BARS if ascii_only else _BARS), style="cyan")
-            curves.add_row(Text(name.replace("_", " "), style="bold"), line, Text(f"{low[-1]:.4g}"))
-    if curves.row_count:
-        parts.append(Panel(curves, title="curves, lowest to highest; the last value", title_align="left"))
-    parts.append(Panel(_trouble(incidents), title="incidents", title_align="left"))
-    left = budgets(recording)
-    if left:
-        table = Table.grid(padding=(0, 2))
-        for rule, actions, count, times in left:
-            table.add_row(Text(rule, style="bold"), Text(actions), Text(f"{count} of {times} left", style="" if count else "bold red"))
-        parts.append(Panel(table, title="remaining limits of the policy", title_align="left"))
-    return Group(*parts)
+            bars = curve(high.tolist(), room, _ASCII_BARS if ascii_only else _BARS)
+            cells = (_text(name.replace("_", " "), "bold"), _text(bars, "cyan"))
+            curves.add_row(*cells, _text(f"{low[-1]:.4g}"))
+    for rule, actions, count, times in budgets(recording):
+        left = _text(f"{count} of {times} left", "" if count else "bold red")
+        limits.add_row(_text(rule, "bold"), _text(actions), left)
+    panels = (
+        ("curves, lowest to highest; the last value", curves),
+        ("incidents", _incidents(incidents)),
+        ("remaining limits of the policy", limits),
+    )
+    shown = [
+        Panel(table, title=title, title_align="left")
+        for title, table in panels
+        if not isinstance(table, Table) or table.row_count
+    ]
+    return Group(_head(recording, incidents, time.time() if now is None else now), *shown)
 
 
 def _head(recording: Recording, incidents: Sequence[Incident], now: float) -> Text:
     meta, steps = recording.meta, recording.steps
     if not meta:
-        return Text("Nothing is recorded yet; waiting.", style="dim")
-    status = str(meta.get("status", ""))
-    written = meta.get("written")
+        return _text("Nothing is recorded yet; waiting.", "dim")
+    status, written = str(meta.get("status", "")), meta.get("written")
     quiet = now - written if isinstance(written, (int, float)) else 0.0
-    at = f"step {int(steps['step'][-1]) + 1:,}" if len(steps["step"]) else "before the first step"
-    epoch = f", epoch {int(steps['epoch'][-1]) + 1} of {meta.get('epochs') or '?'}" if len(steps["epoch"]) else ""
-    words = f"{meta.get('model', '')}: {status}, {at}{epoch}, {len(incidents)} incidents"
+    at = "before the first step"
+    if len(steps["step"]):
+        step, epoch = int(steps["step"][-1]) + 1, int(steps["epoch"][-1]) + 1
+        at = f"step {step:,}, epoch {epoch} of {meta.get('epochs') or '?'}"
+    words = f"{meta.get('model', '')}: {status}, {at}, {len(incidents)} incidents"
     if len(recording.samples):
         words += f", {len(recording.samples)} bad rows"
     if status == "running" and quiet > _STALE:
         words += f"; no update for {quiet:.0f} s"
-    return Text(console.printable(words), style={"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
+    return _text(words, {"finished": "bold green", "failed": "bold red"}.get(status, "bold"))
 
 
-def _trouble(incidents: Sequence[Incident]) -> Any:
+def _incidents(incidents: Sequence[Incident]) -> Any:
     if not incidents:
-        return Text("none", style="green")
+        return _text("none", "green")
     table = Table.grid(padding=(0, 2))
     for group in console.kinds(incidents)[:_MAX_KINDS]:
         last = group[-1]
         done = ", ".join(last.changes) or ("skipped" if last.refused else "reported")
         cells = (f"{len(group)} x", console.why(last), f"last at {last.moment}", done)
-        table.add_row(*(Text(console.printable(cell)) for cell in cells))
-    lines = [Text(console.printable(str(i)), style="dim", overflow="ellipsis", no_wrap=True) for i in incidents[-_MAX_LAST:]]
+        table.add_row(*map(_text, cells))
+    lines = [_text(str(incident), "dim") for incident in incidents[-_MAX_LAST:]]
+    for line in lines:
+        line.overflow, line.no_wrap = "ellipsis", True
     return Group(table, Text(""), *lines)
 
 
 def curve(values: Sequence[float], width: int, bars: str = _BARS) -> str:
-    """Return a curve as one line of blocks with a maximum number of columns, from lowest to
-    highest.
-    """
+    """Return a curve as one line of at most `width` blocks, from lowest to highest."""
     if not values:
         return ""
-    ends = [len(values) * n // width for n in range(width + 1)]
-    picked = [max(values[first:end]) for first, end in pairwise(ends)] if len(values) > width else list(values)
+    picked = values
+    if len(values) > width:
+        ends = [len(values) * n // width for n in range(width + 1)]
+        picked = [max(values[first:end]) for first, end in pairwise(ends)]
     low, span = min(picked), max(picked) - min(picked)
     return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in picked)
 
@@ -177,5 +191,5 @@ def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
         except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
             continue
         if not console.CHANGING.isdisjoint(actions):
-            found.append((console.printable(rule), console.printable(" and ".join(actions)), max(times - used, 0), times))
+            found.append((rule, " and ".join(actions), max(times - used, 0), times))
     return found

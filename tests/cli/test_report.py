@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 
 import numpy as np
 import pytest
-from support.recordings import synthetic
+from support.recordings import synthetic, written
 
 from keras_nanguard._cli.parser import main
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._recording import database
-from keras_nanguard._report import files, log
+from keras_nanguard._report import files
 
 INCIDENTS = [
     Incident(7, 0, 7, (Finding("gradients", "nonfinite", "dense/kernel", 3, 0, 8),), True),
@@ -104,30 +102,6 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     )
 
 
-def test_the_log_of_a_directory_holds_whole_lines_only(tmp_path, monkeypatch):
-    """A line that a process left half-written is not read, and gone once the next process begins;
-    one that does not fit is taken back."""
-    log.begin(tmp_path)
-    assert files.read(tmp_path) == []
-    for incident in INCIDENTS:
-        log.add(tmp_path, incident)
-    whole = (tmp_path / log.NAME).read_bytes()
-    (tmp_path / log.NAME).write_bytes(whole + b'{"format": 1, "st')
-    assert [i.to_json() for i in files.read(tmp_path)] == [i.to_json() for i in INCIDENTS]
-    log.begin(tmp_path)
-    assert (tmp_path / log.NAME).read_bytes() == whole
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limit[1]))
-    try:
-        with pytest.raises(OSError):
-            log.add(tmp_path, INCIDENTS[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert (tmp_path / log.NAME).read_bytes() == whole
-
-
 @pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 def test_a_recording_is_enough(tmp_path, capsys):
     """A healthy loop has no log, and a recording may have been copied elsewhere: its incidents are
@@ -135,11 +109,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
     run, healthy = synthetic(300, 2), synthetic(300, 0)
     for name, recording in (("run", run), ("healthy", healthy)):
         (tmp_path / name).mkdir()
-        writer = database.Database(tmp_path / name / database.NAME, "me")
-        writer.write(
-            database.Changes(meta=recording.meta, events=tuple(enumerate(recording.events)))
-        )
-        writer.close()
+        written(tmp_path / name, recording)
     assert main(["report", str(tmp_path / "healthy")]) == 0
     for path in (tmp_path / "run", tmp_path / "run" / database.NAME):
         assert main(["report", str(path), "-o", str(tmp_path / "run.html")]) == 1
@@ -188,6 +158,7 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
+            assert guard._recorder.flush()
             met.append(len(files.read(run)))
 
     guard = NanGuard(directory=run, verbose=0)
@@ -206,7 +177,9 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
     assert "2 refused, 2 incidents" in capsys.readouterr().out
     bundles = [i for i in guard.incidents if i.bundle]
     assert bundles
-    (run / log.NAME).unlink()
+    (run / database.NAME).unlink()
+    assert [i.to_json() for i in files.read(run)] == [i.to_json() for i in guard.incidents]
+    (run / "incidents.jsonl").unlink()
     assert main(["report", str(run)]) == 1
     assert [i.step for i in files.read(run)] == [i.step for i in bundles]
     clean = NanGuard(directory=tmp_path / "clean", verbose=0)

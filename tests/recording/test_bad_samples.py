@@ -14,7 +14,6 @@ from keras_nanguard import NanGuard
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._fit import row_search
 from keras_nanguard._fit.row_search import RowSearch
-from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._recording.recording import Recording
 
 ROWS, BATCH = 96, 8
@@ -272,27 +271,6 @@ def test_search(dtype, shape, monkeypatch):
         )
     other = {("inputs", "inputs"): np.full((1, *shape), 7).astype(dtype)}
     assert dtype == "bool" or RowSearch().indices(other, [0], whole, None) == [()]
-
-
-def test_one_look_at_the_data(monkeypatch):
-    """All new bad rows of an incident are looked for together, in arrays that are read once, or not at all where that takes too long."""
-    monkeypatch.setattr(row_search, "_HASHED", 32)
-    x, y = data()
-    x[:BATCH, 2] = np.nan
-    read, hashed, dense_of, hash_of = [], [], keras_variables.dense, row_search._hash
-    monkeypatch.setattr(row_search.keras_variables, "dense", lambda value: read.append(value) or dense_of(value))
-    monkeypatch.setattr(row_search, "_hash", lambda parts: hashed.append(len(parts[0])) or hash_of(parts))
-    whole = keras.ops.convert_to_tensor(x)
-    batch, rows = {("inputs", "inputs"): x[:BATCH]}, list(range(BATCH))
-    assert RowSearch().indices(batch, rows, whole, y) == [(row,) for row in rows]
-    assert sum(value is whole for value in read) == 1 and hashed == [BATCH, 32, 32, 32]
-    monkeypatch.setattr(row_search, "MAX_COPIED", x.size - 1)
-    assert RowSearch().indices(batch, rows, whole, y) == [()] * BATCH and RowSearch().indices(batch, rows, x, y) == [(row,) for row in rows]
-    monkeypatch.setattr(row_search, "MAX_SECONDS", 1e-9)
-    search = RowSearch()
-    assert search.indices(batch, rows, x, y) == [()] * BATCH and search.seconds > 1e-9
-    hashed.clear()
-    assert search.indices(batch, rows, x, y) == [()] * BATCH and not hashed, "no time is left"
 
 
 @pytest.mark.slow

@@ -13,19 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.recordings import begun, push, same
+from support.recordings import begun, event_of, push, same
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import database, rows
-from keras_nanguard._recording.database import NAME, Changes, Database, read
+from keras_nanguard._recording import database, memory, reading
+from keras_nanguard._recording.database import NAME, insert
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, BadSample
+from keras_nanguard._recording.records import COMMITTED, BadSample
+from keras_nanguard._recording.writer import File
 
 zoo.once()
 
@@ -37,7 +37,7 @@ def test_file_holds_what_memory_holds(tmp_path):
     made = begun(tmp_path)
     for block in range(6):
         push(made, 3000, 3000 * block)
-        made.event("incident", 3000 * block, block, incident=recordings.incident(3000 * block, block, 0, block))
+        made.event("incident", 3000 * block, block, **event_of(recordings.incident(3000 * block, block, 0, block)))
         made.sample(BadSample("x[7]", 7, "ab" * 32, block + 1, tuple(range(block + 1)), "3 NaN of 64 in x"))
         made.rate(1e-3)
         assert made.flush()
@@ -48,52 +48,44 @@ def test_file_holds_what_memory_holds(tmp_path):
     found = Recording.read(tmp_path)
     same(made.recording, found)
     assert found.meta["status"] == "finished" and len(found) == 18000 and len(found.bins["first"]) > 0 and made.problem() == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME], "of a run that has ended there is one file"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["incidents.jsonl", NAME]
     same(found, Recording.read(tmp_path / NAME))
 
 
-def test_only_bins_that_have_changed_are_written(tmp_path, monkeypatch):
-    """New bins are added to those in the file; after a rollback, and when each two become one, it holds what memory holds."""
-    monkeypatch.setattr(rows, "MAX_BINS", 64)
-    made, written, write = begun(tmp_path), [], Database.write
-    monkeypatch.setattr(Database, "write", lambda self, changes: (written.append(changes), write(self, changes))[1])
-    firsts = []
+def test_bins_in_the_file(tmp_path, monkeypatch):
+    """Whether bins are added, undone or merged, the file holds what memory holds, also after a restart."""
+    monkeypatch.setattr(database, "BINS", 64)
+    made = begun(tmp_path)
     for block in range(14):
         push(made, 2048, 2048 * block)
         made.undo(2048 * block - 11_000) if block == 7 else None
         assert made.flush()
         same(made.recording, Recording.read(tmp_path))
-        firsts.append(written[-1].first_bin)
-        assert len(written[-1].bins["first"]) == len(made.recording.bins["first"]) - firsts[-1]
-    assert firsts[5:8] == [0, 8, 13], "new ones; then those that were undone, too"
-    assert 0 in firsts[9:], "each two became one"
     made.end("finished", 14 * 2048, 0)
-    same(made.recording, Recording.read(tmp_path))
+    assert len(made.recording.bins["first"]) < 64 and made.recording.bins["count"].max() == 512
     resumed = begun(tmp_path)
     assert resumed.flush()
     same(resumed.recording, Recording.read(tmp_path))
     resumed.end("finished", 14 * 2048, 0)
 
 
-def test_writing_takes_little_memory(tmp_path):
-    """Of many rows few at a time become Python's numbers."""
-    columns = {name: np.zeros(4096, dtype) for name, dtype in BIN_COLUMNS.items()}
-    opened = Database(tmp_path / NAME, "me")
-    tracemalloc.start()
-    try:
-        assert opened.write(Changes(bins=columns))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    opened.close()
-    assert len(read(tmp_path)["bins"]["first"]) == 4096 and peak < 400_000
+def test_a_disk_that_is_too_slow(tmp_path, monkeypatch):
+    """If too much waits for the disk, the file is written anew as soon as it is ready."""
+    monkeypatch.setattr(memory, "MAX_UNWRITTEN", 100)
+    made = begun(tmp_path)
+    push(made, 50)
+    assert made.flush()
+    push(made, 500, 50)
+    made.undo(20)
+    made.end("finished", 550, 0)
+    same(made.recording, Recording.read(tmp_path))
 
 
 def test_a_second_run_goes_on_in_it(tmp_path):
     """Another process appends: steps count on, and those after the snapshot that it resumes from are undone."""
     first = begun(tmp_path)
     push(first, 100)
-    first.event("incident", 50, 0, incident=recordings.incident(50, 0, 50))
+    first.event("incident", 50, 0, **event_of(recordings.incident(50, 0, 50)))
     first.sample(BadSample("x[7]", 7, "ab" * 32, 1, (50,), "3 NaN of 64 in x"))
     first.end("failed", 100, 0)
     second = begun(tmp_path, resumed=80)
@@ -257,7 +249,7 @@ def valid(folder):
     """Write a recording, and return its path."""
     made = begun(folder)
     push(made, 9000)
-    made.event("incident", 5, 0, incident=recordings.incident(5, 0, 5))
+    made.event("incident", 5, 0, **event_of(recordings.incident(5, 0, 5)))
     made.end("finished", 9000, 0)
     return folder / NAME
 
@@ -347,7 +339,7 @@ def test_files_from_elsewhere(tmp_path, name):
     HOSTILE[name](valid(tmp_path))
     start = time.process_time()
     with pytest.raises(GuardError, match=r"Expected .* Received: .*"):
-        read(tmp_path)
+        Recording.read(tmp_path)
     assert time.process_time() - start < 10
 
 
@@ -368,7 +360,7 @@ def test_a_journal_that_names_another_file(tmp_path):
     (tmp_path / f"{NAME}-journal").write_bytes(head + tail)
     assert len(Recording.read(path)) == 9000
     with pytest.raises(GuardError, match="names another file"):
-        Database(path, "me")
+        File(path, "me", [])
     made = begun(tmp_path, resumed=3)
     push(made, 10)
     made.end("finished", 10, 0)
@@ -384,14 +376,14 @@ def test_a_recording_that_is_a_link(tmp_path):
     before = path.read_bytes()
     assert len(Recording.read(tmp_path / "theirs")) == 9000
     with pytest.raises(GuardError, match="a link"):
-        Database(tmp_path / "theirs" / NAME, "me")
+        File(tmp_path / "theirs" / NAME, "me", [])
     assert path.read_bytes() == before
 
 
 def test_pages_that_many_rows_share_are_read_a_limited_number_of_times(tmp_path, monkeypatch):
     """All texts together are in proportion to the file: in a damaged one any number of rows may lead to the same pages."""
     path = valid(tmp_path)
-    monkeypatch.setattr(database, "MAX_SHARE", 1200 / path.stat().st_size)
+    monkeypatch.setattr(reading, "MAX_SHARE", 1200 / path.stat().st_size)
     assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
@@ -400,25 +392,15 @@ def test_texts_that_are_too_long(tmp_path, monkeypatch):
     path = valid(tmp_path)
     changed("UPDATE events SET text = hex(zeroblob(3000000)) WHERE kind = 'begin'")(path)
     assert [event.kind for event in Recording.read(path).events] == ["incident", "end"]
-    monkeypatch.setattr(database, "MAX_ALL_TEXT", 1200)
+    monkeypatch.setattr(reading, "MAX_ALL_TEXT", 1200)
     assert [event.kind for event in Recording.read(path).events] == ["end"]
 
 
 def test_tables_that_are_too_long(tmp_path, monkeypatch):
     """Of a table that is too long the last rows are read."""
     path = valid(tmp_path)
-    monkeypatch.setattr(database, "MAX_ROWS", 100)
+    monkeypatch.setattr(reading, "MAX_ROWS", 100)
     assert Recording.read(path).steps["step"].tolist() == list(range(8900, 9000))
-
-
-def test_wrong_writer(tmp_path):
-    """Whoever is not the writer that has opened the file last writes nothing."""
-    one = Database(tmp_path / NAME, "one")
-    other = Database(tmp_path / NAME, "other")
-    assert not one.write(Changes({"model": "one"})) and other.write(Changes({"model": "other"}))
-    one.close()
-    other.close()
-    assert read(tmp_path)["meta"]["model"] == "other"
 
 
 def test_whoever_reads_while_a_file_is_made_sees_all_of_its_beginning(tmp_path, monkeypatch):
@@ -430,11 +412,11 @@ def test_whoever_reads_while_a_file_is_made_sees_all_of_its_beginning(tmp_path, 
             found = super().execute(*args)
             with contextlib.suppress(GuardError, sqlite3.Error), monkeypatch.context() as plain:
                 plain.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, **{**k, "timeout": 0}))
-                seen.append(read(tmp_path)["meta"])
+                seen.append(Recording.read(tmp_path).meta)
             return found
 
     connect = sqlite3.connect
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, **{**kwargs, "factory": Watched}))
-        Database(tmp_path / NAME, "me", Changes({"status": "running"})).close()
+        File(tmp_path / NAME, "me", [(insert("meta"), [("status", '"running"')])]).close()
     assert seen and all(meta["status"] == "running" for meta in seen)

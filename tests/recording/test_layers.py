@@ -11,8 +11,6 @@ from keras_nanguard import NanGuard
 from keras_nanguard._core import memory
 from keras_nanguard._fit import layer_looks
 from keras_nanguard._keras import slot_gradients, variables as keras_variables
-from keras_nanguard._recording import layer_table
-from keras_nanguard._recording.layer_table import LayerTable, by_path
 from keras_nanguard._recording.recording import Recording
 
 QUIET = {"verbose": 0, "diagnose": False}
@@ -236,22 +234,3 @@ def test_share_of_the_time(monkeypatch):
     for copy in range(0, len(looks) - 2, 2):
         cost = sum(ended[half] - began[half] for half in (copy, copy + 1))
         assert 0 <= began[copy + 2] - (ended[copy + 1] + cost / share) <= clock.STEP
-
-
-def test_table_is_thinned(monkeypatch):
-    """Beyond its size moments go, evenly from all but the last of the run, and the file is written anew."""
-    monkeypatch.setattr(layer_table, "MAX_BYTES", (12 * 8 + layer_table.MOMENT) * 100 + 8 * layer_table.VARIABLE)
-    table = LayerTable()
-    variables = tuple((f"v{n}", "trainable") for n in range(8))
-    seen = []
-    for step in range(1000):
-        table.add(step, variables, np.full((8, 3), float(step)))
-        if step % 37 == 0:
-            fresh, anew = table.unwritten(), table.thinned
-            seen, table.thinned = [*([] if anew else seen), *fresh], False
-    fresh, anew = table.unwritten(), table.thinned
-    seen = [*([] if anew else seen), *fresh]
-    assert seen == table.rows()
-    steps = by_path(table.rows())["v3"]["step"]
-    assert 40 <= len(steps) <= 100 and steps[0] == 0 and np.diff(steps).max() <= 80
-    assert steps[-20:].tolist() == list(range(980, 1000)), "the last ones are all there"

@@ -353,16 +353,15 @@ def test_loop_of_ones_own(tmp_path):
 
 
 @ONCE
-def test_log_of_a_loop(tmp_path):
-    """A loop begins the log of its incidents: one without any has an empty one, and half a line of a killed process goes."""
-    log = tmp_path / "incidents.jsonl"
+def test_export_of_incidents(tmp_path):
+    """At the end of a run its incidents, and those of earlier runs, are JSON lines beside the recording."""
+    export = tmp_path / "incidents.jsonl"
     looped(NanGuard(verbose=0, directory=tmp_path), zoo.regression())
-    assert log.read_text() == "" and files.read(tmp_path) == []
-    looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), 5))
-    with log.open("a") as file:
-        file.write('{"format": 1, "st')
-    looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), 2))
-    assert [incident.step for incident in files.read(tmp_path)] == [5, 2]
+    assert export.read_text() == "" and files.read(tmp_path) == []
+    for step in (5, 2):
+        looped(NanGuard(verbose=0, directory=tmp_path), zoo.poison(zoo.regression(), step))
+        assert [i.to_json() for i in files.read(export)] == [i.to_json() for i in files.read(tmp_path)]
+    assert [incident.step for incident in files.read(export)] == [5, 2]
 
 
 @ONCE

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
-import threading
-import tracemalloc
 
 import numpy as np
 import pytest
 from support import recordings, zoo
-from support.calls import calls_of
 
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._recording import layer_table, rows as rows_module
-from keras_nanguard._recording.layer_table import LayerTable, by_path
-from keras_nanguard._recording.recorder import MAX_EVENTS, Recorder
+from keras_nanguard._recording import database, memory
+from keras_nanguard._recording.database import EXACT
+from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, SKIPPED, STEP_COLUMNS, BadSample
-from keras_nanguard._recording.rows import EXACT, MAX_BINS, Rows
+from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, STEP_COLUMNS
 
 zoo.once()
 
@@ -42,60 +37,63 @@ def recorder(**settings):
     return made
 
 
-def columns(count, seed=0, start=0):
-    """Return columns of steps with everything in them."""
+def pushed(made, count, seed=0):
+    """Push steps with everything in them, and return their columns."""
     random = np.random.default_rng(seed)
-    found = {name: random.standard_normal(count) for name in MEASURED}
-    found["loss"][random.random(count) < 0.05] = np.nan
-    found["gradient_norm"][random.random(count) < 0.05] = np.inf
-    step = np.arange(start, start + count)
+    loss, squares = random.standard_normal(count), random.random(count)
+    loss[random.random(count) < 0.05] = np.nan
+    squares[random.random(count) < 0.05] = np.inf
     status = random.choice([COMMITTED, REFUSED, OVERFLOW], count, p=[0.9, 0.07, 0.03])
-    place = {"step": step, "epoch": step // 100, "batch": step % 100, "time": step * 0.01}
-    return {**found, **place, "status": status, "undone": step % 50 == 7}
+    for step in range(count):
+        made.push(step, loss[step], squares[step], 1.0, int(status[step]))
+    return {"step": np.arange(count), "loss": loss, "gradient_norm": np.sqrt(2 * squares), "status": status}
 
 
-class TestRows:
+class TestSteps:
     @pytest.mark.parametrize("total", [0, 1, EXACT, EXACT + 2048, EXACT + 2049, 50_000])
-    def test_last_steps_are_exact_and_bins_stand_for_the_others(self, total, monkeypatch):
-        """Each bin says of its steps what a look at all of them says; together with the exact ones they are all steps."""
-        monkeypatch.setattr(rows_module, "MAX_BINS", 64)
-        whole, rows = columns(total), Rows()
-        for start in range(0, total, 777):
-            rows.extend({name: column[start : start + 777] for name, column in whole.items()})
-        exact, bins = rows.steps(), rows.bins
-        for name in STEP_COLUMNS:
-            np.testing.assert_array_equal(exact[name], whole[name][rows.first :].astype(STEP_COLUMNS[name]), err_msg=name)
-        assert len(exact["step"]) >= min(total, EXACT) and rows.end == total and len(bins["first"]) < 64
-        assert bins["count"].sum() == rows.first
-        np.testing.assert_array_equal(np.r_[0, np.cumsum(bins["count"])[:-1]], bins["first"]) if len(bins["first"]) else None
-        for number, (first, last) in enumerate(zip(bins["first"], bins["last"])):
-            part = {name: column[first : last + 1] for name, column in whole.items()}
+    def test_last_steps_are_exact_and_bins_summarize_the_others(self, total, monkeypatch):
+        """Each bin says of its steps what all of them say; with the exact ones they are all steps."""
+        monkeypatch.setattr(database, "BINS", 64)
+        made = recorder()
+        whole = pushed(made, total)
+        steps, bins = made.recording.steps, made.recording.bins
+        first = total - len(steps["step"])
+        for name, column in whole.items():
+            np.testing.assert_array_equal(steps[name], column[first:], err_msg=name)
+        assert len(steps["step"]) >= min(total, EXACT) and len(bins["first"]) < 64
+        assert bins["count"].sum() == first
+        assert bins["first"].tolist() == [0, *np.cumsum(bins["count"]).tolist()][:-1]
+        for number, (start, last) in enumerate(zip(bins["first"], bins["last"])):
+            part = {name: column[start : last + 1] for name, column in whole.items()}
             assert bins["refused"][number] == (part["status"] == REFUSED).sum()
-            assert bins["overflows"][number] == (part["status"] == OVERFLOW).sum() and bins["undone"][number] == part["undone"].sum()
-            for name in MEASURED:
+            assert bins["overflows"][number] == (part["status"] == OVERFLOW).sum()
+            for name in ("loss", "gradient_norm"):
                 finite = part[name][np.isfinite(part[name])]
-                assert (bins[f"{name}_min"][number], bins[f"{name}_max"][number]) == (finite.min(), finite.max())
+                limits = bins[f"{name}_min"][number], bins[f"{name}_max"][number]
+                assert limits == (finite.min(), finite.max())
+            mean = np.nanmean(part["loss"])
+            assert bins["loss_mean"][number] == pytest.approx(mean, abs=1e-2)
 
     def test_undone(self):
-        """A rollback marks committed steps from its snapshot on, those of the refused ones that are run again, and nothing else."""
-        rows = Rows()
-        status = np.array([COMMITTED, REFUSED, COMMITTED, OVERFLOW, COMMITTED, SKIPPED])
-        rows.extend({"step": np.arange(6), "status": status})
-        rows.changed = rows.end
-        rows.undo(1, frozenset({3}))
-        assert rows.steps()["undone"].tolist() == [False, False, True, True, True, False] and rows.changed == 2
-        rows.undo(0)
-        assert rows.steps()["undone"].tolist() == [True, False, True, True, True, False] and rows.changed == 0
+        """A rollback marks committed steps after its snapshot, refused ones that are replayed, and nothing else."""
+        made = recorder()
+        for step, status in enumerate((COMMITTED, REFUSED, COMMITTED, OVERFLOW, COMMITTED)):
+            made.push(step, 1.0, 1.0, 1.0, status)
+        made.skip(5, 0, 5)
+        made.undo(1, frozenset({3}))
+        assert made.recording.steps["undone"].tolist() == [False, False, True, True, True, False]
+        made.undo(0)
+        assert made.recording.steps["undone"].tolist() == [True, False, True, True, True, False]
 
     def test_undone_in_bins(self):
         """Bins after the snapshot count all of their committed steps as undone, those before it none."""
-        rows = Rows()
-        rows.extend({"step": np.arange(EXACT + 3000), "status": np.zeros(EXACT + 3000)})
-        rows.changed_bin = len(rows.bins["first"])
-        rows.undo(300)
-        bins = rows.bins
-        assert rows.changed_bin == 1 and bins["undone"][:3].tolist() == [0, 212, 256]
-        assert bins["undone"].sum() + rows.steps()["undone"].sum() == EXACT + 3000 - 300
+        made = recorder()
+        for step in range(EXACT + 3000):
+            made.push(step, 1.0, 1.0, 1.0)
+        made.undo(300)
+        bins, steps = made.recording.bins, made.recording.steps
+        assert bins["undone"][:3].tolist() == [0, 212, 256]
+        assert bins["undone"].sum() + steps["undone"].sum() == EXACT + 3000 - 300
 
 
 class TestRecorder:
@@ -150,49 +148,58 @@ class TestRecorder:
         assert [(e.kind, e.step) for e in recording.events] == [("begin", 0), ("end", 5), ("begin", 5)]
         assert recording.meta["status"] == "running" and recording.events[2].data["base"] == 5
 
-    def test_memory_is_constant(self):
-        """A hundred thousand steps, 30,000 incidents and as many bad samples as are kept take no more than 16 MB."""
+    def test_memory_is_limited(self):
+        """A hundred thousand steps, 30,000 incidents and many layers take no more than 16 MB."""
         incident = recordings.incident(5, 0, 5)
-        made, resumed = recorder(), Recorder(Clock())
-        gc.collect()
-        tracemalloc.start()
-        try:
-            made, peak = recorder(), 0
-            for block in range(250):
-                for step in range(block * 400, block * 400 + 400):
-                    made.push(step, 1.0, 1.0, 1.0)
-                for number in range(120):
-                    made.event("incident", number, 0, incident=incident)
-                made.event("snapshot", block, 0)
-                for number in range(block * 40, block * 40 + 40):
-                    mark = f"{number:064x}"
-                    if len(made.samples) < 4096:
-                        made.sample(BadSample(f"x[{number}]", number, mark, 16, tuple(range(block, block + 16)), "3 NaN of 64 in x"))
-                peak = max(peak, tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-        assert peak < 16e6 and len(made._major) == MAX_EVENTS
-        assert len(made._rows.bins["first"]) <= MAX_BINS and not resumed.samples
+        text, data, made = str(incident), incident.to_dict(), recorder()
+        variables = [(f"a/long/path/of/variable_{n}", "trainable") for n in range(100)]
+        for block in range(250):
+            for step in range(block * 400, block * 400 + 400):
+                made.push(step, 1.0, 1.0, 1.0)
+            for number in range(120):
+                made.event("incident", number, 0, text, data)
+            made.event("snapshot", block, 0)
+            made.layers(block * 400, variables, np.ones((100, 3)))
+        query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+        assert made._memory.connection.execute(query).fetchone()[0] < 16e6
+        found = made.recording
+        assert len(found) == 100_000 and found.events[-1].kind == "snapshot"
+        assert sum(event.kind == "incident" for event in found.events) > 1000
 
-    def test_recording_of_a_million_steps_holds_them_all(self, monkeypatch):
+    def test_minor_events_go_first(self, monkeypatch):
+        """Beyond the limit epochs and snapshots are dropped before incidents, and older ones before newer ones."""
+        monkeypatch.setattr(memory, "MAX_EVENT_TEXT", 20_000)
+        made = recorder()
+        made.event("incident", 0, 0, "first")
+        for epoch in range(100):
+            made.event("epoch", epoch, epoch, "x" * 500)
+        kinds = [event.kind for event in made.recording.events]
+        assert kinds[:2] == ["begin", "incident"] and 10 < kinds.count("epoch") < 40
+        assert made.recording.events[-1].epoch == 99
+
+    def test_layers_are_thinned(self, monkeypatch):
+        """Beyond the limit moments go, evenly from all but the last quarter."""
+        monkeypatch.setattr(memory, "MAX_LAYER_ROWS", 800)
+        made = recorder()
+        for step in range(1000):
+            made.layers(step, [(f"v{n}", "trainable") for n in range(8)], np.full((8, 3), float(step)))
+        found = made.recording.layers["v3"]
+        steps = found["step"]
+        assert 40 <= len(steps) <= 100 and steps[0] == 0 and np.diff(steps).max() <= 80
+        assert steps[-20:].tolist() == list(range(980, 1000)) == found["weight_norm"][-20:].tolist()
+
+    def test_a_long_run_has_all_its_steps(self):
         """The number of steps and of refused ones is exact, however many there were."""
-        rows = Rows()
-        whole = columns(1_000_000)
-        rows.extend(whole)
-        steps, bins = rows.steps(), rows.bins
-        assert bins["count"].sum() + len(steps["step"]) == 1_000_000 and len(bins["count"]) < MAX_BINS
-        assert bins["refused"].sum() + (steps["status"] == REFUSED).sum() == (whole["status"] == REFUSED).sum()
-        recording = Recording({}, steps, bins)
+        made = recorder(by=1e-4)
+        whole = pushed(made, 200_000)
+        recording = made.recording
+        steps, bins = recording.steps, recording.bins
+        assert len(recording) == 200_000
+        refused = bins["refused"].sum() + (steps["status"] == REFUSED).sum()
+        assert refused == (whole["status"] == REFUSED).sum()
         step, low, high = recording.series("loss", 500)
         assert len(step) <= 500 and np.all(np.diff(step) > 0)
         assert (low.min(), high.max()) == (np.nanmin(whole["loss"]), np.nanmax(whole["loss"]))
-
-    def test_a_step_appends_and_does_nothing_else(self):
-        """In the hot path the clock is read and one row appended; what that takes is in benchmarks/recorder.py."""
-        made = recorder()
-        made.push(0, 1.0, 1.0, 1.0)
-        for step in range(1, 500):
-            assert calls_of(made.push, step, 1.0, 1.0, 1.0) == ["push", "__call__", "append", "len"]
 
     @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
     def test_copies(self, how):
@@ -204,21 +211,6 @@ class TestRecorder:
         other.push(1, 1.0, 1.0, 1.0)
         assert (len(other.recording), len(made.recording)) == (2, 1)
 
-    def test_no_step_waits_for_a_recording(self):
-        """The texts of incidents, of which there may be thousands, are made while steps go on."""
-        made, waited = recorder(), []
-
-        class Slow:
-            def to_dict(self):
-                thread = threading.Thread(target=made.event, args=("snapshot", 1, 0))
-                thread.start()
-                thread.join(60.0)
-                waited.append(thread.is_alive())
-                return {}
-
-        made.event("incident", 0, 0, incident=Slow())
-        assert len(made.recording.events) == 2 and waited == [False]
-
     def test_a_recording_is_a_copy(self):
         """What a recording holds does not change while the run goes on."""
         made = recorder()
@@ -227,23 +219,6 @@ class TestRecorder:
         made.push(1, 2.0, 1.0, 1.0)
         made.undo(0)
         assert len(before) == 1 and not before.steps["undone"][0] and len(made.recording) == 2
-
-    def test_memory_of_layers(self, monkeypatch):
-        """All of it counts, and the paths, which come anew with each moment, are kept once; those of an earlier process, too."""
-        monkeypatch.setattr(layer_table, "MAX_BYTES", 200_000)
-        table, variables = LayerTable(), [f"a/long/path/of/variable_{n}" for n in range(10)]
-        gc.collect()
-        tracemalloc.start()
-        try:
-            for step in range(2000):
-                table.add(step, tuple((str(path.encode(), "ascii"), "trainable") for path in variables), np.zeros((10, 3)))
-            gc.collect()
-            held = tracemalloc.get_traced_memory()[0]
-        finally:
-            tracemalloc.stop()
-        assert 100_000 < held < 250_000 and len(by_path(table.rows())) == 10
-        table.restore([(step, str(b"a/path", "ascii"), str(b"trainable", "ascii"), 0.0, 0.0, 0.0) for step in range(9)])
-        assert len({id(row[1]) for row in table.rows()[:9]}) == len({id(row[2]) for row in table.rows()[:9]}) == 1
 
 
 class TestRecording:

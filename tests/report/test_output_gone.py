@@ -13,7 +13,8 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._recording import database, writer
+from keras_nanguard._recording import writer
+from keras_nanguard._recording.recording import Recording
 
 
 class Full:
@@ -82,26 +83,21 @@ def test_text_that_cannot_be_made(monkeypatch, what, capsys):
     assert capsys.readouterr().out.count("NanGuard: cannot print") == 1
 
 
-@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), ValueError("odd"), MemoryError()])
-@pytest.mark.parametrize("name", ["log.add", "log.begin"])
-def test_log_of_incidents(monkeypatch, tmp_path, name, error, capsys):
-    """The log of incidents cannot be written, for whatever reason."""
-
-    def broken(*args):
-        raise error
-
-    monkeypatch.setattr(f"keras_nanguard._report.{name}", broken)
+def test_export_of_incidents(monkeypatch, tmp_path, capsys):
+    """If the incidents cannot be exported at the end of a fit, a line says so, and the recording is whole."""
+    monkeypatch.setattr(writer.File, "export", lambda file: 1 / 0)
     trained(NanGuard(directory=tmp_path))
-    assert capsys.readouterr().out.count("NanGuard: cannot write incidents.jsonl") == 1
+    assert capsys.readouterr().out.count("NanGuard: incidents.jsonl is not written: division by zero") == 1
+    assert len(Recording.read(tmp_path)) == 28
 
 
 @pytest.mark.parametrize("where", ["opened", "rows", "thread"])
 def test_recording(monkeypatch, tmp_path, where, capsys):
     """The recording cannot be written: no connection, a row without a form, or no thread."""
     if where == "opened":
-        monkeypatch.setattr(writer, "Database", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk I/O error")))
+        monkeypatch.setattr(writer, "File", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("disk I/O error")))
     elif where == "rows":
-        monkeypatch.setattr(database.Database, "write", lambda *args: 1 / 0)
+        monkeypatch.setattr(writer.File, "write", lambda *args: 1 / 0)
     else:
         real = threading.Thread.start
 
@@ -123,7 +119,7 @@ def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
     guard = NanGuard(directory=tmp_path, diagnose=False)
     trained(guard)
-    assert "NanGuard: cannot write incidents.jsonl: ZeroDivisionError" in capsys.readouterr().out
+    assert "NanGuard: cannot record an incident: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_layer_that_cannot_be_saved(tmp_path, capsys):

@@ -23,7 +23,7 @@ from keras_nanguard._core.errors import NanGuardError
 from keras_nanguard._core.incident import CAUSES, Diagnosis, Incident
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._recording.records import REFUSED, STEP_COLUMNS, Event
+from keras_nanguard._recording.records import STEP_COLUMNS, Event
 from keras_nanguard._report import blamed_rows, compare, files, html
 from keras_nanguard._report.cards import MAX_CARDS, cards
 from keras_nanguard._report.snippets import snippet
@@ -139,18 +139,17 @@ def test_a_log_that_is_ahead_of_the_recording():
 
 
 def test_what_was_undone_has_a_line_of_its_own():
-    """Of steps that ran again the curve shows the last run, and no refused step from before the rollback; the first run is apart."""
+    """Of steps that ran again the curve shows the last run; the first one has a curve of its own."""
     back, again = 40, 10
     count = back + again
     columns = {name: np.zeros(count, dtype) for name, dtype in STEP_COLUMNS.items()}
     columns["step"] = np.r_[np.arange(back), np.arange(back - again, back)]
     columns["loss"] = np.r_[np.full(back, 9.0), np.full(again, 2.0)]
     columns["undone"][back - again : back] = True
-    columns["status"][back - 2], columns["undone"][back - 2], columns["loss"][back - 2] = REFUSED, False, 777.0
     chart = html._chart(Recording(steps=columns), "loss")
     assert chart["x"] == list(range(1, back + 1))
     assert chart["high"] == chart["low"] == [9.0] * (back - again) + [2.0] * again
-    assert chart["undone"] == [None] * (back - again) + [9.0] * (again - 2) + [None, 9.0]
+    assert chart["undone"] == [None] * (back - again) + [9.0] * again
     columns["undone"][:] = False
     columns["step"] = np.arange(count)
     assert "undone" not in html._chart(Recording(steps=columns), "loss")

@@ -28,7 +28,6 @@ from keras_nanguard._core.plain_json import MAX_DEPTH, check_depth, loads
 from keras_nanguard._core.plain_text import markdown_text
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import blamed_rows, console, files, html, watch
-from keras_nanguard._report.log import add, begin
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -161,15 +160,16 @@ def test_members_that_are_no_arrays_are_left_out(bundle, name):
     assert blamed_rows.shown(bundle, (0,)) == []
 
 
-def test_a_log_that_is_a_link_is_not_written(tmp_path):
-    """A directory from elsewhere cannot have a run write to another file."""
-    (tmp_path / "mine.txt").write_text("precious\nno end of a line")
+def test_a_link_in_place_of_the_export(tmp_path):
+    """A directory from elsewhere cannot make a run write to another file: the link is replaced."""
+    (tmp_path / "mine.txt").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "incidents.jsonl").symlink_to(tmp_path / "mine.txt")
-    for write in (lambda: begin(tmp_path / "run"), lambda: add(tmp_path / "run", recordings.incident(3, 0, 3))):
-        with pytest.raises(OSError):
-            write()
-    assert (tmp_path / "mine.txt").read_text() == "precious\nno end of a line"
+    made = recordings.begun(tmp_path / "run")
+    made.event("incident", 3, 0, **recordings.event_of(recordings.incident(3, 0, 3)))
+    made.end("finished", 4, 0)
+    assert made.problem() == "" and (tmp_path / "mine.txt").read_text() == "precious"
+    assert [i.step for i in files.read(tmp_path / "run" / "incidents.jsonl")] == [3]
 
 
 def test_markdown_holds_no_markup_of_the_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import sys
@@ -13,14 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
-from support.recordings import HOSTILE, synthetic
+from support.recordings import HOSTILE, synthetic, written
 
 from keras_nanguard._cli.parser import main
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import Recording
-from keras_nanguard._report import files, log, watch
+from keras_nanguard._report import files, watch
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="takes no backend; checked once")
 
@@ -89,21 +87,11 @@ def test_command(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "run"), "--once"]) == 1
     assert "finished" in (shown := capsys.readouterr().out) and "3 NaN of 24" in shown and "skipped" in shown
     (tmp_path / "new").mkdir()
-    log.begin(tmp_path / "new")
     assert main(["watch", str(tmp_path / "new")]) == 0
     assert main(["watch", str(tmp_path / "none")]) == 2 and "not a folder" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "new"), "--interval", "0"]) == 2
     (tmp_path / "new" / "recording.sqlite").write_text("another file")
     assert main(["watch", str(tmp_path / "new")]) == 2
-
-
-def recorded(directory, recording, lines=()):
-    """Write a recording, and a log where it has lines."""
-    writer = database.Database(directory / database.NAME, "me")
-    writer.write(database.Changes(recording.meta, recording.steps, events=tuple(enumerate(recording.events))))
-    writer.close()
-    if lines:
-        (directory / log.NAME).write_text("".join(f"{line}\n" for line in lines))
 
 
 class Screen(Console):
@@ -127,7 +115,7 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
 
     def whole():
         (tmp_path / database.NAME).unlink()
-        recorded(tmp_path, ended, [event.data and json.dumps(event.data) for event in ended.events if event.kind == "incident"])
+        written(tmp_path, ended)
 
     screen = Screen(whole)
     monkeypatch.setattr(watch.time, "sleep", screen.then)
@@ -138,13 +126,13 @@ def test_a_recording_that_is_being_made(tmp_path, monkeypatch, half):
 def test_what_cannot_be_read_later(tmp_path, monkeypatch):
     """It keeps what it has seen, says what is wrong, and goes on once that is gone."""
     run = synthetic(300, 2)
-    recorded(tmp_path, replace(run, meta={**run.meta, "status": "running"}))
+    written(tmp_path, replace(run, meta={**run.meta, "status": "running"}))
     file = tmp_path / database.NAME
     whole = file.read_bytes()
 
     def mend():
         file.write_bytes(whole)
-        recorded(tmp_path, run)
+        written(tmp_path, run)
 
     screen = Screen(lambda: file.write_bytes(b"another file"), mend)
     monkeypatch.setattr(watch.time, "sleep", screen.then)
@@ -154,21 +142,11 @@ def test_what_cannot_be_read_later(tmp_path, monkeypatch):
     assert "whichisanotherfile" in reported and "netfinished" in reported.split("whichisanotherfile")[-1]
 
 
-def test_a_damaged_line_of_the_log(tmp_path, capsys):
-    """Incidents come from the recording then, and the frame says what is damaged."""
-    recorded(tmp_path, synthetic(300, 2), ["{damaged"])
-    assert main(["watch", str(tmp_path), "--once"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "2 incidents" in shown and "Cannot be read: Expected JSON" in shown and "input_nonfinite" in shown
-    with pytest.raises(GuardError):
-        files.read(tmp_path)
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
     """The curves are of ASCII, and names have question marks."""
     run = synthetic(300, 2, name="n\u0119t")
-    recorded(tmp_path, run)
+    written(tmp_path, run)
     assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)
     assert not set(watch._BARS[1:]) & set(text_of(run, ascii_only=True))
     pipe = io.TextIOWrapper(io.BytesIO(), encoding)

@@ -10,10 +10,11 @@ import math
 import numpy as np
 
 from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._recording.database import NAME
+from keras_nanguard._recording.database import NAME, as_json, insert
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Recording
 from keras_nanguard._recording.records import BIN_COLUMNS, COMMITTED, MEASURED, OVERFLOW, REFUSED, BadSample, Event
+from keras_nanguard._recording.writer import File
 
 EXACT = 8192
 BIN = 256
@@ -153,6 +154,23 @@ def begun(folder, **how):
     made = Recorder()
     made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
     return made
+
+
+def written(folder, recording):
+    """Write the meta data, the steps and the events of a recording to its file."""
+    meta = [(key, as_json(value)) for key, value in recording.meta.items()]
+    events = [
+        (number, e.step, e.epoch, e.time, e.kind, e.text, as_json(dict(e.data)))
+        for number, e in enumerate(recording.events)
+    ]
+    steps = list(zip(range(len(recording)), *(c.tolist() for c in recording.steps.values())))
+    tables = {"meta": meta, "steps": steps, "events": events}
+    File(folder / NAME, "me", [(insert(table), rows) for table, rows in tables.items()]).close()
+
+
+def event_of(found):
+    """Return text and data of the event of an incident."""
+    return {"text": str(found), "data": found.to_dict()}
 
 
 def push(made, steps, start=0):
