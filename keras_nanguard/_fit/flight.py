@@ -77,7 +77,11 @@ class FlightMixin:
     def _note_fit(self, params: Mapping[str, Any] | None) -> None:
         """Record the length of the fit, if known, and find its trackers."""
         self._trackers = Trackers(getattr(surrounding(), "callbacks", ()), self._reporter.once)
-        known = {key: int(value) for key, value in (params or {}).items() if key in ("epochs", "steps") and value is not None}
+        known = {
+            key: int(value)
+            for key, value in (params or {}).items()
+            if key in ("epochs", "steps") and value is not None
+        }
         self._recorder.note(epochs=known.get("epochs"), steps_per_epoch=known.get("steps"))
 
     def _add_logs(self, logs: Any) -> None:
@@ -120,9 +124,13 @@ class FlightMixin:
         return html.page(self.recording, self.incidents, self.summary(), self.directory)
 
     def _add_counts(self, logs: Any) -> None:
-        """Convert the counts in the logs from floats back to integers. Add them if they are missing."""
+        """Convert the counts in the logs from floats to integers. Add them if they are missing."""
         if isinstance(logs, dict) and REFUSED in logs:
-            logs |= {key: int(logs[key]) for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks") if key in logs}
+            logs |= {
+                key: int(logs[key])
+                for key in (REFUSED, f"{OWN}refused", f"{OWN}rollbacks")
+                if key in logs
+            }
         else:
             self._add_logs(logs)
 
@@ -131,9 +139,17 @@ class FlightMixin:
         if self.session is None:
             return
         self._reporter.bad_rows(self._bad_rows.line())
-        known = {key: value if math.isfinite(value) else str(value) for key, value in numbers(logs).items()}
+        known = {
+            key: value if math.isfinite(value) else str(value)
+            for key, value in numbers(logs).items()
+        }
         counts = self.session.counts
-        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data={"logs": known, "refused": counts.epoch_refused})
+        self._recorder.event(
+            "epoch",
+            max(counts.step - 1, 0),
+            epoch,
+            data={"logs": known, "refused": counts.epoch_refused},
+        )
         say_problem(self.session)
 
     def end_fit(self, finished: bool) -> None:
@@ -160,9 +176,21 @@ class FlightMixin:
 
     def _repr_html_(self) -> str:
         title, *lines = self.summary().splitlines()
-        rows = [(len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip") for g in console.kinds(self.incidents)]
-        rows += [(sample.times, f"bad row {sample.label}", "", sample.why) for sample in self.bad_samples()]
-        return block(title, lines if not rows else (), ("times", "trouble", "first at", "done, or why"), rows, not self.incidents)
+        rows = [
+            (len(g), console.why(g[0]), g[0].moment, ", ".join(g[0].changes) or "skip")
+            for g in console.kinds(self.incidents)
+        ]
+        rows += [
+            (sample.times, f"bad row {sample.label}", "", sample.why)
+            for sample in self.bad_samples()
+        ]
+        return block(
+            title,
+            lines if not rows else (),
+            ("times", "trouble", "first at", "done, or why"),
+            rows,
+            not self.incidents,
+        )
 
     def plot(self) -> Any:
         """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with

@@ -28,7 +28,9 @@ _SPARSE, _RAGGED = ("indices", "values", "dense_shape"), ("flat_values", "nested
 _NAMES = ("x", "y", "sample_weight")
 
 
-def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float) -> tuple[str, str]:
+def keep(
+    directory: str | Path, incident: Incident, batch: Any, max_batches: int, max_mb: float
+) -> tuple[str, str]:
     """Write a batch to disk; return `("done", path)`, or `("skipped", reason)` if a limit is
     reached.
 
@@ -44,13 +46,19 @@ def keep(directory: str | Path, incident: Incident, batch: Any, max_batches: int
     atomic_files.sweep(folder)
     kept = sorted(folder.glob("step-*.npz"))
     if len(kept) >= max_batches:
-        return "skipped", f"{folder} already has {len(kept)} batches, and max_batches is {max_batches}"
+        return (
+            "skipped",
+            f"{folder} already has {len(kept)} batches, and max_batches is {max_batches}",
+        )
     arrays = arrays_of(batch)
     arrays["incident"] = np.array(incident.to_json())
     size = sum(array.nbytes for array in arrays.values())
     taken = sum(path.stat().st_size for path in kept)
     if taken + size > max_mb * 1e6:
-        return "skipped", f"{folder} would have {(taken + size) / 1e6:.3g} MB, and max_mb is {max_mb:g}"
+        return (
+            "skipped",
+            f"{folder} would have {(taken + size) / 1e6:.3g} MB, and max_mb is {max_mb:g}",
+        )
     path = _free(folder, f"step-{incident.step:08d}")
     with atomic_files.beside(path) as unfinished, unfinished.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
@@ -71,8 +79,14 @@ def _free(folder: Path, name: str) -> Path:
 def arrays_of(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return every array of a batch by its name, in dtypes that NumPy can write without pickle."""
     data = batch[0] if len(batch) == 1 else batch
-    parts = dict(zip(_NAMES, data)) if isinstance(data, (tuple, list)) and len(data) <= len(_NAMES) else {"x": data}
-    return {path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)}
+    parts = (
+        dict(zip(_NAMES, data))
+        if isinstance(data, (tuple, list)) and len(data) <= len(_NAMES)
+        else {"x": data}
+    )
+    return {
+        path: _plain(value) for name, part in parts.items() for path, value in _leaves(name, part)
+    }
 
 
 def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
@@ -81,9 +95,15 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, (list, tuple)):
         children = [(str(number), value) for number, value in enumerate(data)]
     else:
-        if hasattr(data, "todense") and (sparse_arrays.fits(data) or not sparse_arrays.has_coordinates(data)):
+        if hasattr(data, "todense") and (
+            sparse_arrays.fits(data) or not sparse_arrays.has_coordinates(data)
+        ):
             data = data.todense()
-        children = [(name, getattr(data, name)) for name in _RAGGED] if hasattr(data, "flat_values") else []
+        children = (
+            [(name, getattr(data, name)) for name in _RAGGED]
+            if hasattr(data, "flat_values")
+            else []
+        )
         if sparse_arrays.is_sparse(data):
             children = list(zip(_SPARSE, map(np.asarray, sparse_arrays.coordinates(data))))
         if not children and data is not None:
@@ -95,7 +115,10 @@ def _leaves(path: str, data: Any) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> np.ndarray[Any, Any]:
     array = spread_arrays.as_array(value)
     if array.dtype.kind == "O":  # text, as TensorFlow hands it out
-        text = [str(item, "utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
+        text = [
+            str(item, "utf-8", "replace") if isinstance(item, bytes) else str(item)
+            for item in array.flat
+        ]
         return np.array(text).reshape(array.shape)
     if array.dtype.kind == "V" or array.dtype.isbuiltin != 1:  # bfloat16, float8
         return array.astype(np.float32)

@@ -1,5 +1,4 @@
-"""Records everything of a run besides its steps: its start, learning rates, rollbacks, snapshots.
-"""
+"""Records everything of a run besides its steps: start, learning rates, rollbacks, snapshots."""
 
 from __future__ import annotations
 
@@ -22,14 +21,27 @@ from keras_nanguard._policy.state import BUDGET_WINDOW
 from keras_nanguard._recording import database
 from keras_nanguard._version import __version__
 
-__all__ = ["acted", "begun", "budgets", "note_rate", "rate_factor", "returned", "rolled_back", "say_problem", "snapshot_taken"]
+__all__ = [
+    "acted",
+    "begun",
+    "budgets",
+    "note_rate",
+    "rate_factor",
+    "returned",
+    "rolled_back",
+    "say_problem",
+    "snapshot_taken",
+]
 
 
 def begun(run: Run, resumed: int | None = None) -> None:
-    """Begin the recording of a fit, which resumes from the snapshot of the step `resumed`, if any.
-    """
+    """Begin the recording of a fit, which resumes from the snapshot of step `resumed`, if any."""
     optimizers = run.train_state().optimizers
-    path = Path(run.directory) / database.NAME if run.directory is not None and processes.index() == 0 else None
+    path = (
+        Path(run.directory) / database.NAME
+        if run.directory is not None and processes.index() == 0
+        else None
+    )
     meta = {
         "model": str(getattr(run.model, "name", type(run.model).__name__)),
         "backend": current.name(),
@@ -52,7 +64,12 @@ def say_problem(run: Run) -> None:
 
 def _versions() -> dict[str, str]:
     backend = sys.modules.get(current.name())
-    known = {"keras_nanguard": __version__, "keras": keras.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    known = {
+        "keras_nanguard": __version__,
+        "keras": keras.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
     return {**known, current.name(): str(getattr(backend, "__version__", ""))}
 
 
@@ -73,7 +90,13 @@ def note_rate(run: Run, ahead: bool = False) -> None:
             _factor_changed(run, run.recorder.factor)
         elif before is not None and plain and not ahead:
             data = {"before": before, "after": rate, "by": "callback"}
-            run.recorder.event("learning_rate", run.step, run.counts.epoch, f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
+            run.recorder.event(
+                "learning_rate",
+                run.step,
+                run.counts.epoch,
+                f"{optimizer.name}: {before:.3g} -> {rate:.3g}",
+                data,
+            )
 
 
 def rate_factor(run: Run) -> float:
@@ -83,7 +106,11 @@ def rate_factor(run: Run) -> float:
 
 def rolled_back(run: Run, snapshot: Snapshot, undone: int, rerun: Rerun | None) -> None:
     """Record that a snapshot was restored."""
-    again = None if rerun is None else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
+    again = (
+        None
+        if rerun is None
+        else frozenset(n for n, args in enumerate(rerun.batches, snapshot.step) if args is not None)
+    )
     run.recorder.undo(snapshot.step, again)
     data = {"to": snapshot.step, "undone": undone, "run_again": len(again or ())}
     moment = f"after {snapshot.step} steps" if snapshot.step else "before the first step"
@@ -103,7 +130,10 @@ def budgets(run: Run) -> list[dict[str, Any]]:
     """
     state, times = run.recovery.policy_state, run.policy.action_budget
     used = {name: state.times(name) for name in state.action_steps if name in ACTIONS}
-    return [{"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW} for name, n in used.items()]
+    return [
+        {"rule": name, "do": [name], "used": n, "times": times, "per_steps": BUDGET_WINDOW}
+        for name, n in used.items()
+    ]
 
 
 def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
@@ -115,7 +145,11 @@ def acted(run: Run, outcomes: tuple[Outcome, ...], before: float) -> None:
         before: `rate_factor` before them.
     """
     run.recorder.note(budgets=budgets(run))
-    lowered = [outcome.detail for outcome in outcomes if outcome.action == "lower_lr" and outcome.status == "done"]
+    lowered = [
+        outcome.detail
+        for outcome in outcomes
+        if outcome.action == "lower_lr" and outcome.status == "done"
+    ]
     if rate_factor(run) != before or lowered:
         _factor_changed(run, before, "; ".join(lowered))
         note_rate(run, ahead=True)
@@ -135,4 +169,10 @@ def _factor_changed(run: Run, before: float, text: str = "") -> None:
     """Record the present factor of the guard on learning rates."""
     after = run.recorder.factor = rate_factor(run)
     text = text or f"The learning rate is {after:.3g} times the configured rate."
-    run.recorder.event("learning_rate", run.step, run.counts.epoch, text, {"factor_before": before, "factor": after, "by": "guard"})
+    run.recorder.event(
+        "learning_rate",
+        run.step,
+        run.counts.epoch,
+        text,
+        {"factor_before": before, "factor": after, "by": "guard"},
+    )

@@ -45,7 +45,9 @@ class Reporter:
         details = _details(directory)
         self._print_made("a line", lambda: self._lines.line(incident, samples, details))
 
-    def epoch(self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool) -> None:
+    def epoch(
+        self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool
+    ) -> None:
         """Print the line at the end of an epoch, if there is one.
 
         Ordinary overflows under dynamic loss scaling are part of a healthy run: without any other
@@ -91,7 +93,9 @@ class Reporter:
         try:
             do()
         except Exception as error:  # noqa: BLE001  training continues
-            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            )
             self.once(f"NanGuard: cannot {what}: {reason}.")
 
 

@@ -28,7 +28,11 @@ BATCHES = 64
 
 def bad_metrics(logs: Any) -> list[Finding]:
     """Return a finding for each metric of an evaluation that is not finite."""
-    return [Finding("validation", "nonfinite", k, value=v) for k, v in numbers(logs).items() if not math.isfinite(v)]
+    return [
+        Finding("validation", "nonfinite", k, value=v)
+        for k, v in numbers(logs).items()
+        if not math.isfinite(v)
+    ]
 
 
 def bad_arrays(logs: Any) -> list[Finding]:
@@ -57,13 +61,19 @@ def _diagnosed(model: Any) -> Diagnosis | None:
         for x, y, weights in itertools.islice(_batches(), BATCHES):
             predicted = model(x, training=False)
             if _finite(predicted):
-                loss = model.compute_loss(x, y, predicted, weights) if y is not None and model.compiled else 0.0
+                loss = (
+                    model.compute_loss(x, y, predicted, weights)
+                    if y is not None and model.compiled
+                    else 0.0
+                )
                 if _finite(loss):
                     continue
                 return _first_bad(model, x, y, weights)
             return _first_bad(model, x, None, None)
     except Exception as error:  # noqa: BLE001
-        return Diagnosis("unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",))
+        return Diagnosis(
+            "unknown", evidence=(f"The diagnosis failed: {type(error).__name__}: {error}",)
+        )
     return None
 
 

@@ -190,7 +190,8 @@ class Recorder:
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             if resumed is None:
                 self._since = self.base
-            facts = {**meta, "format": FORMAT, "status": "running", "base": self.base, "since": self._since}
+            counted = {"base": self.base, "since": self._since}
+            facts = {**meta, **counted, "format": FORMAT, "status": "running"}
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
             self.note(**facts)
