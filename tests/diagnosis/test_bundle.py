@@ -147,7 +147,7 @@ def test_a_path_out_of_the_folder_is_not_followed(copy):
 def test_what_is_no_file_of_the_folder_is_not_opened(copy, name, how):
     (copy / name).rename(copy / "elsewhere")
     (copy / name).symlink_to(copy / "elsewhere") if how == "link" else os.mkfifo(copy / name)
-    with pytest.raises(BundleError, match=r"link|no file|holds bundle\.json"):
+    with pytest.raises(BundleError, match=r"link|not a file|contains bundle\.json"):
         _bundle.read(copy)
 
 
