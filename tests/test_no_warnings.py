@@ -82,8 +82,8 @@ def test_injected(site, kind):
     guard = NanGuard(verbose=0)
 
     def work():
-        with inject(built, site=site, kind=kind, step=3):
-            built.fit(X, Y, batch_size=8, verbose=0, callbacks=[guard])
+        with inject(built, site=site, kind=kind, step=20):
+            built.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[guard])
 
     assert silent(work) == []
     assert guard.incidents and not any("itself failed" in line for line in lines(guard))

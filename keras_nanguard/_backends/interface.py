@@ -350,6 +350,12 @@ class Faults(Protocol):
     Hook: Any
     """`Hook(model, fault)`, a `FaultHook`."""
 
+    def repeated(self, model: Any) -> Callable[[], None]:
+        """Return what to call before each replay of a step, so that it counts as that step.
+
+        Faults of later steps then do not come early.
+        """
+
 
 class FaultHook(Protocol):
     """One fault, injected into every train step of one model."""

@@ -46,6 +46,7 @@ class Trial:
         self._run = run
         self._variables = run.train_state().kept
         self._seeds = keras_variables.seeds(self._variables)
+        self._repeated = current.faults().repeated(run.model)
         self.present: State = {id(v): keras_variables.read(v) for v in self._variables}
 
     def state_of(self, snapshot: Snapshot) -> State:
@@ -109,6 +110,7 @@ class Trial:
     def _step(self, args: Any) -> float:
         """Run one step; return its loss, infinity if it was refused."""
         access = self._run.state.access
+        self._repeated()
         verdict = access.run_again(args)
         access.sync_variables()
         return verdict.loss if verdict.finite and not verdict.refused else math.inf

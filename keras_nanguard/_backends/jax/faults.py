@@ -21,7 +21,12 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.jax_trainer import over_lists, variables
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "repeated"]
+
+
+def repeated(model: Any) -> Callable[[], None]:
+    """Return a function that does nothing: a replay does not run the counting hook."""
+    return lambda: None
 
 
 class Hook(FaultHook):

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_nanguard._backends.shared.faults import FaultHook
 from keras_nanguard._keras import fitting as keras_fitting, optimizers as keras_optimizers, overrides
 
-__all__ = ["Hook", "in_batches", "with_faults"]
+__all__ = ["Hook", "in_batches", "repeated", "with_faults"]
 
 _installed: list[Hook] = []
 
@@ -40,6 +40,17 @@ def with_faults(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     for hook in reversed([h for h in _installed if h.model is model and h not in getattr(step, "hooks", ())]):
         step = hook.around(step)
     return step
+
+
+def repeated(model: Any) -> Callable[[], None]:
+    """Return what sets the step counters of installed faults back by one step, from those of now."""
+    counters = [(hook.counter, hook.counter.numpy()) for hook in _installed if hook.model is model]
+
+    def again() -> None:
+        for counter, number in counters:
+            counter.assign(number - 1)
+
+    return again
 
 
 class Hook(FaultHook):

@@ -14,7 +14,12 @@ import torch
 
 from keras_nanguard._backends.shared.faults import FaultHook
 
-__all__ = ["Hook"]
+__all__ = ["Hook", "repeated"]
+
+
+def repeated(model: Any) -> Callable[[], None]:
+    """Return a function that does nothing: a replay does not run the counting hook."""
+    return lambda: None
 
 
 class Hook(FaultHook):
