@@ -213,7 +213,7 @@ def test_names_of_ones_own():
     guard = found(model, Batches(x, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
     assert {sample.label for sample in guard.bad_samples()} == {str(1000 + row) for row in BAD}
     assert {sample.times for sample in guard.bad_samples()} == {2}
-    with pytest.raises(GuardError, match="sample_ids to hold a name for each row"):
+    with pytest.raises(GuardError, match="sample_ids to be one name for each row"):
         NanGuard(sample_ids=7)
 
 

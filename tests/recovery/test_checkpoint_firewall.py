@@ -94,7 +94,7 @@ def test_a_save_that_cannot_be_healed_is_refused(tmp_path, capsys):
     policy = {"escalation": ["skip"], "max_consecutive_refused": 99}
     kept = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
     fit([Vandal(), NanGuard(policy), kept], epochs=2)
-    assert "not saved" in capsys.readouterr().out
+    assert "did not save" in capsys.readouterr().out
     assert finite_file(tmp_path / "m.keras")
 
 

@@ -204,7 +204,7 @@ class TestProbation:
         spoils = Spoils(guard)
         model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=6)
         assert len(guard.incidents) == 1
-        assert "State and rate are restored as they were" in capsys.readouterr().out
+        assert "State and learning rate are restored" in capsys.readouterr().out
         assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) > 5e-9, "the factor is undone"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))

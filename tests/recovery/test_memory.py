@@ -196,7 +196,7 @@ class TestFit:
         model = trained(guard, bad=(6, 7, 8, 9))
         assert guard.session.refused == 4 and all(np.isfinite(w).all() for w in model.get_weights())
         assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
-        assert any("was not run again" in text for text in guard.incidents[0].diagnosis.evidence)
+        assert any("was not replayed" in text for text in guard.incidents[0].diagnosis.evidence)
         skipped = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
         assert all(o.status == "skipped" and "no verified snapshot" in o.detail for o in skipped)
 

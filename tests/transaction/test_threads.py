@@ -126,7 +126,7 @@ def test_one_guard_for_two_threads():
             reported.set()
 
     first, refused = together(lambda: fit(models[0], data, guard, Waits(), epochs=1), second)
-    assert isinstance(first, list) and "guards a running fit" in str(refused)
+    assert isinstance(first, list) and "a guard of a running fit" in str(refused)
 
 
 class Shared:
